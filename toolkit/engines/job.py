@@ -1,0 +1,169 @@
+"""A job: what was asked, with nothing left open. And the words in which every engine answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit.devices import Device
+from toolkit.errors import StrategyError
+from toolkit.model import ModelSpec
+from toolkit.show import Shown, Table
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import DTYPE_OF, format_bytes
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a forecast computes and a worker runs. Both make it with `resolve`, so the two cannot drift."""
+
+    strategy: Strategy
+    """Without an `auto`."""
+    loop: Loop
+    """Without an open value."""
+    spec: ModelSpec | None
+    """None where the caller brings a model of his own: what depends on the model is then left to the engine."""
+    ranks: int
+    device: Device
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's own configuration, resolved: what it will be given, word for word."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """torch's name of the dtype that the forward computes in."""
+        return DTYPE_OF[self.strategy.precision]
+
+    @property
+    def weight_dtype(self) -> str:
+        """torch's name of the dtype that trainable weights are trained in: fp32, but for `bf16_pure`."""
+        return "bfloat16" if self.strategy.precision == "bf16_pure" else "float32"
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many ranks share one copy."""
+        return self.ranks // self.strategy.replicate
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `accelerator.prepare` gave back, with the job that it was made for."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    accelerator: Accelerator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What an optimizer step did."""
+
+    norm: float
+    """The global L2 norm of the gradients before clipping, over all ranks."""
+    skipped: bool
+    """Whether the weights stayed as they were: fp16's scaler met an overflow, or the norm is not finite."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat range of a named tensor, as this rank holds it. Writing into `tensor` writes into the engine's own memory."""
+
+    name: str
+    """The canonical parameter name."""
+    kind: str
+    """`parameter`, `master`, `exp_avg` or `exp_avg_sq`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """Offset of this range in the flattened whole tensor, in elements."""
+    tensor: torch.Tensor
+    """One-dimensional view of this rank's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings(Shown):
+    """Bytes of the states that one rank holds, by part: as an engine's `account` says, or as its `audit` found."""
+
+    trainable: int
+    """Parameters that are trained: this rank's shard, persistent ones whole, tied ones once."""
+    frozen: int
+    """Parameters that are not."""
+    persistent: int = 0
+    """Of both, what is held whole though the rest is sharded."""
+    master: int = 0
+    """A separate fp32 copy of the trained weights, where the engine keeps one."""
+    optimizer: int | None = 0
+    """Moments. None before the first step, when they do not exist."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """The ledger: part → torch's dtype name, several joined by `+`."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters' bytes."""
+        return self.trainable + self.frozen
+
+    def tables(self) -> list[Table]:
+        rows = [
+            (name, "–" if (size := getattr(self, name)) is None else format_bytes(size), self.dtypes.get(name, "–"))
+            for name in ("trainable", "frozen", "master", "optimizer")
+        ]
+        return [Table(title="Held by this rank", columns=("part", "bytes", "dtype"), rows=rows)]
+
+
+class Engine(Protocol):
+    """The functions that every module in `toolkit.engines` has: everything about one way of sharding, in one file."""
+
+    def settings(self, strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
+        """The resolved configuration; refuses what this device, model or number of ranks cannot do."""
+
+    def plugin(self, job: Job) -> dict[str, Any]:
+        """Arguments for `Accelerator(...)`."""
+
+    def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+        """The Accelerate config file's content."""
+
+    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Fields of Strategy that a config file binds; None where the file is another engine's."""
+
+    def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
+        """The same, from what `accelerate launch --config_file` makes of it in a worker."""
+
+    def loading(self, job: Job) -> AbstractContextManager[str]:
+        """The context in which weights are read; yields in words which way is taken."""
+
+    def arrange(self, job: Job, model: torch.nn.Module) -> None:
+        """What must be set on the model before `prepare`."""
+
+    def account(self, job: Job) -> Holdings:
+        """Bytes of states that the fullest rank holds."""
+
+    def audit(self, prepared: Prepared) -> Holdings:
+        """Bytes of states that this rank really holds."""
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+        """One micro-batch; `last` closes the accumulation."""
+
+    def update(self, prepared: Prepared) -> Update:
+        """Global norm, finiteness, clip, step."""
+
+    def pieces(self, prepared: Prepared, create: bool = False) -> Iterable[Piece]:
+        """Every parameter, master and moment of this rank."""
+
+    def restored(self, prepared: Prepared, steps: int) -> None:
+        """After pieces were written: step counts and compute copies brought up to date."""
+
+
+def engine_of(strategy: Strategy) -> Engine:
+    """The module in `toolkit.engines` that runs a strategy."""
+    module: Engine = importlib.import_module(f"toolkit.engines.{strategy.engine}")  # type: ignore[assignment]
+    return module

@@ -1,0 +1,44 @@
+"""What goes wrong, as types. Every message names the value, what was expected, and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ToolkitError(Exception):
+    """A user's mistake or a machine's limit. The shell prints the message alone and exits with 2."""
+
+
+class StrategyError(ToolkitError):
+    """A `Strategy` or `Loop` that cannot be: a wrong value, or a combination that nothing can run."""
+
+
+class StrategyMismatch(ToolkitError):
+    """What was built is not what was asked for: engine, world size, bytes, dtypes or tied weights."""
+
+
+class ModelError(ToolkitError):
+    """A model that cannot be found, described or loaded."""
+
+
+class DataError(ToolkitError):
+    """Data that cannot be read: names file, line and reason."""
+
+
+class RunError(ToolkitError):
+    """A run that cannot start or go on: its folder, its lock, or a rank that died."""
+
+
+class NotFinite(RunError):
+    """A loss, norm or update that is not finite. The weights are those of the step before."""
+
+
+class MissingLibrary(ToolkitError):
+    """A library or kernel that was asked for and is not installed, or does not work here."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'zero3'?"`, or nothing where no known word is near."""
+    found = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""

@@ -1,0 +1,73 @@
+"""How results look: one table, as text and as HTML. Every result shows itself through `Shown`."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table. Cells are shown as they are; numbers and cells that begin with a digit stand to the right."""
+
+    columns: Sequence[str]
+    rows: Iterable[Sequence[Any]]
+    title: str = ""
+    notes: Sequence[str] = ()
+    """Sentences below the table."""
+
+    def text(self) -> str:
+        """Aligned columns for a terminal or a Markdown code block."""
+        cells = [[str(cell) for cell in row] for row in self.rows]
+        widths = [max(len(row[i]) for row in [list(self.columns), *cells]) for i in range(len(self.columns))]
+        right = [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
+
+        def line(row: Sequence[str]) -> str:
+            padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+            return "  ".join(padded).rstrip()
+
+        head = [self.title] if self.title else []
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join([*head, line(list(self.columns)), rule, *(line(row) for row in cells), *self.notes])
+
+    def html(self) -> str:
+        """A plain `<table>` with a caption and column headers, readable without a style sheet or a script."""
+        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        head = "".join(f'<th scope="col">{html.escape(str(name))}</th>' for name in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in self.rows
+        )
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+
+def _numeric(cell: str) -> bool:
+    return cell[:1].isdigit() or cell in ("", "-", "–")
+
+
+class Shown:
+    """A result that shows itself: `str()` in a terminal, `_repr_html_` in a notebook, `to_json()` for programs."""
+
+    def tables(self) -> list[Table]:
+        """What is shown, in order."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is shown")
+
+    def __str__(self) -> str:
+        return "\n\n".join(table.text() for table in self.tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self.tables())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain containers, sizes in bytes and times in seconds."""
+        if not dataclasses.is_dataclass(self) or isinstance(self, type):
+            raise TypeError(f"{type(self).__name__} is no dataclass")
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)

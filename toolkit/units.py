@@ -1,0 +1,61 @@
+"""Bytes, dtypes and how both are written. Standard library only."""
+
+from __future__ import annotations
+
+import math
+
+KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+BYTES_OF = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element, by the dtype's torch name."""
+
+DTYPE_OF = {"fp32": "float32", "bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
+"""The dtype that a precision computes in."""
+
+
+def dtype_name(dtype: object) -> str:
+    """`torch.bfloat16` → `"bfloat16"`, without importing torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def ceil_div(amount: int, parts: int) -> int:
+    """The smallest integer that is at least `amount / parts`."""
+    return -(-amount // parts)
+
+
+def round_up(amount: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `amount`."""
+    return ceil_div(amount, multiple) * multiple
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in the largest binary unit that keeps the number at 1 or more: `"1.50 GiB"`, `"77.0 MiB"`."""
+    if size >= GiB:
+        return f"{size / GiB:,.2f} GiB"
+    if size >= MiB:
+        return f"{size / MiB:.1f} MiB"
+    return f"{size / KiB:.1f} KiB" if size >= KiB else f"{size:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """A number of parameters or tokens, as people say it: `"5.05M"`, `"8.03B"`."""
+    for bound, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= bound:
+            return f"{count / bound:.2f}{suffix}"
+    return f"{count:g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as `"45 s"`, `"3 min 20 s"` or `"2 h 05 min"`; a fraction of a second in ms."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
