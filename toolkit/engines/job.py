@@ -156,14 +156,115 @@ class Engine(Protocol):
     def update(self, prepared: Prepared) -> Update:
         """Global norm, finiteness, clip, step."""
 
-    def pieces(self, prepared: Prepared, create: bool = False) -> Iterable[Piece]:
-        """Every parameter, master and moment of this rank."""
-
-    def restored(self, prepared: Prepared, steps: int) -> None:
-        """After pieces were written: step counts and compute copies brought up to date."""
+    def pieces(self, prepared: Prepared) -> Iterable[Piece]:
+        """Every parameter and master of this rank."""
 
 
 def engine_of(strategy: Strategy) -> Engine:
     """The module in `toolkit.engines` that runs a strategy."""
     module: Engine = importlib.import_module(f"toolkit.engines.{strategy.engine}")  # type: ignore[assignment]
     return module
+
+
+def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> Job:
+    """What was asked, with nothing left open: precision, attention, learning rate, the engine's settings.
+
+    Raises:
+        StrategyError: for what this device, model or number of ranks cannot do, before any process starts.
+    """
+    precision = resolve_precision(strategy.precision, device)
+    attention = resolve_attention(strategy.attention, precision, spec, device)
+    strategy = dataclasses.replace(strategy, precision=precision, attention=attention)
+    if loop.lr is None:
+        loop = dataclasses.replace(loop, lr=default_lr(strategy, spec))
+    check_model(strategy, loop, spec)
+    settings = engine_of(strategy).settings(strategy, loop, spec, ranks, device)
+    return Job(strategy=strategy, loop=loop, spec=spec, ranks=ranks, device=device, settings=settings)
+
+
+def resolve_precision(precision: str, device: Device) -> str:
+    """`auto`: bf16 where the device has it natively, else fp16 on a GPU, fp32 on a CPU."""
+    if precision != "auto":
+        return precision
+    if device.kind == "cpu":
+        return "fp32"
+    return "bf16" if "bf16" in device.dtypes else "fp16"
+
+
+def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, device: Device) -> str:
+    """`auto`: the first of the device's kernels that takes this dtype and that the model's class supports.
+
+    Raises:
+        StrategyError: for a named kernel that is not there or does not take this dtype, with those that do.
+    """
+    half_only = ("flash_attention_2", "flash_attention_3")
+    able = [
+        kernel
+        for kernel in device.attentions
+        if (spec is None or kernel in spec.attentions) and (precision != "fp32" or kernel not in half_only)
+    ]
+    if attention == "auto":
+        return next((kernel for kernel in able if kernel != "flex"), "eager")
+    if attention in able:
+        return attention
+    if attention not in device.attentions:
+        why = "is not installed or does not run on this device"
+        fix = {
+            "flash_attention_2": " Install it with `pip install flash-attn` on a GPU of compute capability 8.0 or more.",
+            "flash_attention_3": " Install FlashAttention-3 on a GPU of compute capability 9.0.",
+        }.get(attention, "")
+    elif spec is not None and attention not in spec.attentions:
+        why, fix = f"is not supported by {spec.architecture}", ""
+    else:
+        why, fix = f"computes in half precision only, and precision is {precision!r}", " Or choose precision 'bf16'."
+    raise StrategyError(f"attention {attention!r} {why}.{fix} Works here: {', '.join(able)}.")
+
+
+def default_lr(strategy: Strategy, spec: ModelSpec | None) -> float:
+    """1e-3 for the embedded model, 2e-4 for an adapter (Dettmers et al. 2023), 2e-5 for all weights."""
+    if spec is not None and spec.name == "embedded":
+        return 1e-3
+    return 2e-4 if strategy.adapter != "none" else 2e-5
+
+
+def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
+    """Refuse what this model cannot do, whatever the engine.
+
+    Raises:
+        StrategyError: for a sequence over the model's limit, and for LoRA targets that the model does not have.
+    """
+    if spec is None:
+        return
+    if spec.max_positions is not None and loop.seq_len > spec.max_positions:
+        raise StrategyError(
+            f"seq_len {loop.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
+            f"Choose --seq-len {spec.max_positions} or less."
+        )
+    if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
+        ends = {name.rpartition(".")[2] for name in spec.linears}
+        for word in strategy.lora_targets.split(","):
+            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in spec.linears):
+                raise StrategyError(
+                    f"lora_targets {word.strip()!r} names no linear module of {spec.name}. "
+                    f"Known: {', '.join(sorted(ends))}; or 'all-linear'."
+                )
+
+
+def base_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+    """What every Accelerate config file of ours begins with. Precisions that Accelerate cannot spell are written "no"."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": strategy.precision if strategy.precision in ("bf16", "fp16", "fp8") else "no",
+        "num_machines": nodes,
+        "num_processes": ranks,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+
+
+def bound_precision(written: str | None) -> dict[str, str]:
+    """What a config file's `mixed_precision` binds: "no" leaves it open."""
+    return {"precision": written} if written in ("bf16", "fp16", "fp8") else {}

@@ -1,0 +1,34 @@
+"""The gloo shim: what makes Accelerate shard on ranks without an accelerator, where by itself it would fall back without a word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate.utils import InitProcessGroupKwargs
+
+
+def gloo() -> InitProcessGroupKwargs:
+    """The handler that makes Accelerate's DeepSpeed path use gloo."""
+    from accelerate.utils import InitProcessGroupKwargs
+
+    return InitProcessGroupKwargs(backend="gloo")
+
+
+def shard_with_fsdp() -> None:
+    """Let Accelerate take an FSDP plugin on CPU ranks. Called before `Accelerator(fsdp_plugin=…)`.
+
+    accelerate 1.15's `AcceleratorState` reads the plugin only where `PartialState.distributed_type` is one of a device's
+    (state.py, `elif self.distributed_type in [MULTI_GPU, …]`), and `MULTI_CPU` is none. FSDP2 itself runs on gloo.
+
+    Raises:
+        RuntimeError: where upstream no longer keeps the type in `PartialState._shared_state`.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(cpu=True)
+    shared = PartialState._shared_state
+    if shared.get("distributed_type") != state.distributed_type:
+        raise RuntimeError("accelerate no longer keeps distributed_type in PartialState._shared_state")
+    shared["distributed_type"] = DistributedType.MULTI_GPU

@@ -1,0 +1,113 @@
+"""One process, or torch's DistributedDataParallel: every rank holds all states. bf16 and fp16 run under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from toolkit.devices import Device
+from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
+from toolkit.engines.states import holdings, moments, states
+from toolkit.engines.stepping import clip_and_step, gradient_dtypes
+from toolkit.errors import StrategyError
+from toolkit.model import ModelSpec
+from toolkit.phases import phase
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import BYTES_OF
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+
+def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
+    """Backend and autocast dtype. Refuses a wrong number of ranks, and fp16 on a CPU, where it is silently fp32."""
+    if strategy.sharding == "none" and ranks != 1:
+        raise StrategyError(f"sharding 'none' is one process; got {ranks} ranks. Choose sharding 'ddp', or 1 process.")
+    if strategy.sharding == "ddp" and ranks < 2:
+        raise StrategyError(f"sharding 'ddp' needs at least 2 ranks; got {ranks}. Choose sharding 'none', or 2 processes.")
+    if strategy.precision == "fp16" and device.kind == "cpu":
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on a CPU, where loss scaling does not exist "
+            "and Accelerate would run fp32. Choose precision 'bf16', or sharding 'zero2'."
+        )
+    return {
+        "backend": "gloo" if device.kind == "cpu" else "nccl",
+        "autocast": {"bf16": "bf16", "fp16": "fp16"}.get(strategy.precision, "no"),
+    }
+
+
+def plugin(job: Job) -> dict[str, Any]:
+    """No plugin: Accelerate's own DDP. Accumulation is ours, since the loss is weighted by tokens."""
+    return {"cpu": job.device.kind == "cpu", "mixed_precision": job.settings["autocast"]}
+
+
+def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+    """`MULTI_GPU` with `use_cpu: false` starts several processes on a CPU too; `MULTI_CPU` starts one."""
+    kind = "NO" if strategy.sharding == "none" else "MULTI_GPU"
+    return base_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
+
+
+def from_yaml(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A file without DeepSpeed and FSDP."""
+    kinds = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+    sharding = kinds.get(str(config.get("distributed_type", "NO")))
+    return {"sharding": sharding} | bound_precision(config.get("mixed_precision")) if sharding else None
+
+
+def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """`accelerate launch` without DeepSpeed and FSDP; nothing where it was not `accelerate launch`."""
+    other = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+    if "ACCELERATE_MIXED_PRECISION" not in environ or any(environ.get(name) == "true" for name in other):
+        return None
+    sharding = "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "none"
+    return {"sharding": sharding} | bound_precision(environ["ACCELERATE_MIXED_PRECISION"])
+
+
+def loading(job: Job) -> AbstractContextManager[str]:
+    """Every rank needs all of it, so every rank reads it."""
+    return nullcontext("every rank reads the whole model, which it keeps")
+
+
+def arrange(job: Job, model: torch.nn.Module) -> None:
+    """Nothing: DDP takes a model as it is."""
+
+
+def account(job: Job) -> Holdings:
+    """All parameters, and two moments of each trained one in its own dtype (Rajbhandari et al. 2020, section 3.1)."""
+    found = list(states(job))
+    trained = sum(state.elements for state in found if state.trainable)
+    return Holdings(
+        trainable=sum(state.bytes for state in found if state.trainable),
+        frozen=sum(state.bytes for state in found if not state.trainable),
+        optimizer=2 * trained * BYTES_OF[job.weight_dtype],
+        dtypes={"trainable": job.weight_dtype, "optimizer": job.weight_dtype},
+    )
+
+
+def audit(prepared: Prepared) -> Holdings:
+    """What the parameters' storages and the optimizer's state hold."""
+    size, kinds = moments(prepared.optimizer)
+    found = ((parameter, parameter.requires_grad) for parameter in prepared.model.parameters())
+    return holdings(found, optimizer=size, dtypes={"optimizer": kinds, **gradient_dtypes(prepared.model)})
+
+
+def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+    """Gradients are averaged over the ranks with the last micro-batch only."""
+    accelerator = prepared.accelerator
+    with phase("backward"), nullcontext() if last else accelerator.no_sync(prepared.model):
+        accelerator.backward(loss)
+
+
+def update(prepared: Prepared) -> Update:
+    """Clip by the global norm, then step."""
+    return clip_and_step(prepared)
+
+
+def pieces(prepared: Prepared) -> Iterator[Piece]:
+    """Every parameter, whole."""
+    for name, parameter in prepared.accelerator.unwrap_model(prepared.model).named_parameters():
+        yield Piece(name, "parameter", tuple(parameter.shape), 0, parameter.detach().view(-1))
+

@@ -1,0 +1,319 @@
+"""DeepSpeed ZeRO, stages 1 to 3, with optimizer and parameter offload."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from toolkit.devices import Device
+from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
+from toolkit.engines.states import holdings, moments, states
+from toolkit.errors import MissingLibrary, StrategyError
+from toolkit.model import ModelSpec
+from toolkit.phases import phase
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import BYTES_OF, ceil_div, dtype_name, round_up
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+ALIGNMENT = 2
+"""Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
+
+
+def _stage(strategy: Strategy) -> int:
+    return int(strategy.sharding.removeprefix("zero"))
+
+
+def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
+    """DeepSpeed's configuration, word for word.
+
+    Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`):
+    DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
+    """
+    if strategy.offload != "none" and strategy.precision == "bf16_pure" and device.kind == "cpu":
+        raise StrategyError(
+            f"offload {strategy.offload!r} in precision 'bf16_pure' needs DeepSpeed's cpu_adam, which CPU ranks do not "
+            "use. Choose precision 'bf16', or offload 'none'."
+        )
+    half = strategy.precision if strategy.precision in ("bf16", "fp16") else None
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": loop.micro_batch,
+        "gradient_accumulation_steps": loop.accumulation,
+        "gradient_clipping": loop.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": _zero(strategy, spec, device),
+        "bf16": {"enabled": strategy.precision in ("bf16", "bf16_pure"), "check_grad_overflow": True},
+        "fp16": {"enabled": strategy.precision == "fp16"},
+    }
+    if half:
+        # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
+        config["communication_data_type"] = "fp32"
+        if _stage(strategy) > 1:
+            # Under stage 1 fp32 accumulation would switch to another optimizer (BF16_Optimizer), which replicates it.
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if strategy.precision == "bf16_pure":
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    if strategy.offload != "none" and device.kind == "cpu":
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[str, Any]:
+    stage = _stage(strategy)
+    square = spec.hidden**2 if spec else "auto"
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": stage == 3 and device.kind == "cuda",
+        "reduce_bucket_size": square,
+    }
+    if stage < 3:
+        zero["allgather_bucket_size"] = round_up(spec.hidden**2, 2) if spec else int(5e8)
+    else:
+        zero |= {
+            "stage3_prefetch_bucket_size": int(0.9 * spec.hidden**2) if spec else "auto",
+            "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+    pinned = device.kind == "cuda"
+    if strategy.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if strategy.offload == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return zero
+
+
+def plugin(job: Job) -> dict[str, Any]:
+    """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device."""
+    import copy
+    import importlib.util
+    import logging
+
+    if importlib.util.find_spec("deepspeed") is None:
+        raise MissingLibrary(
+            f"sharding {job.strategy.sharding!r} needs DeepSpeed, which is not installed. "
+            "Install it with `pip install 'accelerate-toolkit[deepspeed]'`, or choose sharding 'fsdp'."
+        )
+    from accelerate.utils import DeepSpeedPlugin
+    from deepspeed.utils import logger
+
+    from toolkit.engines import cpu
+
+    logger.setLevel(logging.WARNING)
+    # The launcher's own fields would be refused beside a configuration that is given whole.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = copy.deepcopy(dict(job.settings))
+    chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)
+    mixed = {"bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}.get(job.strategy.precision, "no")
+    handlers = [cpu.gloo()] if job.device.kind == "cpu" else []
+    return {"deepspeed_plugin": chosen, "mixed_precision": mixed, "kwargs_handlers": handlers}
+
+
+def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+    """`distributed_type: DEEPSPEED`. What depends on the model is filled in by the worker."""
+    offloaded = strategy.offload != "none"
+    config = {
+        "zero_stage": _stage(strategy),
+        "offload_optimizer_device": "cpu" if offloaded else "none",
+        "offload_param_device": "cpu" if strategy.offload == "cpu" else "none",
+        "zero3_init_flag": _stage(strategy) == 3,
+        "zero3_save_16bit_model": False,
+    }
+    return base_yaml(strategy, ranks, nodes) | {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
+
+
+def _bound(stage: str, optimizer: str, parameters: str, precision: str | None) -> dict[str, Any]:
+    offload = "cpu" if parameters == "cpu" else "optimizer" if optimizer == "cpu" else "none"
+    return {"sharding": f"zero{stage}", "offload": offload} | bound_precision(precision)
+
+
+def from_yaml(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Stage, offload and precision of a file with `distributed_type: DEEPSPEED`."""
+    if config.get("distributed_type") != "DEEPSPEED":
+        return None
+    ours = config.get("deepspeed_config", {})
+    return _bound(
+        str(ours.get("zero_stage", 2)),
+        str(ours.get("offload_optimizer_device", "none")),
+        str(ours.get("offload_param_device", "none")),
+        config.get("mixed_precision"),
+    )
+
+
+def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The same, from `ACCELERATE_DEEPSPEED_*`.
+
+    Raises:
+        StrategyError: for a DeepSpeed configuration file of one's own, which says more than a Strategy can.
+    """
+    if environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return None
+    own = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if own.lower() != "none":
+        raise StrategyError(
+            f"deepspeed_config_file {own!r}: the toolkit makes DeepSpeed's configuration from the Strategy. "
+            "Remove it from the Accelerate config file and say zero_stage and the offload devices there."
+        )
+    return _bound(
+        environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
+        environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+        environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
+        environ.get("ACCELERATE_MIXED_PRECISION"),
+    )
+
+
+def loading(job: Job) -> AbstractContextManager[str]:
+    """Stage 3 partitions while it reads: transformers sees the plugin and enters `zero.Init` by itself."""
+    if _stage(job.strategy) < 3:
+        return nullcontext("every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters")
+    if job.strategy.quantized:
+        # transformers skips zero.Init for quantized models (modeling_utils.py, `is_deepspeed_zero3_enabled() and not is_quantized`).
+        return nullcontext("every rank reads and quantizes the whole model, then keeps its shard")
+    return nullcontext("every rank reads the file and keeps its shard of each parameter (zero.Init)")
+
+
+def arrange(job: Job, model: torch.nn.Module) -> None:
+    """Under ZeRO-3 a mixture of experts is gathered whole: ranks that route differently would else wait for each other."""
+    if _stage(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        block = job.spec.moe.block
+        set_z3_leaf_modules(model, list({type(m) for m in model.modules() if type(m).__name__ == block}))
+
+
+def account(job: Job) -> Holdings:
+    """ZeRO's states (Rajbhandari et al. 2020, section 5), with the second fp32 copy that fp32 training keeps too.
+
+    Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
+    """
+    found, ranks = list(states(job)), job.ranks
+    compute, weight = BYTES_OF[job.compute_dtype], BYTES_OF[job.weight_dtype]
+    trained = [state.elements for state in found if state.trainable]
+    if _stage(job.strategy) < 3:
+        flat = round_up(sum(trained), ALIGNMENT * ranks)
+        shard, kept = flat // ranks, 0
+        trainable, frozen = flat * compute, sum(state.bytes for state in found if not state.trainable)
+    else:
+        shard = sum(ceil_div(elements, ranks) for elements in trained)
+        limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
+        small = [state for state in found if state.elements <= limit]
+        kept = sum(state.elements * compute for state in small)
+        trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
+        frozen = sum(
+            ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] + (state.bytes if state.elements <= limit else 0)
+            for state in found
+            if not state.trainable
+        )
+    return Holdings(
+        trainable=trainable,
+        frozen=frozen,
+        persistent=kept,
+        master=shard * weight,
+        optimizer=2 * shard * weight,
+        dtypes={"trainable": job.compute_dtype, "master": job.weight_dtype, "optimizer": job.weight_dtype},
+    )
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    """The flat fp32 partitions that the inner optimizer steps."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def audit(prepared: Prepared) -> Holdings:
+    """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments."""
+    optimizer = prepared.model.optimizer
+    masters = _masters(optimizer)
+    size, kinds = moments(optimizer.optimizer)
+
+    def held() -> Iterator[tuple[torch.Tensor, bool]]:
+        for parameter in prepared.model.module.parameters():
+            if hasattr(parameter, "ds_tensor"):
+                yield parameter.ds_tensor, parameter.requires_grad
+                if not parameter.data.numel():
+                    continue
+            yield parameter.data, parameter.requires_grad
+
+    persistent = sum(
+        parameter.ds_numel * parameter.element_size()
+        for parameter in prepared.model.module.parameters()
+        if getattr(parameter, "ds_persist", False)
+    )
+    found = holdings(
+        held(),
+        master=sum(master.untyped_storage().nbytes() for master in masters),
+        optimizer=size,
+        dtypes={
+            "master": "+".join(sorted({dtype_name(master.dtype) for master in masters})),
+            "optimizer": kinds,
+            "reduce": dtype_name(optimizer.communication_data_type),
+            "gradients": dtype_name(optimizer.gradient_accumulation_dtype) if size is not None else "",
+        },
+    )
+    return _replace_persistent(found, persistent)
+
+
+def _replace_persistent(found: Holdings, persistent: int) -> Holdings:
+    import dataclasses
+
+    return dataclasses.replace(found, persistent=persistent)
+
+
+def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+    """DeepSpeed clips and steps here, with the last micro-batch (accelerate's `DeepSpeedEngineWrapper.backward`).
+
+    It divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
+    """
+    engine = prepared.model
+    with phase("backward"):
+        engine.set_gradient_accumulation_boundary(is_boundary=last)
+        engine.backward(loss * prepared.job.loop.accumulation)
+    if last:
+        with phase("step"):
+            engine.step()
+
+
+def update(prepared: Prepared) -> Update:
+    """What the step inside `backward` did. ZeRO keeps its weights where the norm is not finite, and says inf or -1."""
+    engine = prepared.model
+    norm = float(engine.get_global_grad_norm())
+    norm = norm if norm >= 0 else math.inf
+    overflow = bool(getattr(engine.optimizer, "overflow", False))
+    return Update(norm=norm, skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm))
+
+
+def pieces(prepared: Prepared) -> Iterator[Piece]:
+    """Stages 1 and 2: whole parameters and the part of each master in this rank's flat partition. Stage 3: shards of both."""
+    engine = prepared.model
+    stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
+    for name, parameter in engine.module.named_parameters():
+        yield from _pieces3(engine, name, parameter) if stage3 else _pieces12(name, parameter)
+
+
+def _pieces12(name: str, parameter: Any) -> Iterator[Piece]:
+    shape = tuple(parameter.shape)
+    yield Piece(name, "parameter", shape, 0, parameter.detach().view(-1))
+    fragment = getattr(parameter, "_hp_mapping", None)
+    if fragment is not None:
+        yield Piece(name, "master", shape, fragment.lp_fragment_address.start, fragment.hp_fragment.detach())
+
+
+def _pieces3(engine: Any, name: str, parameter: Any) -> Iterator[Piece]:
+    shape, shard = tuple(parameter.ds_shape), parameter.ds_tensor
+    start = shard.numel() * parameter.ds_zero_partition_rank
+    # The last rank's shard is padded to the common size.
+    length = max(0, min(shard.numel(), parameter.ds_numel - start))
+    if length:
+        yield Piece(name, "parameter", shape, start, shard.detach().view(-1)[:length])
+    if length and parameter.requires_grad:
+        group, offset, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+        master = engine.optimizer.fp32_partitioned_groups_flat[group].detach()
+        yield Piece(name, "master", shape, start, master[offset : offset + length])

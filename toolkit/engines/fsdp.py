@@ -1,0 +1,235 @@
+"""torch's FSDP2 (`fully_shard`): full shard, grad-op, and HSDP. Parameters are their own fp32 masters."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from toolkit.devices import Device
+from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
+from toolkit.engines.states import holdings, moments, states
+from toolkit.engines.stepping import clip_and_step, gradient_dtypes
+from toolkit.errors import StrategyError
+from toolkit.model import ModelSpec
+from toolkit.phases import phase
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import BYTES_OF, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+
+def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
+    """Wrap policy, dtypes and mesh. Refuses fp16 and offload on a CPU, and groups that do not divide the ranks."""
+    if strategy.precision == "fp16" and device.kind == "cpu":
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on a CPU: FSDP has no loss scaling there. "
+            "Choose precision 'bf16', or sharding 'zero3'."
+        )
+    if strategy.offload != "none" and device.kind == "cpu":
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} cannot offload on CPU ranks: FSDP's offload needs an accelerator. "
+            "Choose offload 'none', or sharding 'zero3'."
+        )
+    if ranks % strategy.replicate or ranks < 2 * strategy.replicate:
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} with replicate {strategy.replicate} needs groups of at least 2 ranks each; "
+            f"got {ranks} ranks. Choose {2 * strategy.replicate} processes"
+            + (", or sharding 'none' for one." if strategy.replicate == 1 else ", or sharding 'fsdp'.")
+        )
+    half = strategy.precision in ("bf16", "fp16")
+    compute = {"bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16", "fp32": "float32"}[strategy.precision]
+    return {
+        "reshard_after_forward": strategy.sharding != "fsdp_grad_op",
+        "wrap": list(spec.blocks) if spec else [],
+        "param_dtype": compute if half else None,
+        # Accelerate's own default reduces in the compute dtype.
+        "reduce_dtype": "float32" if half else None,
+        "output_dtype": "float32" if half else None,
+        "offload": strategy.offload == "cpu",
+        "replicate": strategy.replicate,
+        "shard": ranks // strategy.replicate,
+    }
+
+
+def plugin(job: Job) -> dict[str, Any]:
+    """A `FullyShardedDataParallelPlugin` of version 2, the mesh for HSDP, and the shim where the ranks have no device."""
+    import torch
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from toolkit.engines import cpu
+
+    def dtype(name: str | None) -> torch.dtype | None:
+        return getattr(torch, name) if name else None
+
+    ours = job.settings
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype(ours["param_dtype"]),
+        reduce_dtype=dtype(ours["reduce_dtype"]),
+        output_dtype=dtype(ours["output_dtype"]),
+    )
+    chosen = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=ours["reshard_after_forward"],
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=ours["wrap"] or None,
+        mixed_precision_policy=policy,
+        cpu_offload=ours["offload"],
+        cpu_ram_efficient_loading=not job.strategy.quantized,
+        activation_checkpointing=False,
+    )
+    found: dict[str, Any] = {
+        "fsdp_plugin": chosen,
+        "mixed_precision": {"bf16": "bf16", "fp16": "fp16"}.get(job.strategy.precision, "no"),
+    }
+    if job.strategy.sharding == "hsdp":
+        found["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=ours["replicate"], dp_shard_size=ours["shard"]
+        )
+    if job.device.kind == "cpu":
+        cpu.shard_with_fsdp()
+    return found
+
+
+def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+    """`distributed_type: FSDP`, version 2. The wrapped classes are filled in by the worker, from the model."""
+    config = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": strategy.offload == "cpu",
+        "fsdp_reshard_after_forward": strategy.sharding != "fsdp_grad_op",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    found = base_yaml(strategy, ranks, nodes) | {"distributed_type": "FSDP", "fsdp_config": config}
+    if strategy.sharding == "hsdp":
+        found["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": strategy.replicate,
+            "parallelism_config_dp_shard_size": ranks // strategy.replicate,
+            "parallelism_config_tp_size": 1,
+            "parallelism_config_cp_size": 1,
+        }
+    return found
+
+
+def _bound(reshard: str, offload: str, replicate: str, precision: str | None) -> dict[str, Any]:
+    sharding = "hsdp" if int(replicate) > 1 else "fsdp" if reshard.lower() == "true" else "fsdp_grad_op"
+    found = {"sharding": sharding, "offload": "cpu" if offload.lower() == "true" else "none"}
+    return found | ({"replicate": int(replicate)} if int(replicate) > 1 else {}) | bound_precision(precision)
+
+
+def from_yaml(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Resharding, offload, groups and precision of a file with `distributed_type: FSDP`."""
+    if config.get("distributed_type") != "FSDP":
+        return None
+    ours, mesh = config.get("fsdp_config", {}), config.get("parallelism_config", {})
+    return _bound(
+        str(ours.get("fsdp_reshard_after_forward", True)),
+        str(ours.get("fsdp_offload_params", False)),
+        str(mesh.get("parallelism_config_dp_replicate_size", 1)),
+        config.get("mixed_precision"),
+    )
+
+
+def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The same, from `FSDP_*` and `PARALLELISM_CONFIG_*`.
+
+    Raises:
+        StrategyError: for FSDP1, which is deprecated and fails on a CPU.
+    """
+    if environ.get("ACCELERATE_USE_FSDP") != "true":
+        return None
+    if environ.get("FSDP_VERSION", "1") != "2":
+        raise StrategyError("fsdp_version 1 is deprecated upstream and not supported. Write `fsdp_version: 2`.")
+    return _bound(
+        environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"),
+        environ.get("FSDP_OFFLOAD_PARAMS", "false"),
+        environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
+        environ.get("ACCELERATE_MIXED_PRECISION"),
+    )
+
+
+@contextmanager
+def loading(job: Job) -> Iterator[str]:
+    """Rank 0 of each node reads; the others build the model on the meta device and get their shards by broadcast.
+
+    Quantized weights cannot be moved to meta (accelerate's fsdp_utils.py near 770), so there every rank reads.
+    """
+    if job.strategy.quantized:
+        yield "every rank reads and quantizes the whole model, then keeps its shard"
+        return
+    before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    try:
+        yield "rank 0 reads the whole model and broadcasts each shard; the others start empty"
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def arrange(job: Job, model: torch.nn.Module) -> None:
+    """Nothing: the wrap policy names the layers."""
+
+
+def account(job: Job) -> Holdings:
+    """A shard of everything: each parameter is split along its first dimension, padded to equal parts.
+
+    torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
+    """
+    found = list(states(job))
+
+    def shard(state: Any) -> int:
+        rows = state.shape[0] if state.shape else 1
+        return ceil_div(rows, job.shard_ranks) * (state.elements // rows)
+
+    trained = sum(shard(state) for state in found if state.trainable)
+    return Holdings(
+        trainable=trained * BYTES_OF[job.weight_dtype],
+        frozen=sum(shard(state) * BYTES_OF[state.dtype] for state in found if not state.trainable),
+        optimizer=2 * trained * BYTES_OF[job.weight_dtype],
+        dtypes={"trainable": job.weight_dtype, "optimizer": job.weight_dtype},
+    )
+
+
+def audit(prepared: Prepared) -> Holdings:
+    """Storages of the local shards, and of the optimizer's state."""
+    size, kinds = moments(prepared.optimizer)
+
+    def held() -> Iterator[tuple[torch.Tensor, bool]]:
+        for parameter in prepared.model.parameters():
+            yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
+
+    reduce = prepared.job.settings["reduce_dtype"] or prepared.job.weight_dtype
+    ledger = {"optimizer": kinds, "reduce": reduce, **gradient_dtypes(prepared.model)}
+    return holdings(held(), optimizer=size, dtypes=ledger)
+
+
+def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+    """Every micro-batch is reduced and scattered: without that FSDP2 would hold whole gradients until the last one."""
+    with phase("backward"):
+        prepared.accelerator.backward(loss)
+
+
+def update(prepared: Prepared) -> Update:
+    """Clip by the global norm, then step."""
+    return clip_and_step(prepared)
+
+
+def pieces(prepared: Prepared) -> Iterator[Piece]:
+    """Rows of each parameter: this rank's part of the first dimension."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for name, parameter in prepared.model.named_parameters():
+        shape = tuple(parameter.shape)
+        if not isinstance(parameter, DTensor):
+            yield Piece(name, "parameter", shape, 0, parameter.detach().view(-1))
+            continue
+        local = parameter.to_local().detach()
+        if local.numel():
+            _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            yield Piece(name, "parameter", shape, offset[0] * math.prod(shape[1:]), local.reshape(-1))

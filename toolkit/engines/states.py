@@ -1,0 +1,118 @@
+"""What every engine's account starts from: the parameters that a job trains and the ones that it freezes, with their dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolkit.engines.job import Holdings, Job
+from toolkit.model import ModelSpec
+from toolkit.units import BYTES_OF, ceil_div, dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A parameter of the model that is trained, adapters included, before an engine shards it."""
+
+    shape: tuple[int, ...]
+    """As it is stored; packed weights are a column of storage elements."""
+    trainable: bool
+    dtype: str
+    """torch's name of the dtype that it is loaded in."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * BYTES_OF[self.dtype]
+
+
+def adapted(spec: ModelSpec, targets: str) -> list[str]:
+    """Names of the linear modules that get an adapter.
+
+    `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
+    """
+    if targets == "all-linear":
+        return list(spec.linears)
+    wanted = [word.strip() for word in targets.split(",")]
+    return [name for name in spec.linears if any(name == word or name.endswith("." + word) for word in wanted)]
+
+
+def states(job: Job) -> Iterator[State]:
+    """Every parameter that the job's model holds, tied ones once.
+
+    Without an adapter all are trainable. With one the base is frozen in the compute dtype, or packed: 4 bits an element
+    in storage elements of the compute dtype (`bnb_4bit_quant_storage`), 8 bits in int8. LoRA adds r·(in + out) elements
+    a module, DoRA `out` more (Hu et al. 2021; Liu et al. 2024). Quantization constants are no parameters: about
+    0.127 bits a weight with double quantization (Dettmers et al. 2023), not counted here.
+    """
+    spec, strategy = job.spec, job.strategy
+    assert spec is not None, "an account needs a model"
+    if strategy.adapter == "none":
+        for parameter in spec.parameters:
+            yield State(shape=parameter.shape, trainable=True, dtype=job.weight_dtype)
+        return
+    packed = {f"{name}.weight" for name in spec.linears} if strategy.quantized else set()
+    for parameter in spec.parameters:
+        if parameter.name not in packed:
+            yield State(shape=parameter.shape, trainable=False, dtype=job.compute_dtype)
+        elif strategy.adapter == "qlora8":
+            yield State(shape=parameter.shape, trainable=False, dtype="int8")
+        else:
+            column = ceil_div(ceil_div(parameter.elements, 2), BYTES_OF[job.compute_dtype])
+            yield State(shape=(column, 1), trainable=False, dtype=job.compute_dtype)
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
+    for name in adapted(spec, strategy.lora_targets):
+        out_features, in_features = shapes[f"{name}.weight"]
+        yield State(shape=(strategy.lora_rank, in_features), trainable=True, dtype=job.weight_dtype)
+        yield State(shape=(out_features, strategy.lora_rank), trainable=True, dtype=job.weight_dtype)
+        if strategy.adapter == "dora":
+            yield State(shape=(out_features,), trainable=True, dtype=job.weight_dtype)
+
+
+def holdings(found: Iterable[tuple[torch.Tensor, bool]], *, master: int = 0, optimizer: int | None, dtypes: dict[str, str]) -> Holdings:
+    """An audit's result from the tensors that hold parameters: unique storages, trainable and frozen apart.
+
+    `found` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
+    """
+    seen: set[int] = set()
+    sizes = {True: 0, False: 0}
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for tensor, trainable in found:
+        storage = tensor.untyped_storage()
+        kinds[trainable].add(dtype_name(tensor.dtype))
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes[trainable] += storage.nbytes()
+    ledger = {"trainable": "+".join(sorted(kinds[True])), "frozen": "+".join(sorted(kinds[False]))}
+    return Holdings(
+        trainable=sizes[True],
+        frozen=sizes[False],
+        master=master,
+        optimizer=optimizer,
+        dtypes={part: names for part, names in {**ledger, **dtypes}.items() if names},
+    )
+
+
+def moments(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
+    """Bytes and dtypes of an optimizer's moments as this rank holds them; (None, "") before the first step.
+
+    Step counters (one element each) are not counted.
+    """
+    import torch
+
+    size, kinds = 0, set()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                local = value.to_local() if hasattr(value, "to_local") else value
+                size += local.untyped_storage().nbytes()
+                kinds.add(dtype_name(local.dtype))
+    return (size, "+".join(sorted(kinds))) if kinds else (None, "")

@@ -1,0 +1,42 @@
+"""An optimizer step through Accelerate: what DDP and FSDP share, since there the engine itself takes no step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from toolkit.engines.job import Prepared, Update
+from toolkit.phases import phase
+from toolkit.units import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+def clip_and_step(prepared: Prepared) -> Update:
+    """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
+
+    Under fp16 the scaler decides: it skips the step and lowers its scale.
+    """
+    with phase("step"):
+        norm = _clipped_norm(prepared)
+        scaled = prepared.accelerator.scaler is not None
+        if scaled or math.isfinite(norm):
+            prepared.optimizer.step()
+        skipped = prepared.accelerator.optimizer_step_was_skipped if scaled else not math.isfinite(norm)
+        prepared.optimizer.zero_grad()
+    return Update(norm=norm, skipped=skipped)
+
+
+def _clipped_norm(prepared: Prepared) -> float:
+    limit = prepared.job.loop.max_grad_norm or math.inf
+    trained = [parameter for parameter in prepared.model.parameters() if parameter.requires_grad]
+    norm = prepared.accelerator.clip_grad_norm_(trained, limit)
+    assert norm is not None
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def gradient_dtypes(model: torch.nn.Module) -> dict[str, str]:
+    """The ledger's row of the gradients; empty where none exist."""
+    kinds = {dtype_name(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None}
+    return {"gradients": "+".join(sorted(kinds))} if kinds else {}

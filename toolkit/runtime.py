@@ -1,0 +1,114 @@
+"""The launch environment and the Strategy → one real `accelerate.Accelerator`, or a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from toolkit.devices import hardware
+from toolkit.engines.job import Job, engine_of, resolve
+from toolkit.errors import StrategyError
+from toolkit.model import ModelSpec
+from toolkit.strategy import SHARDINGS, Loop, Strategy, from_dict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accelerate import Accelerator
+
+_jobs: WeakKeyDictionary[Accelerator, Job] = WeakKeyDictionary()
+
+
+def accelerator(
+    strategy: Strategy | Mapping[str, Any] | None = None,
+    loop: Loop | None = None,
+    spec: ModelSpec | None = None,
+    *,
+    log_with: str | None = None,
+    project_dir: str | Path | None = None,
+) -> Accelerator:
+    """The Accelerator that trains as the strategy says, on the ranks that were launched.
+
+    Without a strategy it takes what `accelerate launch --config_file` set; with one, both have to agree. A mapping
+    gives only some of the fields and leaves the others to the launch environment.
+
+    Args:
+        strategy: what is asked for.
+        loop: what a step is; `Loop()` where it is left out.
+        spec: of the model that will be loaded. Without it DeepSpeed's buckets stay "auto".
+        log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
+        project_dir: where trackers write.
+
+    Raises:
+        StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
+        MissingLibrary: for an engine that is not installed.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    asked = agree(strategy, os.environ)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    job = resolve(asked, loop or Loop(), spec, ranks, hardware().device)
+    made = Accelerator(
+        **engine_of(job.strategy).plugin(job),
+        # Batches are sharded by `data`, whose order does not depend on the number of ranks.
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
+        # A prepared scheduler would otherwise step once for every rank.
+        step_scheduler_with_optimizer=False,
+        log_with=log_with.split(",") if log_with else None,
+        project_dir=project_dir,
+    )
+    _jobs[made] = job
+    return made
+
+
+def job(accelerator: Accelerator) -> Job:
+    """What an Accelerator was made for.
+
+    Raises:
+        StrategyError: for an Accelerator that `toolkit.accelerator()` did not make.
+    """
+    if accelerator not in _jobs:
+        raise StrategyError(
+            "this Accelerator was not made by the toolkit, so nothing says what it was made for. "
+            "Make it with `toolkit.accelerator(strategy, loop, spec)`."
+        )
+    return _jobs[accelerator]
+
+
+def launched(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of Strategy that the launch environment binds; none outside of `accelerate launch`."""
+    for name in dict.fromkeys(row.engine for row in SHARDINGS.values()):
+        bound: dict[str, Any] | None = importlib.import_module(f"toolkit.engines.{name}").from_env(environ)
+        if bound is not None:
+            return bound
+    return {}
+
+
+def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Strategy:
+    """What was asked together with what was launched.
+
+    Raises:
+        StrategyError: where both say something else about one field, naming both.
+    """
+    bound = launched(environ)
+    if isinstance(asked, Strategy):
+        fields = dataclasses.asdict(asked)
+        # An open precision contradicts nothing, and a launcher that says "no" binds nothing.
+        if fields["precision"] == "auto":
+            del fields["precision"]
+    else:
+        fields = dict(asked or {})
+    if "sharding" in fields:
+        fields["sharding"] = from_dict(Strategy, {k: v for k, v in fields.items() if k in ("sharding", "replicate")}).sharding
+    for name, value in fields.items():
+        if name in bound and bound[name] != value:
+            raise StrategyError(
+                f"{name} {value!r} was asked for, but the Accelerate launch environment says {bound[name]!r}. "
+                f"Give `accelerate launch` the config file of {value!r} (`toolkit config`), or leave the flag out."
+            )
+    return from_dict(Strategy, bound | fields)
