@@ -87,6 +87,15 @@ def account(job: Job) -> Holdings:
     )
 
 
+def check(prepared: Prepared) -> list[str]:
+    """Several ranks are wrapped in DDP, one is not."""
+    expected = "DistributedDataParallel" if prepared.job.strategy.sharding == "ddp" else None
+    found = type(prepared.model).__name__
+    if expected and found != expected:
+        return [f"engine is {found}, expected {expected}"]
+    return [f"engine is {found}, expected the bare model"] if not expected and hasattr(prepared.model, "module") else []
+
+
 def audit(prepared: Prepared) -> Holdings:
     """What the parameters' storages and the optimizer's state hold."""
     size, kinds = moments(prepared.optimizer)

@@ -228,6 +228,25 @@ def _masters(optimizer: Any) -> list[torch.Tensor]:
     return list(optimizer.single_partition_of_fp32_groups)
 
 
+def check(prepared: Prepared) -> list[str]:
+    """A DeepSpeedEngine of the stage, offload and clipping that were asked for."""
+    engine = prepared.model
+    if type(engine).__name__ != "DeepSpeedEngine":
+        return [f"engine is {type(engine).__name__}, expected DeepSpeedEngine"]
+    strategy, zero = prepared.job.strategy, prepared.job.settings["zero_optimization"]
+    rows = (
+        ("ZeRO stage", engine.zero_optimization_stage(), zero["stage"]),
+        ("optimizer offload", bool(engine.zero_cpu_offload()), strategy.offload != "none"),
+        ("parameter offload", _device(engine.zero_offload_param()), "cpu" if strategy.offload == "cpu" else "none"),
+        ("gradient clipping", engine.gradient_clipping(), prepared.job.loop.max_grad_norm),
+    )
+    return [f"{name} is {found}, expected {expected}" for name, found, expected in rows if found != expected]
+
+
+def _device(offload: Any) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
 def audit(prepared: Prepared) -> Holdings:
     """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments."""
     optimizer = prepared.model.optimizer

@@ -195,6 +195,22 @@ def account(job: Job) -> Holdings:
     )
 
 
+def check(prepared: Prepared) -> list[str]:
+    """FSDP2 modules, every parameter a DTensor over the mesh that was asked for."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(prepared.model, FSDPModule):
+        return [f"engine is {type(prepared.model).__name__}, expected an FSDPModule"]
+    whole = [name for name, parameter in prepared.model.named_parameters() if not isinstance(parameter, DTensor)]
+    if whole:
+        return [f"{len(whole)} parameters are not sharded, the first is {whole[0]}"]
+    ours = prepared.job.settings
+    expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
+    meshes = {tuple(parameter.device_mesh.shape) for parameter in prepared.model.parameters()}
+    return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
+
+
 def audit(prepared: Prepared) -> Holdings:
     """Storages of the local shards, and of the optimizer's state."""
     size, kinds = moments(prepared.optimizer)

@@ -147,6 +147,9 @@ class Engine(Protocol):
     def account(self, job: Job) -> Holdings:
         """Bytes of states that the fullest rank holds."""
 
+    def check(self, prepared: Prepared) -> list[str]:
+        """Sentences about what the engine itself is otherwise than asked: its class, stage, mesh, offload."""
+
     def audit(self, prepared: Prepared) -> Holdings:
         """Bytes of states that this rank really holds."""
 

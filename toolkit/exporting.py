@@ -1,0 +1,232 @@
+"""A trained model as Hugging Face files: whole, or its adapter alone; gathered under every engine, reopened and checked."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.job import Piece, Prepared, engine_of
+from toolkit.errors import RunError
+from toolkit.show import Shown, Table
+from toolkit.training import quiet
+from toolkit.units import BYTES_OF, DTYPE_OF, dtype_name, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+PROBE_TOKENS = 64
+"""Length of the batch on which the saved model has to say what the trained one says."""
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Shown):
+    """What was saved, and how it was checked."""
+
+    folder: str
+    adapter: bool
+    """Whether it is an adapter, to be loaded over its base model."""
+    tensors: int
+    size_bytes: int
+    """Of the safetensors files."""
+    logits_error: float
+    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch."""
+    load: str
+    """The Python that loads it."""
+
+    def tables(self) -> list[Table]:
+        what = "adapter" if self.adapter else "model"
+        rows = [
+            ("folder", self.folder),
+            ("holds", f"{what}, {self.tensors} tensors, {format_bytes(self.size_bytes)}"),
+            ("logits against the trained model", f"{self.logits_error:.1e} relative"),
+            ("load it with", self.load),
+        ]
+        return [Table(title="Saved and checked", columns=("", ""), rows=rows)]
+
+
+def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
+    """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format; every rank calls it.
+
+    Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers one tensor at a time, into host
+    memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all.
+    """
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    adapter = prepared.job.strategy.adapter != "none"
+    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not adapter}
+    state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
+    if prepared.accelerator.is_main_process:
+        _write(prepared, module, tokenizer, state, folder)
+    prepared.accelerator.wait_for_everyone()
+
+
+def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any], folder: Path) -> None:
+    import shutil
+
+    spec = prepared.job.spec
+    if prepared.job.strategy.adapter == "none":
+        kept = module.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in kept}
+        # Training switches the cache off; whoever loads the result to generate wants what the checkpoint said.
+        module.config.use_cache = spec.config.get("use_cache", True) if spec else True
+        module.config.dtype = next(iter(state.values())).dtype
+    fresh = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    module.save_pretrained(fresh, state_dict=state)
+    if prepared.job.strategy.adapter == "none":
+        module.config.use_cache = False
+    if tokenizer is not None:
+        tokenizer.save_pretrained(fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+
+
+def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Whole tensors by name, on rank 0's host memory; None on other ranks, which send what they hold. A collective.
+
+    Masters where an engine keeps them, else parameters. One tensor is in flight at a time.
+    """
+    from accelerate.utils import gather_object
+
+    mine: dict[str, dict[str, list[Piece]]] = {}
+    for piece in engine_of(prepared.job.strategy).pieces(prepared):
+        if piece.name in wanted:
+            mine.setdefault(piece.name, {}).setdefault(piece.kind, []).append(piece)
+    ranges = {
+        name: {kind: [(p.start, p.tensor.numel()) for p in pieces] for kind, pieces in kinds.items()}
+        for name, kinds in mine.items()
+    }
+    shapes = {name: next(iter(kinds.values()))[0].shape for name, kinds in mine.items()}
+    every: list[tuple[Any, Any]] = gather_object([(ranges, shapes)])
+    known = {name: shape for _, found in every for name, shape in found.items()}
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    for name in (name for name, _ in module.named_parameters() if name in wanted):
+        masters = any("master" in held.get(name, {}) for held, _ in every)
+        kind = "master" if masters else "parameter"
+        plan = [held.get(name, {}).get(kind, []) for held, _ in every]
+        yield name, _assemble(prepared, mine.get(name, {}).get(kind, []), plan, known[name])
+
+
+def _assemble(prepared: Prepared, mine: list[Piece], plan: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> Any:
+    """Put one tensor together on rank 0 from every rank's ranges; equal ranges (replicas) are taken once."""
+    import torch
+    import torch.distributed as dist
+
+    accelerator = prepared.accelerator
+    rank, device = accelerator.process_index, accelerator.device
+    dtype = getattr(torch, prepared.job.weight_dtype) if not mine else mine[0].tensor.dtype
+    whole = torch.empty(shape, dtype=dtype).view(-1) if rank == 0 else None
+    covered: set[int] = set()
+    for owner, ranges in enumerate(plan):
+        for index, (start, length) in enumerate(ranges):
+            if start in covered or not length:
+                continue
+            covered.add(start)
+            if rank == owner and rank != 0:
+                dist.send(mine[index].tensor.contiguous().to(device), 0)
+            elif rank == 0:
+                assert whole is not None
+                part = mine[index].tensor if owner == 0 else torch.empty(length, dtype=dtype, device=device)
+                if owner != 0:
+                    dist.recv(part, owner)
+                whole[start : start + length].copy_(part)
+    return whole.view(shape) if whole is not None else None
+
+
+def verify(prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor]) -> Export | None:
+    """Reopen what was saved and compare it with the trained model; rank 0 gets the result, the others None. A collective.
+
+    Args:
+        prepared: the trained model.
+        folder: where `save` wrote.
+        batch: a batch of the training data; its first row's first tokens are the probe.
+
+    Raises:
+        RunError: for a tensor of size zero, missing or unexpected keys, and logits that are not the trained model's.
+    """
+    import torch
+
+    from toolkit.reopening import reopen
+
+    accelerator, job = prepared.accelerator, prepared.job
+    probe = {name: tensor[:1, :PROBE_TOKENS].to(accelerator.device) for name, tensor in batch.items()}
+    quiet(prepared.model)
+    with torch.no_grad():
+        trained = prepared.model(**probe, use_cache=False).logits.float().cpu()
+    prepared.model.train()
+    error: float | None = None
+    problem = ""
+    if accelerator.is_main_process:
+        try:
+            headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
+            empty = [name for name, _, elements in headers if not elements]
+            if empty:
+                raise RunError(f"tensors of size zero: {', '.join(empty[:3])}")
+            model = reopen(job, folder).to(accelerator.device)
+            error = _error(model, probe, trained, job.strategy.precision, sharding=job.strategy.sharding)
+        except RunError as found:
+            problem = str(found)
+    return _verdict(prepared, folder, problem, error)
+
+
+def _verdict(prepared: Prepared, folder: Path, problem: str, error: float | None) -> Export | None:
+    from accelerate.utils import broadcast_object_list
+
+    job = prepared.job
+    limit = TOLERANCE[job.compute_dtype]
+    if error is not None and not error <= limit:
+        problem = f"logits differ from the trained model's by {error:.1e} relative, more than {limit:.0e}"
+    said = [problem]
+    if job.ranks > 1:
+        broadcast_object_list(said)
+    if said[0]:
+        raise RunError(f"the saved model in {folder} is not what was trained: {said[0]}. Do not use it.")
+    if error is None:
+        return None
+    headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
+    adapter = job.strategy.adapter != "none"
+    auto = "AutoModelForSeq2SeqLM" if job.spec and job.spec.kind == "seq2seq" else "AutoModelForCausalLM"
+    source = job.spec.source if job.spec else None
+    load = f"{auto}.from_pretrained({str(folder)!r})"
+    if adapter:
+        load = f"PeftModel.from_pretrained({auto}.from_pretrained({source!r}), {str(folder)!r})"
+    size = sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in headers)
+    return Export(
+        folder=str(folder), adapter=adapter, tensors=len(headers), size_bytes=size, logits_error=error, load=load
+    )
+
+
+def _error(model: Any, probe: Mapping[str, Any], trained: torch.Tensor, precision: str, *, sharding: str) -> float:
+    import torch
+
+    # DDP computes under autocast on fp32 weights, the other engines on weights that are cast.
+    half = precision in ("bf16", "fp16")
+    autocast = half and sharding in ("none", "ddp")
+    compute = getattr(torch, DTYPE_OF[precision])
+    if half and not autocast:
+        model = model.to(compute)
+    device = next(model.parameters()).device.type
+    with torch.no_grad(), torch.autocast(device, compute) if autocast else nullcontext():
+        found = model(**probe, use_cache=False).logits.float().cpu()
+    return float((found - trained).norm() / trained.norm())
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Name, dtype and elements of each tensor in a safetensors file, from its header alone."""
+    import math
+
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, names.get(entry["dtype"], dtype_name(entry["dtype"])), math.prod(entry["shape"])

@@ -1,0 +1,180 @@
+"""`prepare()`: the `accelerator.prepare` call. `audit()`: what came of it, beside what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.job import Holdings, Prepared, engine_of
+from toolkit.errors import StrategyMismatch
+from toolkit.phases import phase
+from toolkit.runtime import job
+from toolkit.show import Shown, Table
+from toolkit.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+TOLERANCE = 0.02
+"""Of audited against accounted bytes: what padding and alignment may add."""
+
+SLACK = 16 * 1024
+"""Bytes below which a difference says nothing: a model of a few tensors is mostly padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Shown):
+    """What this rank really holds, beside what the engine's account says."""
+
+    engine: str
+    """Class of the prepared model."""
+    ranks: int
+    held: Holdings
+    expected: Holdings | None
+    """None where the job has no spec, and so no account."""
+
+    def tables(self) -> list[Table]:
+        def cell(size: int | None) -> str:
+            return "–" if size is None else format_bytes(size)
+
+        rows = [
+            (
+                part,
+                cell(getattr(self.held, part)),
+                "–" if self.expected is None else cell(getattr(self.expected, part)),
+                self.held.dtypes.get(part, "–"),
+            )
+            for part in ("trainable", "frozen", "master", "optimizer")
+        ]
+        other = [f"{part} in {name}" for part, name in self.held.dtypes.items() if part in ("gradients", "reduce")]
+        title = f"Held by this rank ({self.engine}, {self.ranks} ranks)"
+        columns = ("part", "bytes", "account", "dtype")
+        return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Bytes by part, held and expected, and the dtype ledger."""
+        return {**asdict(self), "parameter_bytes": self.held.parameters}
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """What `accelerator.prepare` gives back, audited, its fp32 masters exactly the checkpoint's.
+
+    Args:
+        accelerator: from `toolkit.accelerator()`.
+        objects: model, optimizer, and, in any order, loaders and schedulers; the model and its optimizer in one call.
+
+    Raises:
+        StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights are not what was asked.
+    """
+    import torch
+
+    from toolkit.mastering import restore_masters
+
+    asked = job(accelerator)
+    with phase("prepare"):
+        model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
+        if model is not None and asked.strategy.adapter != "none":
+            _check_uniform(model)
+        made = accelerator.prepare(*objects)
+        if model is not None:
+            done = prepared(accelerator, made)
+            restore_masters(done)
+            audit(done)
+    return made
+
+
+def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
+    """The model and the optimizer among what `accelerator.prepare` gave back, as engine functions take them."""
+    import torch
+
+    found = objects if isinstance(objects, tuple) else (objects,)
+    model = next(item for item in found if isinstance(item, torch.nn.Module))
+    optimizer = next((item for item in found if isinstance(item, torch.optim.Optimizer)), None)
+    if optimizer is None:
+        raise StrategyMismatch("prepare got a model without its optimizer. Give both in one call: the engine needs them together.")
+    return Prepared(job(accelerator), model, optimizer, accelerator)
+
+
+def audit(prepared: Prepared, *, stepped: bool = False) -> Audit:
+    """Compare what this rank holds with what was asked.
+
+    Args:
+        prepared: the model, its optimizer and the job.
+        stepped: after the first optimizer step, when moments and the gradients' dtype exist, they are compared too.
+
+    Raises:
+        StrategyMismatch: naming everything that is otherwise than asked.
+    """
+    asked, engine = prepared.job, engine_of(prepared.job.strategy)
+    held = engine.audit(prepared)
+    expected = engine.account(asked) if asked.spec is not None else None
+    found = Audit(
+        engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=held, expected=expected
+    )
+    wrong = engine.check(prepared)
+    if found.ranks != asked.ranks:
+        wrong.append(f"world size is {found.ranks}, expected {asked.ranks}")
+    wrong += _ties(prepared)
+    if expected is not None:
+        wrong += _bytes(held, expected, stepped) + _dtypes(held.dtypes, expected.dtypes)
+    if wrong:
+        raise StrategyMismatch(
+            f"sharding {asked.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
+            "Nothing was trained. Check versions with `toolkit doctor`."
+        )
+    return found
+
+
+def _bytes(held: Holdings, expected: Holdings, stepped: bool) -> list[str]:
+    parts = ("trainable", "frozen", "master", *(("optimizer",) if stepped else ()))
+    wrong = []
+    for part in parts:
+        is_, should = getattr(held, part) or 0, getattr(expected, part) or 0
+        if abs(is_ - should) > max(TOLERANCE * should, SLACK):
+            wrong.append(f"{part} takes {format_bytes(is_)} on this rank, expected {format_bytes(should)}")
+    return wrong
+
+
+def _dtypes(held: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    return [
+        f"{part} is {held[part]}, expected {name}"
+        for part, name in expected.items()
+        if part in held and held[part] != name
+    ]
+
+
+def _ties(prepared: Prepared) -> list[str]:
+    """Names that share one tensor in the checkpoint have to share one parameter."""
+    spec = prepared.job.spec
+    if spec is None or not spec.tied:
+        return []
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    wrong = []
+    for group in spec.tied:
+        if len({id(_find(module, name)) for name in group}) > 1:
+            wrong.append(f"tied weights came untied: {', '.join(group)}")
+    return wrong
+
+
+def _find(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    """A parameter by its name in the base model, under an adapter too."""
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    owner, _, leaf = name.rpartition(".")
+    holder: Any = base.get_submodule(owner)
+    # An adapted module keeps its own weight in `base_layer`.
+    found: torch.nn.Parameter = getattr(getattr(holder, "base_layer", holder), leaf)
+    return found
+
+
+def _check_uniform(model: torch.nn.Module) -> None:
+    """Sharding engines need one dtype among what is trained; they would say so without naming a parameter."""
+    kinds: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
+        raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
+

@@ -1,0 +1,201 @@
+"""`train()`: the loop. Its loss is weighted by tokens, its order by nothing, and numbers that are not finite end it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.job import Job, Prepared, engine_of
+from toolkit.errors import NotFinite
+from toolkit.measuring import live_bytes
+from toolkit.phases import phase
+from toolkit.strategy import Loop
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LambdaLR
+
+    Batch = Mapping[str, torch.Tensor]
+
+SKIPS = 20
+"""fp16: steps in a row that the scaler may skip before the run is stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step, the same on every rank but for `seconds`."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Mean cross-entropy in nats over the global batch's trained tokens."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    lr: float
+    """That this step used."""
+    tokens: int
+    """Trained tokens of the global batch."""
+    seconds: float
+    skipped: bool
+    """fp16: the scaler found an overflow and left the weights alone."""
+    bytes: tuple[Mapping[str, int | None], ...]
+    """Memory of each rank as the step began."""
+
+
+def adamw(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
+    """torch's AdamW over what is trained, with torch's defaults."""
+    import torch
+
+    assert loop.lr is not None, "a resolved loop has a learning rate"
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=loop.lr)
+
+
+def warmup_cosine(optimizer: torch.optim.Optimizer, loop: Loop) -> LambdaLR:
+    """A linear rise over `warmup` steps to `lr`, then a cosine that would reach 0 one step after the last."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    def factor(done: int) -> float:
+        if done < loop.warmup:
+            return (done + 1) / loop.warmup
+        return 0.5 * (1 + math.cos(math.pi * (done - loop.warmup) / max(1, loop.steps - loop.warmup)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def train(
+    prepared: Prepared,
+    loader: Iterable[Batch],
+    schedule: Any,
+    *,
+    start: int = 0,
+    samples: Callable[[int], str] = lambda step: "not recorded",
+) -> Iterator[Step]:
+    """Train, yielding each step when it is done.
+
+    Args:
+        prepared: model and optimizer after `prepare`.
+        loader: this rank's micro-batches in order, `accumulation` of them a step: `input_ids`, `labels`, … [b, s].
+        schedule: stepped once a step, whatever the number of ranks.
+        start: steps that were done before.
+        samples: says which samples a step took, for messages.
+
+    Raises:
+        NotFinite: at the first loss, norm or step that is not finite; weights are those of the step before. fp16 goes
+            on over steps that its scaler skips, until 20 in a row or the scale is at its smallest.
+    """
+    import torch
+
+    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
+    skips, batches = 0, iter(loader)
+    for step in range(start + 1, job.loop.steps + 1):
+        began, lr = time.perf_counter(), schedule.get_last_lr()[0]
+        micro = [_to(next(batches), accelerator.device) for _ in range(job.loop.accumulation)]
+        counts = [trained_tokens(batch, job) for batch in micro]
+        tokens, memory = _agree_on(prepared, sum(counts))
+        total = torch.zeros((), device=accelerator.device)
+        for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
+            with phase("forward"):
+                mean = prepared.model(**batch, use_cache=False).loss
+            total += _finite_everywhere(prepared, mean.detach() * count, step, samples)
+            # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
+            # micro-batches the gradient of the mean over all tokens (transformers#34191).
+            engine.backward(prepared, mean * (count * job.ranks / tokens), index == len(micro) - 1)
+            del mean
+        done = engine.update(prepared)
+        schedule.step()
+        skips = skips + 1 if done.skipped else 0
+        _check(prepared, done.norm, skips, step, samples)
+        yield Step(
+            step=step,
+            loss=float(total) / tokens,
+            grad_norm=done.norm,
+            lr=lr,
+            tokens=tokens,
+            seconds=time.perf_counter() - began,
+            skipped=done.skipped,
+            bytes=memory,
+        )
+
+
+def evaluate(prepared: Prepared, loader: Iterable[Batch]) -> float:
+    """Mean cross-entropy in nats over all trained tokens of all ranks' batches."""
+    import torch
+
+    job, accelerator = prepared.job, prepared.accelerator
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    quiet(prepared.model)
+    with torch.no_grad():
+        for batch in loader:
+            batch = _to(batch, accelerator.device)
+            mean, count = prepared.model(**batch, use_cache=False).loss, trained_tokens(batch, job)
+            if count:
+                sums += torch.tensor([float(mean) * count, count], dtype=torch.float64, device=accelerator.device)
+    prepared.model.train()
+    total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+    return float(total / tokens) if tokens else math.nan
+
+
+def quiet(model: torch.nn.Module) -> None:
+    """Evaluation mode, but for 4-bit layers: in it they pack CPU weights for good, and training after that is wrong."""
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.training = True
+
+
+def trained_tokens(batch: Batch, job: Job) -> int:
+    """Labels that count in the loss. A causal model predicts none for the first position of a row."""
+    labels = batch["labels"]
+    causal = job.spec is None or job.spec.kind == "causal"
+    return int(((labels[:, 1:] if causal else labels) != -100).sum())
+
+
+def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _agree_on(prepared: Prepared, tokens: int) -> tuple[int, tuple[dict[str, int | None], ...]]:
+    """Tokens of the global batch, and what each rank holds: one small gather for both."""
+    import torch
+
+    accelerator = prepared.accelerator
+    mine = live_bytes(accelerator.device)
+    row = [tokens, *(-1 if size is None else size for size in mine.values())]
+    every = accelerator.gather(torch.tensor([row], device=accelerator.device)).tolist()
+    memory = tuple(dict(zip(mine, (None if s < 0 else s for s in sizes), strict=True)) for _, *sizes in every)
+    return sum(row[0] for row in every), memory
+
+
+def _finite_everywhere(prepared: Prepared, loss: torch.Tensor, step: int, samples: Callable[[int], str]) -> torch.Tensor:
+    """The micro-batch's summed loss over all ranks, before a backward could spoil anything."""
+    total: torch.Tensor = prepared.accelerator.reduce(loss, reduction="sum")
+    if prepared.job.strategy.precision != "fp16" and not math.isfinite(float(total)):
+        raise NotFinite(
+            f"step {step}: the loss is {float(total)}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
+            "Look at these samples, or lower --lr."
+        )
+    return total
+
+
+def _check(prepared: Prepared, norm: float, skips: int, step: int, samples: Callable[[int], str]) -> None:
+    if prepared.job.strategy.precision != "fp16":
+        if skips:
+            raise NotFinite(
+                f"step {step}: the gradient norm is {norm}, and the step was not taken. Weights are those of step "
+                f"{step - 1}. Samples: {samples(step)}. Look at these samples, or lower --lr."
+            )
+    elif skips >= SKIPS or (skips and _scale(prepared) <= 1):
+        raise NotFinite(
+            f"step {step}: fp16 overflowed in {skips} steps in a row, at loss scale {_scale(prepared):g}. Weights are "
+            f"those of step {step - skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
+        )
+
+
+def _scale(prepared: Prepared) -> float:
+    scaler = prepared.accelerator.scaler
+    if scaler is not None:
+        return float(scaler.get_scale())
+    return float(prepared.model.optimizer.loss_scaler.loss_scale)
