@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 
 class ToolkitError(Exception):
-    """A user's mistake or a machine's limit. The shell prints the message alone and exits with 2."""
+    """A user's mistake or a machine's limit. The shell prints the message alone and exits with `exit_code`."""
+
+    exit_code = 2
 
 
 class StrategyError(ToolkitError):
@@ -16,6 +18,8 @@ class StrategyError(ToolkitError):
 
 class StrategyMismatch(ToolkitError):
     """What was built is not what was asked for: engine, world size, bytes, dtypes or tied weights."""
+
+    exit_code = 1
 
 
 class ModelError(ToolkitError):
@@ -32,6 +36,8 @@ class RunError(ToolkitError):
 
 class NotFinite(RunError):
     """A loss, norm or update that is not finite. The weights are those of the step before."""
+
+    exit_code = 1
 
 
 class MissingLibrary(ToolkitError):

@@ -36,11 +36,11 @@ def phase(name: str) -> Iterator[None]:
     # Without torch there is no profiler to tell, and importing it here would cost two seconds.
     torch = sys.modules.get("torch")
     mark = torch.profiler.record_function(PREFIX + name) if torch else nullcontext()
-    for observer in list(_observers):
+    for observer in _observers.copy():
         observer(name, True)
     try:
         with mark:
             yield
     finally:
-        for observer in list(_observers):
+        for observer in _observers.copy():
             observer(name, False)

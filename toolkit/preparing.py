@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.job import Holdings, Prepared, engine_of
@@ -97,18 +97,20 @@ def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
     return Prepared(job(accelerator), model, optimizer, accelerator)
 
 
-def audit(prepared: Prepared, *, stepped: bool = False) -> Audit:
+def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     """Compare what this rank holds with what was asked.
 
     Args:
         prepared: the model, its optimizer and the job.
-        stepped: after the first optimizer step, when moments and the gradients' dtype exist, they are compared too.
+        gradients: after the first optimizer step, what dtype its gradients had; the moments exist then and are compared too.
 
     Raises:
         StrategyMismatch: naming everything that is otherwise than asked.
     """
     asked, engine = prepared.job, engine_of(prepared.job.strategy)
     held = engine.audit(prepared)
+    if gradients is not None:
+        held = replace(held, dtypes={**held.dtypes, "gradients": gradients})
     expected = engine.account(asked) if asked.spec is not None else None
     found = Audit(
         engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=held, expected=expected
@@ -118,7 +120,7 @@ def audit(prepared: Prepared, *, stepped: bool = False) -> Audit:
         wrong.append(f"world size is {found.ranks}, expected {asked.ranks}")
     wrong += _ties(prepared)
     if expected is not None:
-        wrong += _bytes(held, expected, stepped) + _dtypes(held.dtypes, expected.dtypes)
+        wrong += _bytes(held, expected, gradients is not None) + _dtypes(held.dtypes, expected.dtypes)
     if wrong:
         raise StrategyMismatch(
             f"sharding {asked.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "

@@ -250,7 +250,7 @@ class Loop(Shown):
         return [_fields_table("Loop", self)]
 
 
-Owner = TypeVar("Owner", Strategy, Loop)
+Owner = TypeVar("Owner")
 
 
 def _values(owner: type[Any], name: str) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ def _values(owner: type[Any], name: str) -> tuple[str, ...]:
     return found
 
 
-def _fields_table(title: str, owner: Strategy | Loop) -> Table:
+def _fields_table(title: str, owner: Any) -> Table:
     rows = [(f.name, "open" if getattr(owner, f.name) is None else getattr(owner, f.name)) for f in dataclasses.fields(owner)]
     return Table(title=title, columns=("field", "value"), rows=rows)
 
@@ -268,39 +268,52 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser, *owners: type[Strategy] | type[Loop], without: tuple[str, ...] = ()) -> None:
-    """Give `parser` one flag for each field. A flag that is not given stays `None`, so that it binds nothing."""
-    for owner in owners or (Strategy, Loop):
+def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = ()) -> None:
+    """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing."""
+    for owner in owners:
         group = parser.add_argument_group(owner.__name__)
         kinds = typing.get_type_hints(owner)
         for f in dataclasses.fields(owner):
             if f.name in without:
                 continue
-            kind = kinds[f.name]
-            if isinstance(kind, types.UnionType):
-                kind = next(k for k in typing.get_args(kind) if k is not type(None))
-            values = f.metadata.get("values")
-            group.add_argument(
-                flag(f.name),
-                type=kind,
-                metavar="|".join(values) if values else kind.__name__.upper(),
-                help="default: by the recipe" if f.default is None else f"default: {f.default}",
-            )
+            kind, values = _plain(kinds[f.name]), f.metadata.get("values")
+            told = f"{f.metadata['help']} (default: {_default(f)})" if "help" in f.metadata else f"default: {_default(f)}"
+            if kind is bool:
+                group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
+            else:
+                shown = "|".join(values) if values else kind.__name__.upper()
+                group.add_argument(flag(f.name), type=kind, metavar=shown, help=told)
 
 
-def given(flags: argparse.Namespace, owner: type[Strategy] | type[Loop]) -> dict[str, Any]:
+def _plain(kind: Any) -> type[Any]:
+    """The type of a field that may be left open: `float | None` → `float`."""
+    if isinstance(kind, types.UnionType):
+        return next(k for k in typing.get_args(kind) if k is not type(None))
+    found: type[Any] = kind
+    return found
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    return "open" if f.default is None else str(f.default)
+
+
+def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
     """The fields of `owner` that were given as flags, with their values."""
     found = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def to_flags(*owners: Strategy | Loop) -> list[str]:
+def to_flags(*owners: Any) -> list[str]:
     """The shortest command line that says the same: only fields that differ from their defaults."""
     words: list[str] = []
     for owner in owners:
         for f in dataclasses.fields(owner):
             value = getattr(owner, f.name)
-            if value != f.default:
+            if value is True and value != f.default:
+                words.append(flag(f.name))
+            elif value is False and value != f.default:
+                words.append("--no-" + flag(f.name).removeprefix("--"))
+            elif value != f.default:
                 words += [flag(f.name), str(value)]
     return words
 
@@ -311,7 +324,7 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     Raises:
         StrategyError: for a field that does not exist, with the nearest one.
     """
-    known = [f.name for f in dataclasses.fields(owner)]
+    known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
             raise StrategyError(f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")

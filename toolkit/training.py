@@ -41,6 +41,8 @@ class Step:
     seconds: float
     skipped: bool
     """fp16: the scaler found an overflow and left the weights alone."""
+    gradients: str
+    """The gradients' dtypes, for the audit."""
     bytes: tuple[Mapping[str, int | None], ...]
     """Memory of each rank as the step began."""
 
@@ -116,6 +118,7 @@ def train(
             tokens=tokens,
             seconds=time.perf_counter() - began,
             skipped=done.skipped,
+            gradients=done.gradients,
             bytes=memory,
         )
 

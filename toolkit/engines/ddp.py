@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.devices import Device
 from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
 from toolkit.engines.states import holdings, moments, states
-from toolkit.engines.stepping import clip_and_step, gradient_dtypes
+from toolkit.engines.stepping import clip_and_step
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
@@ -83,7 +83,7 @@ def account(job: Job) -> Holdings:
         trainable=sum(state.bytes for state in found if state.trainable),
         frozen=sum(state.bytes for state in found if not state.trainable),
         optimizer=2 * trained * BYTES_OF[job.weight_dtype],
-        dtypes={"trainable": job.weight_dtype, "optimizer": job.weight_dtype},
+        dtypes=dict.fromkeys(("trainable", "gradients", "optimizer"), job.weight_dtype),
     )
 
 
@@ -100,7 +100,7 @@ def audit(prepared: Prepared) -> Holdings:
     """What the parameters' storages and the optimizer's state hold."""
     size, kinds = moments(prepared.optimizer)
     found = ((parameter, parameter.requires_grad) for parameter in prepared.model.parameters())
-    return holdings(found, optimizer=size, dtypes={"optimizer": kinds, **gradient_dtypes(prepared.model)})
+    return holdings(found, optimizer=size, dtypes={"optimizer": kinds})
 
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:

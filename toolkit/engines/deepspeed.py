@@ -217,7 +217,12 @@ def account(job: Job) -> Holdings:
         persistent=kept,
         master=shard * weight,
         optimizer=2 * shard * weight,
-        dtypes={"trainable": job.compute_dtype, "master": job.weight_dtype, "optimizer": job.weight_dtype},
+        dtypes={
+            "trainable": job.compute_dtype,
+            "master": job.weight_dtype,
+            "gradients": "float32" if "data_types" in job.settings else job.compute_dtype,
+            "optimizer": job.weight_dtype,
+        },
     )
 
 
@@ -274,7 +279,6 @@ def audit(prepared: Prepared) -> Holdings:
             "master": "+".join(sorted({dtype_name(master.dtype) for master in masters})),
             "optimizer": kinds,
             "reduce": dtype_name(optimizer.communication_data_type),
-            "gradients": dtype_name(optimizer.gradient_accumulation_dtype) if size is not None else "",
         },
     )
     return _replace_persistent(found, persistent)
@@ -306,7 +310,11 @@ def update(prepared: Prepared) -> Update:
     norm = float(engine.get_global_grad_norm())
     norm = norm if norm >= 0 else math.inf
     overflow = bool(getattr(engine.optimizer, "overflow", False))
-    return Update(norm=norm, skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm))
+    return Update(
+        norm=norm,
+        skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm),
+        gradients=dtype_name(engine.optimizer.gradient_accumulation_dtype),
+    )
 
 
 def pieces(prepared: Prepared) -> Iterator[Piece]:

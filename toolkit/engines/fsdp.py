@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.devices import Device
 from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
 from toolkit.engines.states import holdings, moments, states
-from toolkit.engines.stepping import clip_and_step, gradient_dtypes
+from toolkit.engines.stepping import clip_and_step
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
@@ -191,7 +191,7 @@ def account(job: Job) -> Holdings:
         trainable=trained * BYTES_OF[job.weight_dtype],
         frozen=sum(shard(state) * BYTES_OF[state.dtype] for state in found if not state.trainable),
         optimizer=2 * trained * BYTES_OF[job.weight_dtype],
-        dtypes={"trainable": job.weight_dtype, "optimizer": job.weight_dtype},
+        dtypes=dict.fromkeys(("trainable", "gradients", "optimizer"), job.weight_dtype),
     )
 
 
@@ -220,7 +220,7 @@ def audit(prepared: Prepared) -> Holdings:
             yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
 
     reduce = prepared.job.settings["reduce_dtype"] or prepared.job.weight_dtype
-    ledger = {"optimizer": kinds, "reduce": reduce, **gradient_dtypes(prepared.model)}
+    ledger = {"optimizer": kinds, "reduce": reduce}
     return holdings(held(), optimizer=size, dtypes=ledger)
 
 

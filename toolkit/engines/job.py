@@ -72,6 +72,8 @@ class Update:
     """The global L2 norm of the gradients before clipping, over all ranks."""
     skipped: bool
     """Whether the weights stayed as they were: fp16's scaler met an overflow, or the norm is not finite."""
+    gradients: str
+    """torch's names of the dtypes of the gradients that were stepped with."""
 
 
 @dataclass(frozen=True)

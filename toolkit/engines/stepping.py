@@ -20,12 +20,13 @@ def clip_and_step(prepared: Prepared) -> Update:
     """
     with phase("step"):
         norm = _clipped_norm(prepared)
+        gradients = _gradient_dtypes(prepared.model)
         scaled = prepared.accelerator.scaler is not None
         if scaled or math.isfinite(norm):
             prepared.optimizer.step()
         skipped = prepared.accelerator.optimizer_step_was_skipped if scaled else not math.isfinite(norm)
         prepared.optimizer.zero_grad()
-    return Update(norm=norm, skipped=skipped)
+    return Update(norm=norm, skipped=skipped, gradients=gradients)
 
 
 def _clipped_norm(prepared: Prepared) -> float:
@@ -36,7 +37,6 @@ def _clipped_norm(prepared: Prepared) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def gradient_dtypes(model: torch.nn.Module) -> dict[str, str]:
-    """The ledger's row of the gradients; empty where none exist."""
-    kinds = {dtype_name(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None}
-    return {"gradients": "+".join(sorted(kinds))} if kinds else {}
+def _gradient_dtypes(model: torch.nn.Module) -> str:
+    kinds = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+    return "+".join(sorted(map(dtype_name, kinds)))

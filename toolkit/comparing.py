@@ -1,0 +1,154 @@
+"""The same work under several strategies, in one table: what each engine took, and whether the losses agree."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.engines.job import engine_of
+from toolkit.finetune import Recipe, get_ready
+from toolkit.folder import enter, new_path, read_events
+from toolkit.devices import Hardware
+from toolkit.launching import check_ranks, supervise
+from toolkit.phases import PHASES
+from toolkit.show import Shown, Table
+from toolkit.strategy import Loop, Strategy, to_flags
+from toolkit.units import format_bytes
+
+AGREE = {"fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3, "bf16_pure": 1e-2}
+"""Largest relative difference of a step's loss from the first strategy's, by precision.
+
+In half precision two computations exist, autocast and cast parameters; in pure bf16 the weights themselves round.
+"""
+
+WARM = 5
+"""Steps that do not count for tokens/s: the memory window lies in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One strategy's run."""
+
+    sharding: str
+    strategy: Mapping[str, Any]
+    engine: str
+    """Class of the prepared model."""
+    ranks: int
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    tokens_per_second: float
+    """Global, from the median step after the fifth."""
+    parameter_bytes_per_rank: tuple[int, ...]
+    measured: Mapping[str, Any] | None
+    forecast: Mapping[str, Any] | None
+    run: str
+    """The run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Shown):
+    """The same model, data, order and global batch under several strategies."""
+
+    model: str
+    data: str
+    results: tuple[Result, ...]
+
+    def difference(self, result: Result) -> float:
+        """The largest relative difference of a step's loss from the first strategy's."""
+        pairs = zip(result.losses, self.results[0].losses, strict=True)
+        return max(abs(mine - first) / abs(first) for mine, first in pairs)
+
+    def agrees(self, result: Result) -> bool:
+        """Whether it is within what the precision allows."""
+        return self.difference(result) <= AGREE[str(result.strategy["precision"])]
+
+    def tables(self) -> list[Table]:
+        seen = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
+        rows = []
+        for result in self.results:
+            measured = result.measured
+            phases = [format_bytes(measured["phases"].get(name, 0)) if measured else "–" for name in seen]
+            rows.append(
+                (
+                    result.sharding,
+                    result.engine,
+                    result.ranks,
+                    f"{result.tokens_per_second:,.0f}",
+                    format_bytes(max(result.parameter_bytes_per_rank)),
+                    format_bytes(measured["peak_bytes"]) if measured else "–",
+                    *phases,
+                    f"{result.losses[0]:.4f}",
+                    f"{result.losses[-1]:.4f}",
+                    f"{'yes' if self.agrees(result) else 'NO'} ({self.difference(result):.0e})",
+                )
+            )
+        columns = ("sharding", "engine", "ranks", "tokens/s", "parameters", "peak", *seen, "first loss", "last loss", "agree")
+        notes = (
+            "Bytes are those of the rank that held most: parameters between steps; peak over all phases, and within each.",
+            "agree: the largest relative difference of a step's loss from the first row's.",
+        )
+        return [Table(title=f"{self.model} on {self.data}", columns=columns, rows=rows, notes=notes)]
+
+
+def compare(
+    recipe: Recipe, strategies: Sequence[Strategy], loop: Loop, *, ranks: int, machine: Hardware, root: Path
+) -> Comparison:
+    """Train under each strategy in turn, in processes of its own, from the same weights, over the same global batches.
+
+    Sharding `none` is one process; it accumulates, so that its global batch is the others'.
+
+    Args:
+        recipe: model and data.
+        strategies: each is run once.
+        loop: what a step is, on `ranks` ranks.
+        ranks: processes of every strategy but `none`.
+        machine: from `hardware()`.
+        root: folder under which each run gets one.
+
+    Raises:
+        ToolkitError: before any process starts, for whatever one of the runs could not do.
+    """
+    import dataclasses
+
+    plans = []
+    for strategy in strategies:
+        alone = strategy.sharding == "none"
+        ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
+        plans.append((strategy, ours, 1 if alone else ranks))
+    check_ranks(machine, ranks)
+    for strategy, ours, count in plans:
+        get_ready(recipe, strategy, ours, count, machine.device)
+    results = tuple(_run(recipe, strategy, ours, count, root) for strategy, ours, count in plans)
+    return Comparison(model=recipe.model, data=recipe.data, results=results)
+
+
+def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path) -> Result:
+    path = new_path(root, strategy.sharding)
+    with enter(path) as folder:
+        arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        supervise(folder, "toolkit.finetune", arguments, engine_of(strategy).to_yaml(strategy, ranks, 1))
+    return read_run(path)
+
+
+def read_run(path: Path) -> Result:
+    """A finished run's folder as a row of the comparison."""
+    about, memory = json.loads((path / "run.json").read_text()), json.loads((path / "memory.json").read_text())
+    steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
+    timed = steps[WARM:] or steps
+    return Result(
+        sharding=about["strategy"]["sharding"],
+        strategy=about["strategy"],
+        engine=memory["audits"][0]["engine"],
+        ranks=about["ranks"],
+        losses=tuple(event["loss"] for event in steps),
+        grad_norms=tuple(event["grad_norm"] for event in steps),
+        tokens_per_second=statistics.median(event["tokens"] / event["seconds"] for event in timed),
+        parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
+        measured=memory["measured"],
+        forecast=memory["forecast"],
+        run=str(path),
+    )

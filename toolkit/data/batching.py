@@ -1,0 +1,141 @@
+"""Which rows a rank takes when: an order that knows nothing of ranks, and each rank's share of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.rows import Rows
+from toolkit.errors import DataError
+from toolkit.strategy import Loop
+from toolkit.units import ceil_div
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from torch.utils.data import DataLoader
+
+    Loader = DataLoader[dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """An endless sequence of row ids: every epoch holds each row once, in an order drawn from seed and epoch alone."""
+
+    rows: int
+    seed: int
+
+    def ids(self, start: int, count: int) -> list[int]:
+        """The row ids at positions `start` to `start + count` of the whole training."""
+        found: list[int] = []
+        while len(found) < count:
+            epoch, at = divmod(start + len(found), self.rows)
+            found += _epoch(self.rows, self.seed, epoch)[at : at + count - len(found)].tolist()
+        return found
+
+
+@lru_cache(maxsize=2)
+def _epoch(rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(rows)
+
+
+def sample_ids(rows: Rows, loop: Loop, *, ranks: int, step: int) -> list[int]:
+    """The row ids of the global batch that step `step` (from 0) trains on, in the order of training."""
+    size = loop.micro_batch * loop.accumulation * ranks
+    return Order(rows=rows.count, seed=loop.seed).ids(step * size, size)
+
+
+def hash_ids(ids: Sequence[int]) -> str:
+    """16 hexadecimal digits of the ids' sha256: what `events.jsonl` records of a global batch."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+def check_batch(rows: Rows, loop: Loop, *, ranks: int) -> None:
+    """Refuse data that are too few for one global batch.
+
+    Raises:
+        DataError: with both sizes, and what to make smaller.
+    """
+    size = loop.micro_batch * loop.accumulation * ranks
+    if rows.count < size:
+        raise DataError(
+            f"too little data: {rows.documents} documents with {rows.tokens:,} tokens make {rows.count} rows of"
+            f" {rows.seq_len}, and one global batch takes {size} (micro_batch {loop.micro_batch} × accumulation"
+            f" {loop.accumulation} × {ranks} ranks)."
+            " Give more, or lower --micro-batch, --accumulation or --seq-len."
+        )
+
+
+def batches(rows: Rows, loop: Loop, *, rank: int, ranks: int, start_step: int = 0, attention: str = "sdpa") -> Loader:
+    """This rank's micro-batches from `start_step` to `loop.steps`, in order: `accumulation` of them are a step.
+
+    A step takes the next micro_batch × accumulation × ranks samples of `Order`, whichever way these three split it. Of
+    them, the first micro_batch × ranks belong to the first micro-step, and so on; of a micro-step the first
+    `micro_batch` belong to rank 0, and so on. So the global batch depends on its size alone, and a run resumes anywhere
+    with `start_step`, also on another number of ranks.
+
+    The loader is sharded by rank already: `accelerator.prepare` hands it back as it is, and tensors stay on the CPU.
+
+    Raises:
+        DataError: for fewer rows than one global batch.
+    """
+    check_batch(rows, loop, ranks=ranks)
+    order = Order(rows=rows.count, seed=loop.seed)
+    micro, first = loop.micro_batch, start_step * loop.accumulation
+
+    def take(index: int) -> dict[str, Tensor]:
+        return rows.batch(order.ids(((first + index) * ranks + rank) * micro, micro), attention=attention)
+
+    return _loader(take, max(loop.steps * loop.accumulation - first, 0))
+
+
+def eval_batches(rows: Rows, *, micro_batch: int, rank: int, ranks: int, attention: str = "sdpa") -> Loader:
+    """Every row once over all ranks, in the order of the rows, split over the ranks as `batches` does.
+
+    All ranks get equally many batches of equal shape: what is missing at the end is rows without a trained label. So a
+    batch may have no trained label at all, and its mean loss is then not a number: add up sums and counts.
+    """
+
+    def take(index: int) -> dict[str, Tensor]:
+        start = (index * ranks + rank) * micro_batch
+        return rows.batch(
+            [at if at < rows.count else -1 for at in range(start, start + micro_batch)], attention=attention
+        )
+
+    return _loader(take, ceil_div(rows.count, micro_batch * ranks))
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """A torch map-style dataset whose items are whole batches."""
+
+    take: Callable[[int], dict[str, Tensor]]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.take(index)
+
+
+def _loader(take: Callable[[int], dict[str, Tensor]], count: int) -> Loader:
+    import torch
+    from torch.utils.data import DataLoader
+
+    # A generator of its own: without one every pass over the loader draws from torch's global generator, and so moves
+    # dropout.
+    loader: Loader = DataLoader(
+        _Batches(take, count),  # type: ignore[arg-type]
+        batch_size=None,
+        generator=torch.Generator(),
+    )
+    # Accelerate's mark of a loader that it has sharded. It would shard this one again.
+    loader._is_accelerate_prepared = True
+    return loader

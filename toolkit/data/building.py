@@ -1,0 +1,173 @@
+"""A source, a tokenizer and settings → rows in the cache, made once and found again by their fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.encoding import Encoder, read_template
+from toolkit.data.packing import Counts, arrange, packs
+from toolkit.data.reading import Document, Source, documents, find_source
+from toolkit.data.rows import Rows, open_rows, write_rows
+from toolkit.errors import DataError, StrategyError
+from toolkit.model import ModelSpec
+
+FORMAT = 1
+"""Of the cached rows. Whoever changes what rows hold raises it, so that older ones are not taken for new ones."""
+
+
+def prepare_data(
+    source: str | Path | None,
+    tokenizer: Any,
+    spec: ModelSpec,
+    *,
+    seq_len: int,
+    mask_prompts: bool = True,
+    chat_template: str | Path | None = None,
+    packing: bool | None = None,
+    text_column: str = "text",
+) -> Rows:
+    """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
+
+    The parent calls it before it starts processes, then every rank does and finds the rows. Ranks that come at once
+    wait for the first.
+
+    Args:
+        source: as `reading.find_source` says; None is the embedded text.
+        tokenizer: a loaded transformers tokenizer.
+        mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
+        chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
+        packing: None packs where `packs(spec)`; True where it does not is refused.
+        text_column: the column of JSONL and dataset rows that holds a text.
+
+    Raises:
+        DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.
+        StrategyError: for a `seq_len` over the model's limit.
+        MissingLibrary: for a dataset without the `datasets` library.
+    """
+    packed = _check(tokenizer, spec, seq_len, packing)
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    template = read_template(chat_template)
+    found = find_source(source)
+    about = {"seq_len": seq_len, "packed": packed, "kind": spec.kind, "pad_token_id": pad}
+    settings = {
+        **about, "format": FORMAT, "eos": eos, "mask_prompts": mask_prompts, "template": template, "text_column":
+        text_column,
+    }  # fmt: skip
+    fingerprint = _fingerprint(found, tokenizer, settings)
+    folder = _cache() / fingerprint
+    if not folder.exists():
+        seq2seq = spec.kind == "seq2seq"
+        encoder = Encoder(tokenizer=tokenizer, eos=eos, mask_prompts=mask_prompts, template=template, seq2seq=seq2seq)
+        _build(
+            folder,
+            documents(found, text_column=text_column),
+            found.size,
+            encoder,
+            {**about, "fingerprint": fingerprint},
+        )
+    return open_rows(folder)
+
+
+def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) -> bool:
+    """Refuse what this model cannot take, and say whether its rows are packed."""
+    if spec.max_positions is not None and seq_len > spec.max_positions:
+        raise StrategyError(
+            f"seq_len {seq_len}: {spec.name} has positions for {spec.max_positions} tokens. Use --seq-len"
+            f" {spec.max_positions} or less."
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= spec.vocab:
+        raise DataError(
+            f"the tokenizer has token ids up to {largest}, a vocabulary larger than the embedding of {spec.name},"
+            f" which has {spec.vocab} rows. Use the model's own tokenizer, or enlarge the model and save it:"
+            " model.resize_token_embeddings(len(tokenizer))."
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer of {spec.name} has no end-of-sequence token. Set one with"
+            " tokenizer.eos_token = '…' and save it."
+        )
+    can = packs(spec)
+    if packing and not can:
+        raise DataError(
+            f"packing: {spec.architecture} does not keep packed documents apart. Leave packing open, and they are"
+            " padded."
+        )
+    return can if packing is None else packing
+
+
+def _cache() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "accelerate-toolkit", "data")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the cache {folder} cannot be made: {error.strerror}. Set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+    return folder
+
+
+def _fingerprint(source: Source, tokenizer: Any, settings: dict[str, Any]) -> str:
+    """sha256 over the source's bytes, the tokenizer and the settings; file names are left out."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    digest.update(json.dumps(_tokenizer_state(tokenizer), sort_keys=True).encode())
+    for path in source.files:
+        digest.update(f"\n{path.suffix.lower()} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    for row in source.dataset if source.dataset is not None else ():
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
+    """Everything that decides which ids a text becomes."""
+    state: dict[str, Any] = {
+        "class": type(tokenizer).__name__,
+        "special": tokenizer.special_tokens_map,
+        "template": tokenizer.chat_template,
+    }
+    if not tokenizer.is_fast:
+        settings = str(sorted(tokenizer.init_kwargs.items(), key=str))
+        return {**state, "vocabulary": tokenizer.get_vocab(), "settings": settings}
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # These two say how the last call was made, not what the tokenizer is.
+    return {
+        **state,
+        "backend": {name: value for name, value in backend.items() if name not in ("truncation", "padding")},
+    }
+
+
+def _build(folder: Path, found: Iterable[Document], size: int, encoder: Encoder, about: dict[str, Any]) -> None:
+    from filelock import FileLock
+
+    counts = Counts()
+    try:
+        with FileLock(folder.with_suffix(".lock")):
+            if folder.exists():
+                return
+            encoded = encoder.encode(_shown(found, size))
+            shape = {"kind": about["kind"], "packed": about["packed"], "seq_len": about["seq_len"]}
+            write_rows(folder, arrange(encoded, counts, **shape, pad=about["pad_token_id"]), counts, about)
+    except OSError as error:
+        raise DataError(
+            f"the cache {folder.parent} cannot be written: {error.strerror or error}. Free some space there, or set"
+            " XDG_CACHE_HOME to another folder."
+        ) from error
+
+
+def _shown(found: Iterable[Document], size: int) -> Iterator[Document]:
+    """The same documents, with a progress bar on a terminal when it takes longer than two seconds."""
+    from tqdm import tqdm
+
+    with tqdm(total=size, desc="tokenizing", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
+        for document in found:
+            yield document
+            bar.update(document.size)

@@ -1,0 +1,84 @@
+"""The embedded text and its tokenizer: what is trained on where no data are named. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from toolkit.errors import DataError
+
+TEXT_BYTES = 4_000_000
+"""The embedded text is the first files, by name, that reach this size."""
+
+VOCABULARY = 4096
+"""Tokens of the embedded tokenizer, special ones included."""
+
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+"""The embedded tokenizer's special tokens, ids 0, 1 and 2 (1 and 2 are Llama's own defaults)."""
+
+_SKIPPED = {
+    "__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+_TRAINED_FRACTION = 4
+
+
+def embedded_files() -> list[Path]:
+    """The Python standard library's own sources, sorted by name, about 4 MB; equal wherever Python is.
+
+    Raises:
+        DataError: where this Python comes without its sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        # `_sysconfigdata` holds paths of the machine that built this Python, so it differs between machines.
+        found += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+    chosen: list[Path] = []
+    total = 0
+    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
+        if total < TEXT_BYTES and (size := path.stat().st_size):
+            chosen.append(path)
+            total += size
+    if total < TEXT_BYTES:
+        raise DataError(
+            f"the embedded text: {root} holds {total:,} bytes of Python sources, expected at least {TEXT_BYTES:,}."
+            " Name a text with --data."
+        )
+    return chosen
+
+
+def embedded_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE of 4,096 tokens on a quarter of the embedded files and save it in `folder`.
+
+    The same Python and libraries give the same bytes. `folder` may exist; each file appears whole or not at all. Takes
+    a second or two.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = (path.read_text(encoding="utf-8") for path in embedded_files()[::_TRAINED_FRACTION])
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=folder, prefix=".tokenizer-"))
+    try:
+        tokenizer.save_pretrained(fresh)
+        for path in fresh.iterdir():
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(fresh)

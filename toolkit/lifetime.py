@@ -1,0 +1,173 @@
+"""Ranks die with their launcher, and what they print is kept. Standard library only, for before any heavy import."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from toolkit.errors import MissingLibrary
+
+LAUNCHER = "TOOLKIT_LAUNCHER"
+"""The environment variable in which our launcher leaves its process id for its ranks."""
+
+LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+"""Variables of which every launcher sets one: torchrun the first, `accelerate launch` of one process the second."""
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_POLL_SECONDS = 0.5
+
+_forks_arranged = False
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Be killed when the process that started this one ends, however it ends. Call it first, in the main thread.
+
+    Linux does it by `prctl(PR_SET_PDEATHSIG)`; elsewhere a thread looks twice a second. A parent that was gone before
+    the call ends this process at once. The signal comes when the *thread* that forked ends: torch elastic and
+    `accelerate launch` fork in their main thread. What this process's main thread forks later (a DataLoader's workers)
+    dies with it, too. Started by hand, without a launcher, a process stays its own master and nothing is done.
+
+    Args:
+        parent: the process id of the parent, where the caller knows it; otherwise what our launcher left in `LAUNCHER`.
+    """
+    named = os.environ.pop(LAUNCHER, None)  # it is no business of what this process starts
+    if parent is None and named is not None:
+        parent = int(named)
+    if parent is None and not any(name in os.environ for name in LAUNCHED):
+        return
+    found = os.getppid()
+    _watch(found)
+    if found != parent if parent is not None else not _launches(found):
+        _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
+    _arrange_forks()
+
+
+def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
+    """From now on keep in `log` what this process prints, libraries and crashes included.
+
+    Under a supervisor rank 0 is shown too, both streams on standard output, and the other ranks are not; without one
+    (a bare `accelerate launch`) everybody prints as before. `tee` does the copying in a process of its own, so that
+    the last words of a killed rank are kept.
+
+    Raises:
+        MissingLibrary: where no `tee` is installed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if os.isatty(1):  # a progress bar asks the terminal for its width, and will find a pipe
+        os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
+    _flush()
+    if supervised and rank != 0:
+        kept = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(kept, 1)
+        os.dup2(kept, 2)
+        os.close(kept)
+    elif supervised:
+        _tee(log, 1, 2)
+    else:
+        _tee(log, 1)
+        _tee(log, 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+
+
+def _watch(parent: int) -> None:
+    if _ask_kernel():
+        return
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=look, name="die-with-parent", daemon=True).start()
+
+
+def _ask_kernel() -> bool:
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    unused = ctypes.c_ulong(0)
+    done: int = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), unused, unused, unused)
+    return done == 0
+
+
+def _launches(pid: int) -> bool:
+    """Whether `pid` looks like a launcher, and not like the init or reaper that inherits a dead one's children.
+
+    A launcher has the module or script that it starts on its command line, as this process has; one that was called
+    from Python has not, but runs Python and is not process 1.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return sys.platform != "linux" and pid != 1
+    own = sys.orig_argv[1:]
+    started = own[own.index("-m") + 1] if "-m" in own[:-1] else next((word for word in own if word[:1] != "-"), "")
+    return started in words or (pid != 1 and "python" in os.path.basename(words[0]))
+
+
+def _arrange_forks() -> None:
+    """Forked children ask for the same. One that another thread forks must not: it would die with that thread."""
+    global _forks_arranged
+    if _forks_arranged:
+        return
+    _forks_arranged = True
+    main, forking = threading.get_ident(), os.getpid()
+
+    def before() -> None:
+        nonlocal forking
+        forking = os.getpid()
+
+    def in_child() -> None:
+        if threading.get_ident() == main:
+            _watch(forking)
+            if os.getppid() != forking:
+                os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def _tee(log: Path, *streams: int) -> None:
+    """Send file descriptors through `tee`, on to where the first of them went, until this process ends."""
+    if shutil.which("tee") is None:
+        raise MissingLibrary("`tee` is not on the PATH: it keeps a rank's output in its log. Install coreutils.")
+    before = [os.dup(stream) for stream in streams]
+    # A session of its own: the signals that stop a rank's group must not stop what writes down its last words.
+    tee = subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
+    assert tee.stdin is not None
+    for stream in streams:
+        os.dup2(tee.stdin.fileno(), stream)
+    tee.stdin.close()
+
+    def restore() -> None:
+        _flush()
+        for stream, target in zip(streams, before, strict=True):
+            os.dup2(target, stream)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child may hold the pipe open
+            tee.wait(1)
+
+    atexit.register(restore)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _end(why: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"toolkit: {why}.\n".encode())
+    os._exit(1)

@@ -1,0 +1,281 @@
+"""`describe()`: a model's modules on the meta device → `ModelSpec`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import ModelError
+from toolkit.model.finding import EMBEDDED, check_generates, check_known, find
+from toolkit.model.hub import first_line
+from toolkit.model.spec import ModelSpec, MoE, Parameter
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_FIXED_ACTIVE = {"switch_transformers": 1, "nllb-moe": 2}
+"""Architectures that route by a fixed rule: Fedus et al. 2021 (top 1), NLLB team 2022 (top 2)."""
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+
+
+def describe(model: str | Path | PretrainedConfig | nn.Module | None = None) -> ModelSpec:
+    """A model's architecture, from its config alone: no weight is read and no remote code is run.
+
+    Args:
+        model: a Hub id, a folder, a `config.json`, a transformers config, or a transformers model. None and `"embedded"`
+            name the embedded model (a folder of that name is `"./embedded"`).
+
+    Raises:
+        ModelError: for a model that cannot be found, and for one that transformers cannot build as a causal or
+            sequence-to-sequence language model.
+    """
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    if isinstance(model, nn.Module):
+        module = _language_model(model)
+        return _spec(module, module.config, name=type(model).__name__, source=None)
+    if isinstance(model, PretrainedConfig):
+        name, source, config = type(model).__name__, None, model
+    else:
+        name = EMBEDDED if model is None else str(model)
+        source, config = find(name)
+    values = config.to_dict()
+    check_known(name, values)
+    check_generates(name, values)
+    return _spec(_build(name, config), config, name=name, source=source)
+
+
+def _build(name: str, config: PretrainedConfig) -> PreTrainedModel:
+    """The model's modules on the meta device: shapes without memory, and no weight is initialised."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    generates = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal = generates and not getattr(config, "is_encoder_decoder", False)
+    auto = AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM
+    try:
+        with torch.device("meta"):
+            # Building writes into the config (dtype, attention), and this one may be the caller's.
+            built: PreTrainedModel = auto.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except Exception as error:  # each model class fails in its own way on values that do not fit together
+        raise ModelError(
+            f"model {name!r}: transformers cannot build {type(config).__name__}: {first_line(error)}"
+        ) from error
+    return built
+
+
+def _language_model(module: nn.Module) -> PreTrainedModel:
+    """The module, if it is a transformers model with a language-model head."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        raise ModelError(
+            f"model of class {type(module).__name__}: expected a transformers model. "
+            "Give its transformers config, its folder or its Hub id."
+        )
+    if _head(module) is None:
+        raise ModelError(
+            f"model of class {type(module).__name__} has no language-model head: expected a class such as LlamaForCausalLM."
+        )
+    check_generates(type(module).__name__, module.config.to_dict())
+    return module
+
+
+def _spec(module: PreTrainedModel, config: PretrainedConfig, *, name: str, source: str | None) -> ModelSpec:
+    text = config.get_text_config()
+    values = text.to_dict()
+    # Some families spell it their own way: GPT-2's `hidden_size` is `n_embd`.
+    figures = {known: values.get(own) for known, own in getattr(text, "attribute_map", {}).items()} | values
+    kind = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
+    blocks = _blocks(module)
+    routed = _routed(module)
+    moe = _moe(name, module, figures, routed)
+    depth = figures.get("num_hidden_layers")
+    embedding: Any = module.get_input_embeddings()
+    groups: dict[int, list[str]] = {}
+    for parameter_name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(parameter_name)
+    heads = figures.get("num_attention_heads")
+    return ModelSpec(
+        name=name,
+        source=source,
+        architecture=type(module).__name__,
+        kind=kind,
+        config=config.to_dict(),
+        parameters=_parameters(module, blocks, routed if moe else ()),
+        tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
+        linears=_linears(module),
+        blocks=blocks,
+        attentions=_attentions(module),
+        layers=depth if depth and kind == "causal" else _depth(module, blocks),
+        hidden=int(figures.get("hidden_size") or embedding.weight.shape[1]),
+        heads=heads if isinstance(heads, int) else 0,
+        vocab=embedding.weight.shape[0],
+        max_positions=next((value for key in _POSITIONS if isinstance(value := figures.get(key), int)), None),
+        moe=moe,
+    )
+
+
+def _head(module: PreTrainedModel) -> nn.Module | None:
+    head: nn.Module | None = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head
+
+
+def _lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module list that stands in no other one, with its name: the stacks of repeated layers."""
+    from torch import nn
+
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(child, nn.ModuleList) and len(child) and not inside:
+            found.append((name, child))
+    return found
+
+
+def _blocks(module: PreTrainedModel) -> tuple[str, ...]:
+    """Classes of `_no_split_modules` that are repeated; where there are none, of the largest stacks of layers.
+
+    Embeddings and poolers, which transformers lists too so that no device map splits them, are in no list.
+    """
+    from torch import nn
+
+    members = [
+        type(layer).__name__ for child in module.modules() if isinstance(child, nn.ModuleList) for layer in child
+    ]
+    named = set(getattr(module, "_no_split_modules", None) or ())
+    found = tuple(dict.fromkeys(name for name in members if name in named))
+    if found:
+        return found
+    sizes = {stack: sum(parameter.numel() for parameter in stack.parameters()) for _, stack in _lists(module)}
+    # An encoder's and a decoder's stack may differ in size; below a hundredth of the largest it is no stack of layers.
+    large = [stack for stack, size in sizes.items() if size * 100 >= max(sizes.values())]
+    return tuple(dict.fromkeys(type(layer).__name__ for stack in large for layer in stack.children()))
+
+
+def _depth(module: nn.Module, blocks: tuple[str, ...]) -> int:
+    return sum(type(layer).__name__ in blocks for _, stack in _lists(module) for layer in stack.children())
+
+
+def _linears(module: PreTrainedModel) -> tuple[str, ...]:
+    """All but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (peft/tuners/tuners_utils.py) chooses."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = _head(module)
+    return tuple(
+        name for name, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D) and child is not head
+    )
+
+
+def _attentions(module: PreTrainedModel) -> tuple[str, ...]:
+    """What the class declares. A class that lists compatible flash kernels takes no other."""
+    compatible = module._compatible_flash_implementations
+    flash: tuple[str, ...] = ("flash_attention_3", "flash_attention_2") if module._supports_flash_attn else ()
+    flash = tuple(kernel for kernel in flash if compatible is None or kernel in compatible)
+    sdpa = ["sdpa"] if module._supports_sdpa else []
+    flex = ["flex"] if module._supports_flex_attn else []
+    return (*flash, *sdpa, "eager", *flex)
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """A module that routes, and the names of those of its children that are experts and routers."""
+
+    name: str
+    block: nn.Module
+    experts: tuple[str, ...]
+    routers: tuple[str, ...]
+
+
+def _routed(module: nn.Module) -> tuple[_Routed, ...]:
+    """Modules that hold both experts and what routes to them. Experts that every token passes count as layers."""
+    found = []
+    for name, child in module.named_modules():
+        parts = [(key, type(part).__name__) for key, part in child.named_children() if list(part.parameters())]
+        experts = [key for key, cls in parts if _is_experts(key, cls)]
+        routers = [key for key, cls in parts if key not in experts and _is_router(key, cls)]
+        if experts and routers:
+            paths = (tuple(f"{name}.{key}" for key in keys) for keys in (experts, routers))
+            found.append(_Routed(name, child, *paths))
+    return tuple(found)
+
+
+def _is_experts(key: str, cls: str) -> bool:
+    return key == "experts" or (cls.endswith("Experts") and "shared" not in key)
+
+
+def _is_router(key: str, cls: str) -> bool:
+    return key in ("gate", "router") or re.search(r"Router|Gat(e|ing)$", cls) is not None
+
+
+def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed: tuple[_Routed, ...]) -> MoE | None:
+    """Of a config that names experts and a module that routes to them; a dense model may have such a field, with 0 or 1."""
+    counts = [value for key in _EXPERTS if isinstance(value := figures.get(key), int)]
+    experts = max(counts, default=_count_experts(routed))
+    if experts < 2 or not routed:
+        return None
+    kind = str(figures.get("model_type"))
+    active = next((value for key in _ACTIVE if isinstance(value := figures.get(key), int)), _FIXED_ACTIVE.get(kind))
+    if active is None:
+        raise ModelError(
+            f"model {name!r} has {experts} experts a layer, and its config does not say how many a token uses: "
+            "set num_experts_per_tok."
+        )
+    classes = {type(one.block).__name__ for one in routed}
+    block = classes.pop() if len(classes) == 1 else _layer_of(module, routed[0].name)
+    return MoE(experts=experts, active=active, block=block)
+
+
+def _count_experts(routed: Iterable[_Routed]) -> int:
+    """Experts of a layer by the module: the first dimension of what is fused, or the members."""
+    for one in routed:
+        experts = one.block.get_submodule(one.experts[0].rpartition(".")[2])
+        fused = [parameter.shape[0] for parameter in experts.parameters() if parameter.dim() == 3]
+        return fused[0] if fused else len(list(experts.children()))
+    return 0
+
+
+def _layer_of(module: nn.Module, name: str) -> str:
+    stack, child = next((stack, child) for stack, child in _lists(module) if name.startswith(f"{stack}."))
+    return type(child.get_submodule(name.removeprefix(f"{stack}.").partition(".")[0])).__name__
+
+
+def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: tuple[_Routed, ...]) -> tuple[Parameter, ...]:
+    from torch import nn
+
+    head = _head(module)
+    embedding = module.get_input_embeddings()
+    heads = {name for name, child in module.named_modules() if child is head}
+    layers = {name for name, child in module.named_modules() if type(child).__name__ in blocks}
+    experts = {name for one in routed for name in one.experts}
+    routers = {name for one in routed for name in one.routers}
+
+    def role(name: str) -> str:
+        owner = name.rpartition(".")[0]
+        parents = {owner[:end] for end in (*(i for i, letter in enumerate(owner) if letter == "."), len(owner))}
+        if parents & experts:
+            return "expert"
+        if parents & routers:
+            return "router"
+        if "Norm" in type(held := module.get_submodule(owner)).__name__:
+            return "norm"
+        if parents & layers:
+            return "layer"
+        if held is embedding or isinstance(held, nn.Embedding):
+            return "embedding"
+        return "head" if parents & heads else "other"
+
+    return tuple(
+        Parameter(name=name, shape=tuple(parameter.shape), role=role(name))
+        for name, parameter in module.named_parameters()
+    )

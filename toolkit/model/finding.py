@@ -1,0 +1,151 @@
+"""From a name (a Hub id, a folder, a file) to a transformers config, after looking for what can be wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import ModelError, nearest
+from toolkit.model.hub import first_line, hub_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EMBEDDED = "embedded"
+"""The name of the model that is used where none is named."""
+
+
+def embedded_config() -> dict[str, Any]:
+    """The config of the embedded model: a Llama of 5,048,576 parameters, 19.3 MiB in fp32, with nothing tied."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def find(name: str) -> tuple[str | None, PretrainedConfig]:
+    """What a name names: where its weights are, and its config."""
+    from transformers import LlamaConfig
+
+    if name == EMBEDDED:
+        return None, LlamaConfig.from_dict(embedded_config())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder_source(path), _read_config(name, path / "config.json")
+    if path.is_file():
+        return None, _read_config(name, path)
+    if path.suffix == ".json" or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"model {name!r}: there is no such folder or file. "
+            "Give a folder with a config.json, or a Hub id such as Qwen/Qwen3-8B."
+        )
+    return name, _read_config(name, hub_config(name))
+
+
+def _folder_source(folder: Path) -> str | None:
+    weights = (folder / "model.safetensors.index.json", folder / "model.safetensors")
+    return str(folder) if any(path.is_file() for path in weights) else None
+
+
+def _read_config(name: str, path: Path) -> PretrainedConfig:
+    """A config object from a file."""
+    from transformers import AutoConfig
+
+    if not path.is_file():
+        adapter = (path.parent / "adapter_config.json").is_file()
+        fix = (
+            "It is an adapter: give the model that it was trained on."
+            if adapter
+            else ("Give a folder that was saved with save_pretrained, or a Hub id.")
+        )
+        raise ModelError(f"model {name!r} has no {path.name}. {fix}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model {name!r}: {path.name} is not valid JSON ({error}). Copy it again from where the model comes from."
+        ) from None
+    if not isinstance(values, dict):
+        raise ModelError(
+            f"model {name!r}: {path.name} holds a {type(values).__name__}, expected a JSON object with a model_type."
+        )
+    check_known(name, values)
+    try:
+        # A file, not a folder: nothing is asked of the Hub.
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # each config class checks its own values, with exceptions of its own
+        raise ModelError(f"model {name!r}: transformers refuses its {path.name}: {first_line(error)}") from error
+    return config
+
+
+def check_known(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse an architecture that transformers does not have itself. `values` may be a raw config.json."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    kind, remote, listed = values.get("model_type"), values.get("auto_map"), values.get("architectures")
+    architecture = str(listed[0]) if isinstance(listed, list) and listed else None
+    if not kind or not isinstance(kind, str):
+        raise ModelError(f"model {name!r}: its config names no model_type. Expected one such as 'llama' or 't5'.")
+    native = kind in CONFIG_MAPPING and (architecture is None or hasattr(transformers, architecture))
+    if native:
+        return
+    if remote:
+        raise ModelError(
+            f"model {name!r} needs code from its repository (auto_map: {json.dumps(remote)}), and remote code is never "
+            "run. Choose a model whose architecture transformers has itself."
+        )
+    version = f"transformers {transformers.__version__}"
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(
+            f"model {name!r}: model_type {kind!r} is unknown to {version}.{nearest(kind, _trainable())} "
+            "A newer transformers may know it: `pip install --upgrade transformers`."
+        )
+    classes = {word: word for value in _trainable().values() for word in ([value] if isinstance(value, str) else value)}
+    near = difflib.get_close_matches(str(architecture), classes, n=1)
+    fix = f" Did you mean {near[0]!r}?" if near else ""
+    raise ModelError(f"model {name!r}: architecture {architecture!r} is unknown to {version}.{fix}")
+
+
+def check_generates(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse what is no causal or sequence-to-sequence language model. `values` is a whole config, with its defaults."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    kind, listed = str(values.get("model_type")), values.get("architectures")
+    architecture = str(listed[0]) if listed else kind
+    decodes = values.get("is_encoder_decoder") or values.get("is_decoder") or values.get("causal")
+    masked = (kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind == "bert-generation") and not decodes
+    encoder = masked or architecture.endswith("EncoderModel")
+    speaks = kind in (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if values.get("is_encoder_decoder") else _trainable()
+    )
+    if encoder or not speaks:
+        what = "an encoder" if encoder else "no model that reads and writes text"
+        raise ModelError(
+            f"model {name!r} ({architecture}) is {what}: expected a causal model such as Llama, "
+            "or a sequence-to-sequence model such as T5."
+        )
+
+
+def _trainable() -> Mapping[str, str | tuple[str, ...]]:
+    """model_type → class, of every causal and sequence-to-sequence language model that transformers has."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES

@@ -1,0 +1,140 @@
+"""A model's weights as files: safetensors only, their headers read and never their bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ModelError
+from toolkit.model.hub import cached, first_line, hub_reachable, unreachable
+from toolkit.model.spec import ModelSpec
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""safetensors' names of dtypes → torch's."""
+
+
+def local_weights(source: str | Path) -> list[Path]:
+    """The safetensors files of a folder, or of the cached copy of a Hub id; empty where there are none.
+
+    Raises:
+        ModelError: for a folder whose weights are pickles, and for one that lacks a file which its index names.
+    """
+    path = Path(source).expanduser()
+    folder = path if path.is_dir() else cached(str(source))
+    if folder is None:
+        return []
+    # In the order in which transformers looks.
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return _indexed(folder, index)
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        raise ModelError(
+            f"model {str(source)!r} holds its weights as pickles only ({pickles[0]}), which can run code: "
+            "convert them where you trust them, with `AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)`, "
+            "and give the new folder."
+        )
+    return []
+
+
+def require_weights(spec: ModelSpec) -> list[Path]:
+    """The safetensors files of a model, whole. Those of a Hub id are downloaded here, once, before any rank starts.
+
+    Raises:
+        ModelError: where there are none, where they are pickles, or where a file is cut short.
+    """
+    source = spec.source or spec.name
+    folder = Path(source).expanduser().is_dir()
+    if not folder and spec.source is None:
+        raise ModelError(
+            f"model {source!r} is a config without weights: give a folder that holds model.safetensors, or a Hub id."
+        )
+    if not folder:
+        _download(source)
+    found = local_weights(source)
+    if not found:
+        raise ModelError(
+            f"model {source!r} holds no weights: expected model.safetensors, or model.safetensors.index.json and "
+            "the files that it names. Copy them there, or give a folder that has them."
+        )
+    for path in found:
+        _header(path)
+    return found
+
+
+def checkpoint_dtype(source: str | Path) -> str | None:
+    """torch's name of the dtype that most elements of a checkpoint have, by the safetensors headers; None without weights.
+
+    Raises:
+        ModelError: for a file that is no safetensors file, or is cut short.
+    """
+    counts: dict[str, int] = {}
+    for path in local_weights(source):
+        for tensor in _header(path).values():
+            counts[tensor["dtype"]] = counts.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
+    if not counts:
+        return None
+    most = max(counts, key=lambda dtype: counts[dtype])
+    return _DTYPES.get(most, most.lower())
+
+
+def _download(name: str) -> None:
+    """Bring a Hub id's weights, configs and tokenizer into the cache, where they are not there whole."""
+    from huggingface_hub import errors, snapshot_download
+
+    if not hub_reachable():
+        if cached(name) is None or not local_weights(name):
+            raise ModelError(unreachable(name))
+        return
+    try:
+        snapshot_download(name, allow_patterns=["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"])
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ModelError(f"model {name!r} could not be downloaded: {first_line(error)}") from error
+    if not local_weights(name):
+        raise ModelError(
+            f"model {name!r} has no safetensors weights on the Hub, and pickles can run code: "
+            "download it, convert it to safetensors where you trust it, and give that folder."
+        )
+
+
+def _indexed(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no safetensors index: {first_line(error)}") from None
+    for name in names:
+        # An index comes from elsewhere and must not lead out of its folder.
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names {name!r}: expected the name of a safetensors file in the same folder.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(names)} weight files that its index names, "
+            f"the first {missing[0]}. Copy them there."
+        )
+    return [folder / name for name in names]
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """A safetensors file's tensors: name → dtype, shape, data_offsets (github.com/huggingface/safetensors#format)."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= size - 8 else None
+        tensors = {name: value for name, value in header.items() if name != "__metadata__"} if header else {}
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        header, tensors, end = None, {}, 0
+    if header is None or end != size:
+        expected = f", expected {end:,}" if header else ""
+        raise ModelError(f"{path} is no whole safetensors file ({size:,} bytes{expected}). Copy it again.")
+    return tensors
