@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import StrategyError, ToolkitError
+from toolkit.errors import ToolkitError
+from toolkit.launching import Stopped
 from toolkit.show import Shown
-from toolkit.strategy import SHARDINGS, Loop, Strategy, add_flags, from_dict, given, sharding_word, to_flags
+from toolkit.strategy import SHARDINGS, Loop, Strategy, add_flags, catalog, from_dict, given, sharding_word, to_flags
 
 
 def doctor(flags: argparse.Namespace) -> Shown:
@@ -31,18 +32,25 @@ def describe(flags: argparse.Namespace) -> Shown:
 
 
 def config(flags: argparse.Namespace) -> None:
-    """Write the Accelerate config file that a strategy is."""
+    """Write the Accelerate config file that a strategy is, or all of them."""
     import yaml
 
     from toolkit.engines.job import engine_of
 
+    if flags.all:
+        folder = Path(flags.all)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, strategy in catalog().items():
+            ranks = 1 if strategy.sharding == "none" else 2 * strategy.replicate
+            content = engine_of(strategy).to_yaml(strategy, ranks, 1)
+            (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        return
     strategy = from_dict(Strategy, given(flags, Strategy))
     content = engine_of(strategy).to_yaml(strategy, flags.processes, flags.nodes)
-    text = yaml.safe_dump(content, sort_keys=True)
     if flags.output:
-        Path(flags.output).write_text(text)
+        Path(flags.output).write_text(yaml.safe_dump(content))
     elif flags.json != "-":
-        print(text, end="")
+        print(yaml.safe_dump(content), end="")
     _write_json(content, flags.json)
 
 
@@ -114,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     written = verb(config, Strategy)
     written.add_argument("--processes", type=int, default=2, help="ranks in all (default: 2)")
     written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
+    written.add_argument("--all", metavar="DIR", help="write a file for every strategy into this folder")
     written.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
     for function in (train, compare):
         added = verb(function, Recipe, Strategy, Loop)
@@ -144,16 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     try:
         shown = flags.run(flags)
-    except ToolkitError as error:
+    except (ToolkitError, Stopped) as error:
         print(f"toolkit: {error}", file=sys.stderr)
         return error.exit_code
-    except Exception as error:
-        from toolkit.launching import Stopped
-
-        if isinstance(error, Stopped):
-            print(f"toolkit: {error}", file=sys.stderr)
-            return error.exit_code
-        raise
     except KeyboardInterrupt:
         return 130
     if shown is not None:

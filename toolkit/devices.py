@@ -1,10 +1,19 @@
-"""What a model is trained on: `hardware()` → `Hardware`, this machine or a named one. Imports no torch, touches no device."""
+"""What a model is trained on: `hardware()` → `Hardware`, this machine or a named one. No torch, no CUDA context."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from toolkit.show import Shown
+from toolkit.errors import MissingLibrary, ToolkitError, nearest
+from toolkit.show import Shown, Table
+from toolkit.units import GiB, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +28,9 @@ class Device:
     dtypes: tuple[str, ...]
     """Precisions that it computes natively: of `fp32`, `bf16`, `fp16`."""
     attentions: tuple[str, ...]
-    """Attention kernels that are installed and run on it, best first."""
+    """Attention kernels that are installed and run on it, best first; after them those that are only taken by name."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +44,302 @@ class Hardware(Shown):
     host_bytes: int
     """Memory of a node's host, total."""
     host_free_bytes: int
+    notes: tuple[str, ...] = ()
+    """What was assumed, and what is there and not used, each as one sentence."""
 
     @property
     def ranks(self) -> int:
         """One rank a device."""
         return self.count * self.nodes
+
+    def tables(self) -> list[Table]:
+        """The figures of the device and its host."""
+        device = self.device
+        layout = f"{self.count} a node, {self.nodes} nodes" if self.nodes > 1 else f"{self.count}"
+        capability = [("compute capability", "{}.{}".format(*device.capability))] if device.capability else []
+        rows = [
+            ("device", f"{device.name} ({device.kind})"),
+            ("ranks" if device.kind == "cpu" else "devices", layout),
+            ("device memory", f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"),
+            *capability,
+            ("native precisions", ", ".join(device.dtypes)),
+            ("attention kernels", ", ".join(device.attentions)),
+            ("host memory", f"{format_bytes(self.host_bytes)}, {format_bytes(self.host_free_bytes)} free"),
+        ]
+        return [Table(title="Hardware", columns=("figure", "value"), rows=rows, notes=self.notes)]
+
+
+@dataclass(frozen=True)
+class _Card:
+    """A GPU of the catalog."""
+
+    gib: float
+    """Total, as CUDA reports it."""
+    capability: tuple[int, int]
+    host_gib: int
+    """Host memory for each GPU of `machine`."""
+    machine: str
+
+
+_CATALOG = {
+    "T4": _Card(14.56, (7, 5), 16, "AWS g4dn.xlarge"),
+    "V100-16GB": _Card(15.77, (7, 0), 61, "AWS p3.2xlarge"),
+    "V100-32GB": _Card(31.73, (7, 0), 96, "AWS p3dn.24xlarge"),
+    "RTX-3090": _Card(23.56, (8, 6), 64, "a workstation"),
+    "RTX-4090": _Card(23.52, (8, 9), 64, "a workstation"),
+    "RTX-5090": _Card(31.36, (12, 0), 64, "a workstation"),
+    "L4": _Card(22.03, (8, 9), 16, "AWS g6.xlarge"),
+    "A10G": _Card(21.98, (8, 6), 16, "AWS g5.xlarge"),
+    "L40S": _Card(44.39, (8, 9), 32, "AWS g6e.xlarge"),
+    "A100-40GB": _Card(39.38, (8, 0), 144, "AWS p4d.24xlarge"),
+    "A100-80GB": _Card(79.14, (8, 0), 144, "AWS p4de.24xlarge"),
+    "H100-80GB": _Card(79.11, (9, 0), 256, "AWS p5.48xlarge"),
+    "H200-141GB": _Card(139.72, (9, 0), 256, "AWS p5en.48xlarge"),
+    "B200-180GB": _Card(178.35, (10, 0), 256, "AWS p6-b200.48xlarge"),
+}
+"""GPUs that can be named where there are none.
+
+Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
+and boards. Compute capability: developer.nvidia.com/cuda-gpus. Host memory: of the machine named, divided by its GPUs.
+"""
+
+
+def hardware(name: str | None = None) -> Hardware:
+    """This machine, or a named one.
+
+    Args:
+        name: `"cpu"`, `"2x cpu"` (ranks that share this host), `"T4"`, `"8x H100-80GB"`, `"2 nodes x 8x A100-80GB"`.
+            Left out: this machine's visible GPUs, or its processor where there are none, or where torch is a CPU build.
+
+    Raises:
+        ToolkitError: for a name that is not in the catalog, with the nearest; for a GPU whose driver does not answer.
+        MissingLibrary: where there are GPUs, and the library that counts them is not installed.
+    """
+    return _here() if name is None else _named(name)
+
+
+def torch_build() -> str | None:
+    """What the installed torch was built for: `"cpu"`, `"cuda 13.0"`, `"rocm 7.1"`; None without torch. No import."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    for word, key in (("cuda", "cuda"), ("rocm", "hip")):
+        if version := re.search(rf"^{key}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return f"{word} {version[1]}"
+    return "cpu"
+
+
+def host_memory() -> tuple[int, int]:
+    """Total and available bytes of this host: physical memory, or what this process's control group leaves of it."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limits = cgroup_memory(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min([memory.total, *(total for total, _ in limits)]), min([memory.available, *(free for _, free in limits)])
+
+
+def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
+    """Limit and free bytes of every control group above this process that has a limit, of version 1 or 2.
+
+    Args:
+        root: where control groups are mounted.
+        own: the file that says which are this process's. A container often sees another path than the one written here:
+            what does not exist is passed over, and the root, which is then its own, is always looked at.
+    """
+    files = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    found = []
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in files:
+            continue
+        maximum, current, cache = files[controllers]
+        inside = Path(path.lstrip("/"))
+        for folder in (root / controllers / part for part in (inside, *inside.parents)):
+            if (folder / maximum).is_file() and (limit := (folder / maximum).read_text().strip()) != "max":
+                pages = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+                # Pages of files that nobody uses are given back on demand.
+                used = int((folder / current).read_text()) - (int(pages[1]) if pages else 0)
+                found.append((int(limit), int(limit) - used))
+    return found
+
+
+# This machine ---------------------------------------------------------------------------------------------------------
+
+
+def _here() -> Hardware:
+    total, free = host_memory()
+    build = torch_build() or "not installed"
+    notes: tuple[str, ...] = ()
+    try:
+        gpus = _gpus()
+    except ToolkitError as error:
+        if build.startswith("cuda"):
+            raise
+        gpus, notes = [], (str(error),)
+    if gpus and not build.startswith("cuda"):
+        what = (
+            f"{len(gpus)} x {gpus[0].name} cannot be used: torch here is {'a CPU build' if build == 'cpu' else build}."
+        )
+        gpus, notes = [], (f"{what} Install one for CUDA from pytorch.org.",)
+    if not gpus:
+        return Hardware(device=_cpu(total, free), count=1, host_bytes=total, host_free_bytes=free, notes=notes)
+    if len({gpu.name for gpu in gpus}) > 1:
+        names = ", ".join(gpu.name for gpu in gpus)
+        notes = (f"The GPUs differ ({names}): each counts as the one with the least free memory.",)
+    least = min(gpus, key=lambda gpu: gpu.free_bytes)
+    return Hardware(device=least, count=len(gpus), host_bytes=total, host_free_bytes=free, notes=notes)
+
+
+def _cpu(total: int, free: int) -> Device:
+    """bf16 runs on a CPU, and fp16 under DeepSpeed; only fp32 is native. FlexAttention has no backward there."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
+    name = model[1] if model else platform.processor() or platform.machine()
+    return Device(
+        kind="cpu", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32",), attentions=("sdpa", "eager")
+    )
+
+
+def _gpus() -> list[Device]:
+    """The GPUs that CUDA would show this process, by NVML: no CUDA context is made.
+
+    Raises:
+        ToolkitError: where there is a GPU and the driver does not answer.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = Path("/dev/nvidia0").exists()
+    if chosen == "":
+        return []
+    try:
+        import pynvml
+    except ImportError:
+        if there:
+            raise MissingLibrary("GPUs cannot be counted without nvidia-ml-py: `pip install nvidia-ml-py`.") from None
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if there:
+            raise ToolkitError(_driver(error)) from None
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        known = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        found = []
+        for uuid in visible(list(known), chosen):
+            part = known[uuid] if uuid in known else pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            whole = part if uuid in known else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+            memory, name = pynvml.nvmlDeviceGetMemoryInfo(part), _text(pynvml.nvmlDeviceGetName(part))
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
+            found.append(_cuda(name, int(memory.total), int(memory.free), (major, minor), named=False))
+        return found
+    except pynvml.NVMLError as error:
+        raise ToolkitError(_driver(error)) from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _driver(error: Exception) -> str:
+    return (
+        f"the NVIDIA driver does not answer: {error}. `nvidia-smi` should list the GPUs; restart after an update. "
+        "To train on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
+    """UUIDs of the devices that `CUDA_VISIBLE_DEVICES` leaves, in its order.
+
+    An entry is an index, the beginning of a `GPU-` UUID, or a whole `MIG-` UUID. As in CUDA, the first entry that names
+    nothing ends the list (CUDA C++ Programming Guide, "Environment Variables").
+    """
+    if chosen is None:
+        return list(uuids)
+    found: list[str] = []
+    for entry in (word.strip() for word in chosen.split(",")):
+        if entry.isdigit():
+            matching = list(uuids[int(entry) : int(entry) + 1])
+        elif entry.startswith("MIG-"):
+            matching = [entry]
+        else:
+            matching = [uuid for uuid in uuids if entry.startswith("GPU-") and uuid.startswith(entry)]
+        if len(matching) != 1:
+            break
+        found += matching
+    return found
+
+
+# A named one ----------------------------------------------------------------------------------------------------------
+
+
+def _named(name: str) -> Hardware:
+    number = r"(\d+)\s*"
+    parts = re.fullmatch(rf"(?:{number}nodes?\s*x\s*)?(?:{number}x\s*)?(\S.*?)", name.strip(), re.IGNORECASE)
+    if parts is None:
+        raise ToolkitError(f"hardware {name!r}: expected a name such as '8x H100-80GB' or '2 nodes x 8x A100-80GB'.")
+    nodes, count, word = int(parts[1] or 1), int(parts[2] or 1), parts[3]
+    if nodes < 1 or count < 1:
+        raise ToolkitError(f"hardware {name!r}: expected at least one device on at least one node.")
+    if word.lower() == "cpu":
+        total, free = host_memory()
+        return Hardware(device=_cpu(total, free), count=count, nodes=nodes, host_bytes=total, host_free_bytes=free)
+    key = _catalog_key(name, word)
+    card = _CATALOG[key]
+    size, host = int(card.gib * GiB), card.host_gib * count * GiB
+    note = f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
+    return Hardware(
+        device=_cuda(key, size, size, card.capability, named=True),
+        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(note,),
+    )  # fmt: skip
+
+
+def _catalog_key(name: str, word: str) -> str:
+    """The catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"` → `"H100-80GB"`."""
+    plain = re.sub(r"^(nvidia|geforce|tesla)[\s-]+", "", word.strip(), flags=re.IGNORECASE)
+    plain = re.sub(r"[\s_]+", "-", plain).lower()
+    known = {key.lower(): key for key in _CATALOG}
+    matching = [key for low, key in known.items() if low == plain or low.startswith(f"{plain}-")]
+    if len(matching) > 1:
+        raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
+    if not matching:
+        raise ToolkitError(f"hardware {name!r} is unknown.{nearest(plain, known)} Known: cpu, {', '.join(_CATALOG)}.")
+    return matching[0]
+
+
+# What a device can do -------------------------------------------------------------------------------------------------
+
+
+def _cuda(name: str, total: int, free: int, capability: tuple[int, int], *, named: bool) -> Device:
+    """bf16 is native from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide, Compute Capabilities)."""
+    half = (("bf16",) if capability >= (8, 0) else ()) + (("fp16",) if capability >= (7, 0) else ())
+    flash = {"flash_attention_3": capability[0] == 9, "flash_attention_2": capability >= (8, 0)}
+    runs = [kernel for kernel, able in flash.items() if able]
+    here = [kernel for kernel in runs if _installed(kernel)]
+    # What is not installed here may be on a machine that is only named. It stands behind: nothing takes it unasked.
+    elsewhere = [kernel for kernel in runs if named and kernel not in here]
+    return Device(
+        kind="cuda", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32", *half),
+        attentions=(*here, "sdpa", "eager", *elsewhere, "flex"), capability=capability,
+    )  # fmt: skip
+
+
+def _installed(kernel: str) -> bool:
+    """As transformers' `is_flash_attn_2_available` and `is_flash_attn_3_available` ask, without importing torch."""
+    from packaging.version import Version
+
+    module, distribution, least = {
+        "flash_attention_2": ("flash_attn", "flash-attn", "2.3.3"),
+        "flash_attention_3": ("flash_attn_interface", "flash-attn-3", "3"),
+    }[kernel]
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec(module) is not None and Version(version) >= Version(least)

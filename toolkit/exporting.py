@@ -49,7 +49,7 @@ class Export(Shown):
             ("logits against the trained model", f"{self.logits_error:.1e} relative"),
             ("load it with", self.load),
         ]
-        return [Table(title="Saved and checked", columns=("", ""), rows=rows)]
+        return [Table(title="Saved and checked", columns=("what", "value"), rows=rows)]
 
 
 def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:

@@ -35,6 +35,7 @@ from toolkit.data import (
     sample_ids,
 )
 from toolkit.devices import Device, hardware
+from toolkit.engines import cpu
 from toolkit.engines.job import Job, resolve
 from toolkit.errors import RunError, ToolkitError
 from toolkit.exporting import save, verify
@@ -101,6 +102,8 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
     Raises:
         ToolkitError: for everything that would stop the run: strategy, model, weights, data.
     """
+    if device.kind == "cpu":
+        cpu.say_so_to_deepspeed()
     for source in filter(None, (recipe.data, recipe.eval_data)):
         if source != EMBEDDED:
             check_source(source, text_column=recipe.text_column)
@@ -147,9 +150,8 @@ def embedded_model() -> Path:
         if not folder.exists():
             fresh = root / f".{folder.name}.partial"
             shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir()
-            embedded_tokenizer(fresh)
             embedded_checkpoint(fresh)
+            embedded_tokenizer(fresh)
             fresh.rename(folder)
     return folder
 

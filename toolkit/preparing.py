@@ -89,7 +89,8 @@ def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
     """The model and the optimizer among what `accelerator.prepare` gave back, as engine functions take them."""
     import torch
 
-    found = objects if isinstance(objects, tuple) else (objects,)
+    # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+    found = objects if isinstance(objects, list | tuple) else (objects,)
     model = next(item for item in found if isinstance(item, torch.nn.Module))
     optimizer = next((item for item in found if isinstance(item, torch.optim.Optimizer)), None)
     if optimizer is None:

@@ -263,6 +263,18 @@ def _fields_table(title: str, owner: Any) -> Table:
     return Table(title=title, columns=("field", "value"), rows=rows)
 
 
+def catalog() -> dict[str, Strategy]:
+    """One Strategy for each sharding and each offload that it supports, by the name of its file in `accelerate_configs/`."""
+    return {
+        row.word + (f"_offload_{offload}" if offload != "none" else ""): Strategy(
+            sharding=row.word, offload=offload, replicate=2 if row.replicate else 1
+        )
+        for row in SHARDINGS.values()
+        for offload in row.offload
+        if offload not in LATER["offload"]
+    }
+
+
 def flag(name: str) -> str:
     """A field's flag: `"micro_batch"` → `"--micro-batch"`."""
     return "--" + name.replace("_", "-")

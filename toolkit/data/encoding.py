@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -102,26 +101,29 @@ class Encoder:
         ids = list(shaped["input_ids"])
         if marked:
             trained = [bool(flag) for flag in shaped["assistant_masks"]]
-            self._check_marks(messages, ids, trained, document.where)
+            self._check_marks(messages, template, shaped, document.where)
         elif self.mask_prompts:
             trained = self._turns(messages, ids, template, document.where)
         else:
             trained = [True] * len(ids)
         return Encoded(ids=ids, trained=trained, whole=True, split=0)
 
-    def _check_marks(self, messages: list[dict[str, str]], ids: list[int], trained: list[bool], where: str) -> None:
+    def _check_marks(self, messages: list[dict[str, str]], template: str, shaped: Any, where: str) -> None:
         """Refuse a mask that covers what others say.
 
         transformers marks everything to the end where a marked part ends in a character that became no token
         (`apply_chat_template`, `end_token`), as whitespace does with some tokenizers.
         """
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
-        runs = [list(run) for flag, run in groupby(range(len(ids)), key=trained.__getitem__) if flag]
-        texts = [self.tokenizer.decode([ids[index] for index in run], skip_special_tokens=True) for run in runs]
+        text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        trained = {token for token, flag in enumerate(shaped["assistant_masks"]) if flag}
+        end = 0
         for index, message in enumerate(messages):
             content = message["content"].strip()
-            others = message["role"] != "assistant" and not any(content in text for text in said)
-            if others and any(content in text for text in texts):
+            if (start := text.find(content, end)) < 0:
+                continue  # the template writes it in another way
+            end = start + len(content)
+            tokens = {shaped.char_to_token(at) for at in range(start, end)}
+            if message["role"] != "assistant" and tokens & trained:
                 raise DataError(
                     f"{where}: message {index} ({message['role']}) would be trained as the assistant's: with this"
                     " tokenizer the end of {% generation %} is lost. Move {% endgeneration %} in the chat template to"

@@ -56,9 +56,8 @@ def packs(spec: ModelSpec) -> bool:
     them, every kind of layer is attention, and none keeps a state (Mamba, linear attention, convolutions), which a mask
     does not reset. An unknown model is padded, which is right for all.
 
-    It holds for training as `load` sets it up: with a KV cache (`use_cache`) the mask is silently not packed, with
-    activation checkpointing too, since the cache is made first. Flash attention reads the positions for one row a batch
-    only: see `Rows.batch`.
+    It holds with the KV cache off, as `load` sets it, in evaluation too: with `use_cache` the mask is silently not packed.
+    Flash attention reads the positions for one row a batch only: see `Rows.batch`.
     """
     import transformers
 

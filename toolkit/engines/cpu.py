@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,11 @@ def gloo() -> InitProcessGroupKwargs:
     from accelerate.utils import InitProcessGroupKwargs
 
     return InitProcessGroupKwargs(backend="gloo")
+
+
+def say_so_to_deepspeed() -> None:
+    """Tell DeepSpeed that there is no accelerator, before transformers imports it: it would warn in every process."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def shard_with_fsdp() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,8 @@ def plugin(job: Job) -> dict[str, Any]:
     from toolkit.engines import cpu
 
     logger.setLevel(logging.WARNING)
+    # torch 2.13 renamed collectives that DeepSpeed calls; its warning comes once for every call site and rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     # The launcher's own fields would be refused beside a configuration that is given whole.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

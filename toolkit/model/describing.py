@@ -29,7 +29,7 @@ def describe(model: str | Path | PretrainedConfig | nn.Module | None = None) -> 
     """A model's architecture, from its config alone: no weight is read and no remote code is run.
 
     Args:
-        model: a Hub id, a folder, a `config.json`, a transformers config, or a transformers model. None and `"embedded"`
+        model: a Hub id, a folder, a `config.json`, a transformers config or model. None and `"embedded"`
             name the embedded model (a folder of that name is `"./embedded"`).
 
     Raises:
@@ -65,7 +65,8 @@ def _build(name: str, config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             # Building writes into the config (dtype, attention), and this one may be the caller's.
-            built: PreTrainedModel = auto.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+            own = copy.deepcopy(config)
+            built: PreTrainedModel = auto.from_config(own, trust_remote_code=False)
     except Exception as error:  # each model class fails in its own way on values that do not fit together
         raise ModelError(
             f"model {name!r}: transformers cannot build {type(config).__name__}: {first_line(error)}"
@@ -84,7 +85,7 @@ def _language_model(module: nn.Module) -> PreTrainedModel:
         )
     if _head(module) is None:
         raise ModelError(
-            f"model of class {type(module).__name__} has no language-model head: expected a class such as LlamaForCausalLM."
+            f"model of class {type(module).__name__} has no language-model head: expected one such as LlamaForCausalLM."
         )
     check_generates(type(module).__name__, module.config.to_dict())
     return module
@@ -126,7 +127,7 @@ def _spec(module: PreTrainedModel, config: PretrainedConfig, *, name: str, sourc
 
 
 def _head(module: PreTrainedModel) -> nn.Module | None:
-    head: nn.Module | None = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: nn.Module | None = module.get_output_embeddings()
     return head
 
 
@@ -167,7 +168,7 @@ def _depth(module: nn.Module, blocks: tuple[str, ...]) -> int:
 
 
 def _linears(module: PreTrainedModel) -> tuple[str, ...]:
-    """All but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (peft/tuners/tuners_utils.py) chooses."""
+    """All but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) chooses."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -219,7 +220,7 @@ def _is_router(key: str, cls: str) -> bool:
 
 
 def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed: tuple[_Routed, ...]) -> MoE | None:
-    """Of a config that names experts and a module that routes to them; a dense model may have such a field, with 0 or 1."""
+    """Of a config that names experts and a module that routes to them; a dense model may have such a field too."""
     counts = [value for key in _EXPERTS if isinstance(value := figures.get(key), int)]
     experts = max(counts, default=_count_experts(routed))
     if experts < 2 or not routed:

@@ -122,7 +122,7 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
 
 
 def check_generates(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse what is no causal or sequence-to-sequence language model. `values` is a whole config, with its defaults."""
+    """Refuse what is no causal or sequence-to-sequence language model. `values` is a config with its defaults."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -148,4 +148,4 @@ def _trainable() -> Mapping[str, str | tuple[str, ...]]:
     """model_type → class, of every causal and sequence-to-sequence language model that transformers has."""
     from transformers.models.auto import modeling_auto as auto
 
-    return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}

@@ -101,7 +101,7 @@ class ModelSpec(Shown):
         figures: list[tuple[str, object]] = [
             ("architecture", f"{self.architecture} ({self.kind})"),
             ("parameters", f"{format_count(self.elements)} ({self.elements:,})"),
-            ("layers", f"{self.layers} × {', '.join(self.blocks)}"),
+            ("layers", f"{self.layers} x {', '.join(self.blocks)}"),
             ("hidden size", self.hidden),
             ("attention heads", self.heads),
             ("vocabulary", f"{self.vocab:,}"),

@@ -71,7 +71,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
 
 
 def checkpoint_dtype(source: str | Path) -> str | None:
-    """torch's name of the dtype that most elements of a checkpoint have, by the safetensors headers; None without weights.
+    """torch's name of the dtype that most elements of a checkpoint have, by the files' headers; None without weights.
 
     Raises:
         ModelError: for a file that is no safetensors file, or is cut short.

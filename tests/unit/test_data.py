@@ -1,0 +1,631 @@
+"""`toolkit.data`: from a file to what a rank's forward takes, with real tokenizers, models and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import toolkit.data as data
+from toolkit.data.encoding import Encoded, Encoder
+from toolkit.data.packing import IGNORED, Counts, arrange
+from toolkit.errors import DataError, MissingLibrary, StrategyError
+from toolkit.model import ModelSpec
+from toolkit.strategy import Loop
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n{% endgeneration %}"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+CHAT = [
+    {"role": "user", "content": "import what?"},
+    {"role": "assistant", "content": "import os"},
+    {"role": "user", "content": "and then?"},
+    {"role": "assistant", "content": "return 0"},
+]
+
+
+def spec_of(config: Any, kind: str = "causal", architecture: str = "", limit: int | None = None) -> ModelSpec:
+    """Of a spec, what data look at."""
+    return ModelSpec(
+        name="tiny", source=None, architecture=architecture or config.architectures[0], kind=kind, config=config.to_dict(),
+        parameters=(), tied=(), linears=(), blocks=(), attentions=(), layers=2, hidden=32, heads=4,
+        vocab=config.vocab_size, max_positions=limit,
+    )  # fmt: skip
+
+
+def tiny(name: str, **more: Any) -> Any:
+    """A config of 2 layers (4 where kinds of layers alternate) and its class's name."""
+    config = transformers.CONFIG_MAPPING[name]
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 32, "vocab_size": 4096, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    names = {"gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 4096, "n_positions": 64}}
+    built = config(**{key: value for key, value in {**names.get(name, sizes), **more}.items() if value is not None})
+    architecture = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)
+    built.architectures = [architecture or "T5ForConditionalGeneration"]
+    return built
+
+
+def build(config: Any, attention: str = "sdpa") -> Any:
+    """The model, with weights large enough that attention matters."""
+    torch.manual_seed(0)
+    model = getattr(transformers, config.architectures[0])._from_config(config, attn_implementation=attention)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.config.use_cache = False
+    return model.eval()
+
+
+LLAMA = tiny("llama")
+LLAMA_SPEC = spec_of(LLAMA)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    data.embedded_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "accelerate-toolkit" / "data"
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+# ---- the embedded text and its tokenizer
+
+
+def test_embedded_text_is_the_standard_library_in_order() -> None:
+    files = data.embedded_files()
+    assert files == data.embedded_files()
+    size = sum(path.stat().st_size for path in files)
+    assert 4_000_000 <= size < 4_500_000
+    assert not {"test", "tests", "site-packages", "idlelib", "lib2to3"} & {part for path in files for part in path.parts}
+    first = next(iter(data.documents(data.reading.find_source("embedded"))))
+    assert first.content["text"] == files[0].read_text(encoding="utf-8")
+
+
+def test_embedded_tokenizer_is_the_same_to_the_byte(tokenizer_folder: Path, tmp_path: Path, tokenizer: Any) -> None:
+    code = f"from pathlib import Path; import toolkit.data as d; d.embedded_tokenizer(Path({str(tmp_path / 'again')!r}))"
+    run = python(code, PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    assert run.returncode == 0, run.stderr
+    names = sorted(path.name for path in tokenizer_folder.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for name in names:
+        assert (tokenizer_folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert len(tokenizer) == 4096
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    text = "def f(ü, 语):\n\treturn None  # 🙂\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_import_is_light() -> None:
+    heavy = "{'torch', 'numpy', 'transformers', 'tokenizers', 'datasets', 'tqdm', 'filelock'} & set(sys.modules)"
+    assert python(f"import sys, toolkit.data; print({heavy})").stdout == "set()\n"
+
+
+# ---- sources, and what is wrong with them
+
+
+def texts(source: Path | str) -> list[dict[str, Any]]:
+    return [dict(document.content) for document in data.documents(data.reading.find_source(source))]
+
+
+def test_sources(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.txt").write_text("bé", encoding="utf-8-sig")
+    (folder / "sub" / "a.md").write_text("deep", encoding="utf-8")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("no", encoding="utf-8")
+    jsonl(folder / "a.jsonl", {"text": "one", "more": 1}, {"text": "two"})
+    assert texts(folder) == [{"text": "one"}, {"text": "two"}, {"text": "bé"}, {"text": "deep"}]
+    pairs = jsonl(tmp_path / "p.jsonl", {"prompt": "p", "completion": "c", "text": "unused"})
+    assert texts(pairs) == [{"prompt": "p", "completion": "c"}]
+    (column,) = data.documents(data.reading.find_source(jsonl(tmp_path / "c.jsonl", {"body": "b"})), text_column="body")
+    assert (column.kind, column.content, column.where) == ("text", {"text": "b"}, f"{tmp_path / 'c.jsonl'}, line 1")
+
+
+def test_datasets_from_disk_and_parquet(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list([{"messages": CHAT}, {"messages": CHAT[:2]}])
+    table.save_to_disk(str(tmp_path / "saved"))
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    expected = [{"messages": CHAT}, {"messages": CHAT[:2]}]
+    assert texts(tmp_path / "saved") == expected
+    assert texts(tmp_path / "rows.parquet") == expected
+
+
+BAD = {
+    "malformed": (['{"text": "a"}', '{"text": "b"'], "line 2: malformed JSON: Expecting"),
+    "blank row": (['{"text": "a"}', "", '{"text": "b"}'], "line 2: the row is empty"),
+    "no object": (["[1]"], "line 1: the row is a list, expected an object"),
+    "no column": (['{"body": "a"}'], "line 1: lacks the column 'text'. It has 'body'"),
+    "column missing later": (['{"text": "a"}', '{"prompt": "a", "completion": "b"}'], "line 2: lacks the column 'text'"),
+    "half a pair": (['{"prompt": "a"}'], "line 1: lacks the column 'completion'"),
+    "number": (['{"text": 3}'], "line 1: column 'text' is 3, expected a string"),
+    "null": (['{"text": null}'], "line 1: column 'text' is null"),
+    "empty text": (['{"text": " \\n"}'], "line 1: column 'text' is empty"),
+    "empty completion": (['{"prompt": "a", "completion": ""}'], "line 1: column 'completion' is empty"),
+    "half a character": (['{"text": "\\ud800"}'], "line 1: column 'text' holds half of a surrogate pair"),
+    "no messages": (['{"messages": []}'], "line 1: column 'messages' is empty"),
+    "message without role": (['{"messages": [{"content": "a"}]}'], "line 1: message 0 is an object"),
+    "message with null": (['{"messages": [{"role": "user", "content": null}]}'], "message 0's 'content' is null"),
+    "deep": (["[" * 100_000], "line 1: malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_row(name: str, tmp_path: Path, cache: Path, tokenizer: Any) -> None:
+    rows, said = BAD[name]
+    path = jsonl(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(DataError) as caught:
+        data.check_source(path)
+    assert str(path) in str(caught.value) and said in str(caught.value)
+    with pytest.raises(DataError, match="line"):
+        data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16)
+    assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [], "something half-written"
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).touch()
+        with pytest.raises(DataError, match="the file is empty"):
+            data.check_source(tmp_path / name)
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8 at byte 1.*iconv"):
+        data.check_source(tmp_path / "latin.txt")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
+    with pytest.raises(DataError, match="line 2: not UTF-8"):
+        data.check_source(tmp_path / "latin.jsonl")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="the folder holds no text"):
+        data.check_source(tmp_path / "folder")
+    for missing in (tmp_path / "no.jsonl", "no.txt", "./no", "data/no.jsonl"):
+        with pytest.raises(DataError, match="no such file or folder"):
+            data.check_source(missing)
+
+
+def test_hub_id_without_network_or_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = (
+        "import toolkit.data as d\nfrom toolkit.errors import DataError\n"
+        "try: d.check_source('some/dataset')\nexcept DataError as error: print(error)"
+    )
+    run = python(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("data some/dataset: no such file or folder, and as a dataset it cannot be loaded: ")
+    assert run.stdout.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingLibrary, match="pip install datasets"):
+        data.check_source("some/dataset")
+
+
+def test_refusals_before_anything_is_read(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a b c"})
+    with pytest.raises(StrategyError, match="seq_len 128: tiny has positions for 64 tokens. Use --seq-len 64"):
+        data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, max_positions=64), seq_len=128)
+    with pytest.raises(DataError, match="up to 4095, a vocabulary larger than the embedding of tiny, which has 4000 rows"):
+        data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, vocab=4000), seq_len=16)
+    with pytest.raises(DataError, match="packing: OPTForCausalLM does not keep"):
+        data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, architecture="OPTForCausalLM"), seq_len=16, packing=True)
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16)
+    assert not cache.exists()
+
+
+def test_too_little_for_a_global_batch(tokenizer: Any, tmp_path: Path) -> None:
+    rows = data.prepare_data(jsonl(tmp_path / "a.jsonl", {"text": "a b c"}), tokenizer, LLAMA_SPEC, seq_len=16)
+    assert rows.count == 1
+    with pytest.raises(DataError, match="1 rows of 16, and one global batch takes 8"):
+        data.check_batch(rows, Loop(micro_batch=4), ranks=2)
+    with pytest.raises(DataError, match="no token to train on"):
+        long = jsonl(tmp_path / "p.jsonl", {"prompt": "a b c " * 20, "completion": "d"})
+        data.prepare_data(long, tokenizer, LLAMA_SPEC, seq_len=16)
+
+
+# ---- packing, by value
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {},
+    "mixtral": {"num_local_experts": 4},
+    "phi": {},
+    # These do not pack, each for a reason of its own.
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 32},
+    "falcon": {"head_dim": None},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "gpt_oss": {"num_local_experts": 4},
+}
+NEITHER = {"opt", "falcon", "falcon_h1", "gpt_oss"}
+
+
+@pytest.mark.parametrize(("name", "attention"), [(n, a) for n in FAMILIES for a in ("eager", "sdpa") if (n, a) != ("gpt_oss", "sdpa")])
+def test_packs_says_what_the_logits_say(name: str, attention: str) -> None:
+    config = tiny(name, **FAMILIES[name])
+    model = build(config, attention)
+    generator = torch.Generator().manual_seed(1)
+    first, other = (torch.randint(3, 4096, (2, 10), generator=generator) for _ in range(2))
+    second = torch.randint(3, 4096, (2, 14), generator=generator)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
+    with torch.no_grad():
+        one, two = (
+            model(input_ids=torch.cat([before, second], 1), position_ids=positions).logits for before in (first, other)
+        )
+        alone = model(input_ids=second, position_ids=positions[:, 10:]).logits
+    assert (one[:, :10] - two[:, :10]).abs().max() > 0.1, "the first documents are too alike to prove anything"
+    apart = bool(torch.allclose(one[:, 10:], two[:, 10:], atol=1e-5) and torch.allclose(one[:, 10:], alone, atol=1e-4))
+    assert apart == (name not in NEITHER)
+    assert data.packs(spec_of(config)) == apart
+
+
+def test_packs_refuses_the_unknown() -> None:
+    assert not data.packs(replace(LLAMA_SPEC, architecture="NobodyForCausalLM"))
+    assert not data.packs(replace(LLAMA_SPEC, kind="seq2seq"))
+    assert not data.packs(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "layer_types": ["linear_attention"]}))
+    assert not data.packs(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "is_causal": False}))
+
+
+SENTENCES = ["import os", "def f(x):\n    return x + 1\n", "class A:\n    pass\n" * 3, "x = 1", "for i in range(10): print(i)\n" * 2]
+
+
+def summed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss's sum over trained tokens, as the model computes it."""
+    count = (batch["labels"][:, 1:] != IGNORED).sum()
+    loss: torch.Tensor = model(**batch).loss * count
+    return loss
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_loss_of_rows_is_the_loss_of_the_documents(packing: bool, tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = data.prepare_data(
+        jsonl(tmp_path / "p.jsonl", *({"prompt": "#", "completion": text} for text in SENTENCES)),
+        tokenizer, LLAMA_SPEC, seq_len=48, packing=packing, mask_prompts=False,
+    )  # fmt: skip
+    assert (rows.packed, rows.documents, rows.truncated) == (packing, 5, 0)
+    assert rows.count < 5 if packing else rows.count == 5
+    model = build(LLAMA)
+    encoder = Encoder(tokenizer=tokenizer, eos=2, mask_prompts=False, template=None)
+    encoded = list(encoder.encode(data.documents(data.reading.find_source(tmp_path / "p.jsonl"))))
+    alone = [torch.tensor([document.ids]) for document in encoded]
+    expected = sum(summed(model, {"input_ids": ids, "labels": ids}) for ids in alone)
+    assert rows.tokens == sum(ids.numel() for ids in alone)
+    assert rows.trained_tokens == sum(ids.numel() - 1 for ids in alone)
+    found = summed(model, rows.batch(range(rows.count)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES))
+    rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64)
+    batch, gradients = rows.batch(range(rows.count)), []
+    for checkpointing in (False, True):
+        model = build(LLAMA).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**batch).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    model = build(LLAMA)
+    without = model(**batch).loss
+    model.config.use_cache = True
+    assert not torch.allclose(model(**batch).loss, without), "a cache no longer undoes the mask: say so in `packs`"
+
+
+def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
+    """transformers' own dispatch, over a kernel in plain torch: which documents it is told of is what is asked."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    lengths: list[list[int]] = []
+
+    def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
+        ends = cu_seqlens_q.tolist()
+        lengths.append([end - start for start, end in zip(ends, ends[1:], strict=False)])
+        parts = (tuple(t[start:end].transpose(0, 1)[None] for t in (q, k, v)) for start, end in zip(ends, ends[1:], strict=False))
+        kernel = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([kernel(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in parts])
+
+    def whole(*_: Any, **__: Any) -> Any:
+        raise AssertionError("one causal sequence: documents see each other")
+
+    kernels = ((whole, varlen, None, None, None), (lambda **_: {}, None))
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: kernels)
+    path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES))
+    rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=32)
+    ids = range(rows.count)
+    model = build(LLAMA)
+    expected = summed(model, rows.batch(ids))
+    model.config._attn_implementation = "flash_attention_2"
+    batch = rows.batch(ids, attention="flash_attention_2")
+    assert batch["input_ids"].shape == (1, rows.count * 32)
+    torch.testing.assert_close(summed(model, batch), expected)
+    assert lengths[0] == [n for row in rows.batch(ids)["position_ids"].tolist() for n in runs(row)]
+    with pytest.raises(AssertionError, match="see each other"):
+        model(**rows.batch(ids))
+
+
+def runs(positions: list[int]) -> list[int]:
+    starts = [at for at, position in enumerate(positions) if position == 0] + [len(positions)]
+    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+
+
+# ---- rows, exactly
+
+
+def document(ids: list[int], trained: str = "", whole: bool = False, split: int = 0) -> Encoded:
+    return Encoded(ids=ids, trained=[flag == "1" for flag in trained or "1" * len(ids)], whole=whole, split=split)
+
+
+def rows_of(documents: list[Encoded], **how: Any) -> tuple[list[dict[str, list[int]]], Counts]:
+    counts = Counts()
+    found = arrange(documents, counts, **{"kind": "causal", "packed": True, "seq_len": 6, "pad": 2, **how})
+    return [{name: column.tolist() for name, column in row.items()} for row in found], counts
+
+
+def test_packed_text_flows_on() -> None:
+    found, counts = rows_of([document([5, 6, 7, 2]), document([8, 9, 10, 11, 2])])
+    assert found == [
+        {"input_ids": [5, 6, 7, 2, 8, 9], "labels": [-100, 6, 7, 2, -100, 9], "position_ids": [0, 1, 2, 3, 0, 1]},
+        {"input_ids": [10, 11, 2, 2, 2, 2], "labels": [-100, 11, 2, -100, -100, -100], "position_ids": [0, 1, 2, 0, 1, 2]},
+    ]
+    assert counts == Counts(documents=2, tokens=9, trained_tokens=6)
+
+
+def test_packed_conversations_stay_whole() -> None:
+    long = document(list(range(10, 18)), "00011111", whole=True)
+    prompt_only = document(list(range(20, 28)), "00000001", whole=True)
+    found, counts = rows_of([document([5, 6, 7, 2], "0011", True), long, document([8, 2], "01", True), prompt_only])
+    assert [row["input_ids"] for row in found] == [[10, 11, 12, 13, 14, 15], [5, 6, 7, 2, 8, 2]]
+    assert [row["labels"] for row in found] == [[-100] * 3 + [13, 14, 15], [-100, -100, 7, 2, -100, 2]]
+    assert counts == Counts(documents=4, tokens=12, trained_tokens=6, truncated=2, dropped=1)
+
+
+def test_padded() -> None:
+    found, counts = rows_of([document([5, 6, 2]), document([7, 8, 9, 10, 11, 12, 2])], packed=False)
+    assert found[0] == {"input_ids": [5, 6, 2, 2, 2, 2], "labels": [-100, 6, 2] + [-100] * 3, "attention_mask": [1, 1, 1, 0, 0, 0]}
+    assert [row["input_ids"] for row in found[1:]] == [[7, 8, 9, 10, 11, 12]]
+    assert counts == Counts(documents=2, tokens=9, trained_tokens=7, dropped=1)
+
+
+def test_seq2seq() -> None:
+    pair, text = document([5, 6, 2, 7, 2], "00011", True, 3), document([1, 3, 4, 5, 6, 7, 8, 9])
+    found, counts = rows_of([pair, text], kind="seq2seq", seq_len=3, packed=False, pad=0)
+    assert found == [
+        {"input_ids": [5, 6, 2], "labels": [7, 2, -100], "attention_mask": [1, 1, 1]},
+        {"input_ids": [1, 3, 4], "labels": [5, 6, 7], "attention_mask": [1, 1, 1]},
+        {"input_ids": [8, 0, 0], "labels": [9, -100, -100], "attention_mask": [1, 0, 0]},
+    ]
+    assert counts == Counts(documents=2, tokens=13, trained_tokens=6)
+
+
+def test_t5_trains_on_them(tokenizer: Any, tmp_path: Path) -> None:
+    config = tiny("t5", d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    spec = spec_of(config, kind="seq2seq")
+    pairs = jsonl(tmp_path / "p.jsonl", *({"prompt": text, "completion": "yes"} for text in SENTENCES))
+    rows = data.prepare_data(pairs, tokenizer, spec, seq_len=32)
+    batch = rows.batch([0, 1])
+    assert tokenizer.decode(batch["labels"][0][batch["labels"][0] != IGNORED]) == "yes<|eos|>"
+    assert tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0] == 1]) == SENTENCES[0]
+    loss = build(config)(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    with pytest.raises(DataError, match="line 1: messages train a causal model"):
+        data.prepare_data(jsonl(tmp_path / "m.jsonl", {"messages": CHAT}), tokenizer, spec, seq_len=32)
+
+
+# ---- what is trained
+
+
+def trained_text(rows: data.Rows, tokenizer: Any) -> str:
+    labels = rows.batch(range(rows.count))["labels"]
+    return str(tokenizer.decode(labels[labels != IGNORED]))
+
+
+def test_prompts_are_masked(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "import ", "completion": "os.path"})
+    assert trained_text(data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16), tokenizer) == "os.path<|eos|>"
+    everything = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16, mask_prompts=False)
+    assert everything.trained_tokens == everything.tokens - 1
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_only_the_assistant_is_trained(template: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "m.jsonl", {"messages": CHAT}, {"messages": [*CHAT[:2], CHAT[2]]})
+    file = tmp_path / "template.jinja"
+    file.write_text(template, encoding="utf-8")
+    rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, chat_template=file, packing=False)
+    assert trained_text(rows, tokenizer) == "import os\nreturn 0\nimport os\n"
+    tokenizer.chat_template = template
+    own = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, packing=False)
+    assert trained_text(own, tokenizer) == trained_text(rows, tokenizer)
+
+
+def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "m.jsonl", {"messages": CHAT})
+
+    def prepare(**how: Any) -> None:
+        data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, **how)
+
+    with pytest.raises(DataError, match=r"line 1: has messages, and the tokenizer .* no chat template. Give one with --chat-template"):
+        prepare()
+    with pytest.raises(DataError, match="chat template nowhere.jinja: cannot be read"):
+        prepare(chat_template="nowhere.jinja")
+    with pytest.raises(DataError, match="line 1: the chat template refuses these messages: users only"):
+        prepare(chat_template="{{ raise_exception('users only') }}")
+    forgetful = "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"message 1: the chat template writes earlier turns differently.*generation"):
+        prepare(chat_template=forgetful)
+    # A tokenizer that makes no token of whitespace: transformers then loses the end of the marked part.
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    words = Tokenizer(models.WordLevel(unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train_from_iterator([m["content"] + "<user><assistant>" for m in CHAT], trainers.WordLevelTrainer(special_tokens=["?", "."]))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token=".", pad_token=".")
+    with pytest.raises(DataError, match=r"message 2 \(user\) would be trained as the assistant's"):
+        prepare(chat_template=MARKED)
+
+
+# ---- the cache
+
+
+def test_cache(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES))
+
+    def prepare(seq_len: int = 16, **how: Any) -> data.Rows:
+        return data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=seq_len, **how)
+
+    rows = prepare()
+    assert rows.folder == cache / rows.fingerprint
+    assert {file.name for file in rows.folder.iterdir()} == {"meta.json", "input_ids.bin", "labels.bin", "position_ids.bin"}
+    written = rows.folder.stat().st_mtime_ns
+    assert prepare() == rows == data.open_rows(rows.folder)
+    assert rows.folder.stat().st_mtime_ns == written
+    assert json.loads(rows.to_json())["fingerprint"] == rows.fingerprint and "trained_tokens" in str(rows)
+    prints = {rows.fingerprint, prepare(seq_len=17).fingerprint, prepare(packing=False).fingerprint}
+    prints |= {prepare(mask_prompts=False).fingerprint, prepare(chat_template="{{ 1 }}").fingerprint}
+    tokenizer.add_tokens(["return"])
+    prints.add(data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, vocab=5000), seq_len=16).fingerprint)
+    path.write_text(path.read_text(encoding="utf-8").replace("import", "export"), encoding="utf-8")
+    prints.add(data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, vocab=5000), seq_len=16).fingerprint)
+    assert len(prints) == 7
+    with (rows.folder / "labels.bin").open("ab") as file:
+        file.truncate(8)
+    with pytest.raises(DataError, match=r"damaged \(labels.bin has 8 bytes.*Delete the folder"):
+        data.open_rows(rows.folder)
+
+
+@pytest.mark.dist
+def test_ranks_that_come_at_once_make_it_once(tokenizer_folder: Path, tmp_path: Path, cache: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES * 200))
+    code = f"""
+import transformers, toolkit.data as d
+from tests.unit.test_data import LLAMA_SPEC
+tokenizer = transformers.AutoTokenizer.from_pretrained({str(tokenizer_folder)!r})
+print(d.prepare_data({str(path)!r}, tokenizer, LLAMA_SPEC, seq_len=16).to_json())
+"""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert said[0] == said[1] != ""
+    assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [json.loads(said[0])["fingerprint"]]
+
+
+# ---- order and batches
+
+
+@pytest.fixture
+def rows(tokenizer: Any, tmp_path: Path) -> data.Rows:
+    path = jsonl(tmp_path / "r.jsonl", *({"text": f"value_{n} = {n}\n" * 3} for n in range(40)))
+    return data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=32)
+
+
+def test_order() -> None:
+    order = data.Order(rows=10, seed=3)
+    epochs = [order.ids(10 * epoch, 10) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert order.ids(7, 20) == [*epochs[0][7:], *epochs[1], *epochs[2][:7]]
+    assert order.ids(0, 10) != data.Order(rows=10, seed=4).ids(0, 10)
+    assert order.ids(0, 10) == [1, 5, 9, 0, 4, 7, 2, 8, 3, 6], "the order of a seed is a promise: runs resume by it"
+
+
+def taken(rows: data.Rows, loop: Loop, ranks: int, start: int = 0) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Step by step, every rank's micro-batches in the order that the docstring gives."""
+    loaders = [iter(data.batches(rows, loop, rank=rank, ranks=ranks, start_step=start)) for rank in range(ranks)]
+    for _ in range(start, loop.steps):
+        yield [next(loader) for _ in range(loop.accumulation) for loader in loaders]
+    assert all(next(loader, None) is None for loader in loaders)
+
+
+def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
+    splits = [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
+    steps = []
+    for micro, accumulation, ranks in splits:
+        loop = Loop(micro_batch=micro, accumulation=accumulation, steps=2 * rows.count // 4)
+        found = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, loop, ranks)]
+        ids = [data.sample_ids(rows, loop, ranks=ranks, step=step) for step in range(loop.steps)]
+        assert all(torch.equal(rows.batch(of)["input_ids"], step) for of, step in zip(ids, found, strict=True))
+        assert [step.dtype for step in found] == [torch.int64] * loop.steps
+        steps.append((torch.stack(found), [data.hash_ids(of) for of in ids]))
+        resumed = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, loop, ranks, start=3)]
+        assert torch.equal(torch.stack(resumed), steps[0][0][3:])
+    assert all(torch.equal(found, steps[0][0]) and hashes == steps[0][1] for found, hashes in steps)
+    assert len(set(steps[0][1])) == len(steps[0][1]), "two steps took the same samples"
+
+
+def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> None:
+    from accelerate import Accelerator
+
+    loader = data.batches(rows, Loop(micro_batch=2, steps=3), rank=0, ranks=1)
+    assert Accelerator(cpu=True).prepare(loader) is loader
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert len(list(loader)) == len(loader) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (3, 2), (4, 4), (64, 2)])
+def test_evaluation_takes_every_row_once(rows: data.Rows, micro: int, ranks: int) -> None:
+    shares = [list(data.eval_batches(rows, micro_batch=micro, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    batches = [batch for share in shares for batch in share]
+    assert {tuple(batch["input_ids"].shape) for batch in batches} == {(micro, 32)}
+    kept = [row for batch in batches for row in batch["labels"] if (row != IGNORED).any()]
+    expected = rows.batch(range(rows.count))["labels"]
+    assert Counter(map(str, (row.tolist() for row in kept))) == Counter(map(str, expected.tolist()))
+    trained = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    assert trained == rows.trained_tokens
+
+
+def test_embedded_data_end_to_end(tokenizer: Any) -> None:
+    rows = data.prepare_data(None, tokenizer, LLAMA_SPEC, seq_len=256)
+    assert rows.packed and rows.dropped == rows.truncated == 0
+    assert rows.documents == len(data.embedded_files())
+    assert rows.count == -(-rows.tokens // 256)
+    batch = next(iter(data.batches(rows, Loop(), rank=0, ranks=2)))
+    assert {name: tuple(column.shape) for name, column in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (4, 256)
+    )
+    assert tokenizer.decode(rows.columns["input_ids"][0][:200]) in data.embedded_files()[0].read_text(encoding="utf-8")

@@ -1,0 +1,233 @@
+"""Engines without a process: settings, refusals, accounts by hand, and the Accelerate config files."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit.devices import Device
+from toolkit.engines.job import Engine, Job, engine_of, resolve
+from toolkit.errors import StrategyError
+from toolkit.model import ModelSpec, Parameter
+from toolkit.runtime import agree
+from toolkit.strategy import SHARDINGS, Loop, Strategy, catalog
+
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+MiB = 1024**2
+
+CPU = Device(kind="cpu", name="cpu", total_bytes=0, free_bytes=0, dtypes=("fp32",), attentions=("sdpa", "eager"))
+GPU = Device(
+    kind="cuda",
+    name="A100",
+    total_bytes=0,
+    free_bytes=0,
+    dtypes=("fp32", "bf16", "fp16"),
+    attentions=("flash_attention_2", "sdpa", "eager", "flex"),
+)
+OLD_GPU = dataclasses.replace(GPU, dtypes=("fp32", "fp16"), attentions=("sdpa", "eager"))
+
+
+@pytest.fixture
+def spec(make_spec: object) -> ModelSpec:
+    return make_spec()  # type: ignore[operator,no-any-return]
+
+
+@pytest.fixture
+def make_spec() -> object:
+    def make(rows: int = 1024, hidden: int = 1024) -> ModelSpec:
+        names = [f"layer.{i}.weight" for i in range(4)]
+        return ModelSpec(
+            name="four squares",
+            source=None,
+            architecture="Squares",
+            kind="causal",
+            config={},
+            parameters=tuple(Parameter(name=name, shape=(rows, hidden), role="layer") for name in names),
+            tied=(),
+            linears=tuple(name.removesuffix(".weight") for name in names),
+            blocks=("Square",),
+            attentions=("eager", "sdpa", "flash_attention_2"),
+            layers=4,
+            hidden=hidden,
+            heads=1,
+            vocab=10,
+            max_positions=512,
+        )
+
+    return make
+
+
+def job(sharding: str, spec: ModelSpec | None, ranks: int = 2, device: Device = CPU, **fields: object) -> Job:
+    strategy = Strategy(sharding=sharding, replicate=2 if sharding == "hsdp" else 1, **fields)  # type: ignore[arg-type]
+    return resolve(strategy, Loop(), spec, ranks, device)
+
+
+# P is 16 MiB of fp32 parameters; the facts that the table states are bytes a parameter and rank.
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "precision", "parameters", "master", "optimizer"),
+    [
+        ("none", 1, "fp32", 4, 0, 8),
+        ("ddp", 2, "fp32", 4, 0, 8),
+        ("ddp", 4, "bf16", 4, 0, 8),
+        ("ddp", 2, "bf16_pure", 2, 0, 4),
+        ("zero1", 2, "fp32", 4, 2, 4),
+        ("zero2", 2, "fp32", 4, 2, 4),
+        ("zero3", 2, "fp32", 2, 2, 4),
+        ("fsdp", 2, "fp32", 2, 0, 4),
+        ("zero1", 2, "bf16", 2, 2, 4),
+        ("zero3", 2, "bf16", 1, 2, 4),
+        ("fsdp", 2, "bf16", 2, 0, 4),
+        ("fsdp_grad_op", 4, "fp32", 1, 0, 2),
+        ("hsdp", 4, "fp32", 2, 0, 4),
+        ("zero3", 4, "fp32", 1, 1, 2),
+        ("zero2", 4, "bf16_pure", 2, 0.5, 1),
+    ],
+)
+def test_accounts_are_the_textbook_bytes(
+    spec: ModelSpec, sharding: str, ranks: int, precision: str, parameters: float, master: float, optimizer: float
+) -> None:
+    asked = job(sharding, spec, ranks, precision=precision)
+    held = engine_of(asked.strategy).account(asked)
+    elements = 4 * MiB
+    assert held.parameters == parameters * elements
+    assert held.master == master * elements
+    assert held.optimizer == optimizer * elements
+
+
+def test_the_zero_papers_figure(make_spec: object) -> None:
+    # Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 GPUs, K = 12; it counts gradients too, 2 bytes a parameter.
+    spec = make_spec(rows=7_500_000_000 // 4 // 1000, hidden=1000)  # type: ignore[operator]
+    gradients = {"zero1": 2, "zero2": 2 / 64, "zero3": 2 / 64}
+    for sharding, gigabytes in (("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
+        asked = job(sharding, spec, 64, GPU, precision="bf16")
+        held = engine_of(asked.strategy).account(asked)
+        total = held.parameters + held.master + (held.optimizer or 0) + gradients[sharding] * 7.5e9
+        assert total / 1e9 == pytest.approx(gigabytes, abs=0.06)
+
+
+def test_qlora_freezes_half_a_byte_a_weight_and_trains_the_adapter(spec: ModelSpec) -> None:
+    asked = job("ddp", spec, adapter="qlora", precision="bf16")
+    held = engine_of(asked.strategy).account(asked)
+    assert held.frozen == 4 * MiB // 2
+    assert held.trainable == 4 * 16 * (1024 + 1024) * 4
+    assert held.optimizer == 2 * held.trainable
+
+
+def test_buckets_follow_the_model_and_never_deepspeeds_defaults(spec: ModelSpec) -> None:
+    zero = job("zero3", spec).settings["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 1024**2
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 1024**2)
+    assert zero["stage3_param_persistence_threshold"] == 10 * 1024
+    open_ = job("zero3", None).settings["zero_optimization"]
+    assert open_["reduce_bucket_size"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "resolved"),
+    [(CPU, "auto", "fp32"), (GPU, "auto", "bf16"), (OLD_GPU, "auto", "fp16"), (CPU, "bf16", "bf16")],
+)
+def test_precision_is_resolved_by_the_device(device: Device, asked: str, resolved: str, spec: ModelSpec) -> None:
+    assert job("zero2", spec, device=device, precision=asked).strategy.precision == resolved
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "attention"),
+    [(CPU, "fp32", "sdpa"), (GPU, "bf16", "flash_attention_2"), (GPU, "fp32", "sdpa")],
+)
+def test_attention_is_the_best_that_takes_the_dtype(
+    device: Device, precision: str, attention: str, spec: ModelSpec
+) -> None:
+    assert job("zero2", spec, device=device, precision=precision).strategy.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "fields", "said"),
+    [
+        ("none", 2, {}, "Choose sharding 'ddp'"),
+        ("ddp", 1, {}, "Choose sharding 'none'"),
+        ("ddp", 2, {"precision": "fp16"}, "Choose precision 'bf16'"),
+        ("fsdp", 2, {"precision": "fp16"}, "no loss scaling"),
+        ("fsdp", 2, {"offload": "cpu"}, "needs an accelerator"),
+        ("hsdp", 2, {}, "Choose 4 processes"),
+        ("hsdp", 5, {}, "Choose 4 processes"),
+        ("zero2", 2, {"offload": "optimizer", "precision": "bf16_pure"}, "cpu_adam"),
+        ("ddp", 2, {"attention": "flash_attention_2"}, "pip install flash-attn"),
+        ("ddp", 2, {"adapter": "lora", "lora_targets": "q_proj"}, "names no linear module"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_before_any_process(
+    sharding: str, ranks: int, fields: dict[str, str], said: str, spec: ModelSpec
+) -> None:
+    with pytest.raises(StrategyError) as found:
+        job(sharding, spec, ranks, **fields)
+    assert said in str(found.value)
+
+
+def test_a_sequence_over_the_models_limit_is_refused(spec: ModelSpec) -> None:
+    with pytest.raises(StrategyError, match="512 positions"):
+        resolve(Strategy(), Loop(seq_len=513), spec, 1, CPU)
+
+
+def test_every_engine_has_every_function() -> None:
+    for word in SHARDINGS:
+        engine = engine_of(Strategy(sharding=word, replicate=2 if word == "hsdp" else 1))
+        wanted = [name for name in vars(Engine) if not name.startswith("_")]
+        assert [name for name in wanted if not callable(getattr(engine, name, None))] == []
+
+
+def test_the_config_files_are_what_their_strategies_generate() -> None:
+    expected = {}
+    for name, strategy in catalog().items():
+        ranks = 1 if strategy.sharding == "none" else 2 * strategy.replicate
+        expected[f"{name}.yaml"] = engine_of(strategy).to_yaml(strategy, ranks, 1)
+    found = {path.name: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
+    assert found == expected, "run `toolkit config --all accelerate_configs`"
+
+
+@pytest.mark.parametrize("name", catalog())
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "bf16_pure"])
+def test_a_config_file_says_what_its_strategy_says(name: str, precision: str) -> None:
+    strategy = dataclasses.replace(catalog()[name], precision=precision)
+    engine = engine_of(strategy)
+    bound = engine.from_yaml(engine.to_yaml(strategy, 4, 1))
+    assert bound is not None
+    # Precisions that Accelerate cannot spell are written "no", which binds nothing.
+    assert ("precision" in bound) == (precision == "bf16")
+    assert Strategy(**{**bound, "precision": precision}) == strategy
+
+
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "WORLD_SIZE": "2",
+}
+
+
+def test_the_launch_environment_fills_in_and_flags_add() -> None:
+    found = agree({"adapter": "lora"}, ZERO3)
+    assert (found.sharding, found.adapter, found.precision) == ("zero3", "lora", "auto")
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "said"),
+    [
+        ({"sharding": "fsdp"}, ZERO3, "sharding 'fsdp' was asked for, but the Accelerate launch environment says 'zero3'"),
+        (Strategy(sharding="zero2"), ZERO3, "'zero2' was asked for"),
+        ({"offload": "cpu"}, ZERO3, "offload 'cpu' was asked for"),
+        ({"precision": "fp16"}, ZERO3 | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "precision 'fp16' was asked for"),
+        ({"sharding": "zero3"}, {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2"}, "says 'ddp'"),
+        ({}, {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no"}, "fsdp_version 1"),
+        ({}, ZERO3 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "ds.json"),
+    ],
+)
+def test_a_flag_that_contradicts_the_launcher_is_refused(asked: object, environ: dict[str, str], said: str) -> None:
+    with pytest.raises(StrategyError) as found:
+        agree(asked, environ)  # type: ignore[arg-type]
+    assert said in str(found.value)
+
+
+def test_outside_of_accelerate_launch_flags_decide() -> None:
+    assert agree({"sharding": "fsdp"}, {"WORLD_SIZE": "2"}).sharding == "fsdp"
+    assert agree({"sharding": "FULL_SHARD"}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).sharding == "fsdp"

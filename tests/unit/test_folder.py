@@ -1,0 +1,228 @@
+"""A run's folder: what a new and an old run find in it, its events, and the lock between real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit import folder
+from toolkit.errors import RunError
+
+HOLD = """
+import sys, time
+from toolkit import folder
+run = folder.enter(sys.argv[1], resume=True, token=sys.argv[2], wait=float(sys.argv[3]))
+print("in", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(path: Path, token: str, wait: float = 5.0) -> Iterator[subprocess.Popen[str]]:
+    """Another process of a run, in the folder until its standard input is closed."""
+    command = [sys.executable, "-c", HOLD, str(path), token, str(wait)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    """Its first line: `in` once it holds the folder."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def old_run(path: Path) -> Path:
+    """A folder as a run leaves it."""
+    with folder.enter(path) as run:
+        folder.write_json(run.run_json, {"seed": 0})
+    return path
+
+
+def test_paths_are_the_designs(tmp_path: Path) -> None:
+    """The layout that the documents show."""
+    with folder.enter(tmp_path / "runs" / "first") as run:
+        assert run.created
+        paths = (run.run_json, run.events, run.memory, run.checkpoints, run.log(3), run.export, run.report)
+        names = [str(path.relative_to(run.path)) for path in paths]
+    expected = ["run.json", "events.jsonl", "memory.json", "checkpoints", "logs/rank-3.log", "export", "report.html"]
+    assert names == expected
+
+
+@pytest.mark.parametrize("name", ["run.json", "events.jsonl"])
+def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path, name: str) -> None:
+    """And leaves it as it was."""
+    (tmp_path / name).write_text("{}\n")
+    with pytest.raises(RunError, match=r"holds a run already.*toolkit resume.*--run-dir"):
+        folder.enter(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_new_run_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+    """A file, a folder with other files, a folder that cannot be made: each by name, nothing written."""
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match=r"not empty \(it has notes.txt\)"):
+        folder.enter(tmp_path)
+    with pytest.raises(RunError, match="is a file"):
+        folder.enter(tmp_path / "notes.txt")
+    with pytest.raises(RunError, match=r"cannot be made: Not a directory\. .*--run-dir"):
+        folder.enter(tmp_path / "notes.txt" / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_finished_run_is_refused_too(tmp_path: Path) -> None:
+    """With its lock file in it, which nobody holds."""
+    path = old_run(tmp_path / "run")
+    with pytest.raises(RunError, match="holds a run already"):
+        folder.enter(path)
+    with folder.enter(path, resume=True) as run:
+        assert not run.created
+        run.discard()
+    assert (path / "run.json").exists()
+
+
+def test_resuming_needs_a_run(tmp_path: Path) -> None:
+    """An empty folder is none."""
+    with pytest.raises(RunError, match=r"holds no run: .*run\.json does not exist"):
+        folder.enter(tmp_path / "none", resume=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_failed_at_once_can_be_discarded_or_started_again(tmp_path: Path) -> None:
+    """A lock and logs are no run; a folder with a step in it stays."""
+    with folder.enter(tmp_path / "run") as run:
+        run.logs.mkdir()
+        run.log(0).write_text("an error\n")
+    with folder.enter(tmp_path / "run") as run:
+        run.append_event({"step": 1})
+        run.discard()
+        assert run.events.exists()
+        run.events.unlink()
+        run.discard()
+    assert not (tmp_path / "run").exists()
+
+
+def test_new_paths_differ(tmp_path: Path) -> None:
+    """Two runs in one minute."""
+    paths = [folder.new_path(tmp_path / "runs", "zero3") for _ in range(3)]
+    assert len(set(paths)) == 3
+    assert all(path.is_dir() and "-zero3" in path.name for path in paths)
+    with folder.enter(paths[0]) as run:
+        assert run.created
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A value that JSON cannot hold leaves the old file, and no draft."""
+    path = tmp_path / "memory.json"
+    folder.write_json(path, {"peak": 1.5, "norms": [float("inf"), (1, float("nan"))]})
+    before = path.read_text()
+    assert json.loads(before) == {"peak": 1.5, "norms": [None, [1, None]]}
+    with pytest.raises(TypeError):
+        folder.write_json(path, {"peak": object()})
+    path.with_name("folder.json").mkdir()
+    with pytest.raises(OSError, match=r"folder\.json"):
+        folder.write_json(path.with_name("folder.json"), {})
+    assert path.read_text() == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.json", "memory.json"]
+
+
+def test_events_are_read_and_cut(tmp_path: Path) -> None:
+    """A torn last line does not count, and the cut removes it."""
+    with folder.enter(tmp_path / "run") as run:
+        assert folder.read_events(run.events) == []
+        assert folder.cut_events(run.events, 2) == []
+        for step in range(1, 5):
+            run.append_event({"step": step, "loss": 7.0 / step})
+        run.append_event({"step": 4, "eval_loss": float("nan")})
+        with open(run.events, "ab") as file:
+            file.write(b'{"step": 5, "lo')
+        read = folder.read_events(run.events)
+        assert [event["step"] for event in read] == [1, 2, 3, 4, 4]
+        assert read[1] == {"step": 2, "loss": 3.5}
+        assert read[-1] == {"step": 4, "eval_loss": None}
+        assert folder.cut_events(run.events, 3) == read[:3]
+        run.append_event({"step": 4, "attempt": 2})
+        assert run.events.read_bytes().count(b"\n") == 4
+        assert folder.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
+
+
+@pytest.mark.parametrize("line", ["{torn", "[1, 2]", "7"])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    """Only the last one may be torn."""
+    path = tmp_path / "events.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(RunError, match=r"events\.jsonl, line 2: .* Repair or remove"):
+        folder.cut_events(path, 1)
+
+
+def test_a_rank_leaves_its_error(tmp_path: Path) -> None:
+    """For its supervisor."""
+    with folder.enter(tmp_path / "run") as run:
+        run.record_error(1, RunError("the disk is full"))
+        left = json.loads(run.error(1).read_text())
+    assert (left["type"], left["message"], left["pid"]) == ("RunError", "the disk is full", os.getpid())
+    assert time.time() - left["time"] < 60
+
+
+def test_processes_of_one_run_share_the_folder_and_others_do_not(tmp_path: Path) -> None:
+    """While one of them lives, the first or not, another run is refused with its pid; then it is let in."""
+    path = old_run(tmp_path / "run")
+    with holder(path, "one") as first, holder(path, "one") as second:
+        assert told(first) == told(second) == "in"
+        with pytest.raises(RunError, match=rf"in use by .*process {first.pid} \(supervisor, on "):
+            folder.enter(path, resume=True, token="two", wait=0.2)
+        first.kill()
+        first.wait()
+        with pytest.raises(RunError) as caught:
+            folder.enter(path, resume=True, token="two", wait=0.2)
+        assert f"process {second.pid} " in str(caught.value)
+        assert f"process {first.pid} " not in str(caught.value)
+        with holder(path, "two", wait=10) as waiting:
+            time.sleep(0.3)
+            second.kill()
+            assert told(waiting) == "in"
+            with pytest.raises(RunError, match=f"process {waiting.pid} "):
+                folder.enter(path, resume=True, token="one", wait=0.2)
+    with folder.enter(path, resume=True, token="two", wait=0.2) as run:
+        assert run.token == "two"
+
+
+def test_of_two_runs_at_once_one_is_let_in(tmp_path: Path) -> None:
+    """Four processes of two runs come at the same time: both of one run get in, none of the other."""
+    path = old_run(tmp_path / "run")
+    with contextlib.ExitStack() as stack:
+        come = [(token, stack.enter_context(holder(path, token, wait=2))) for token in ("a", "b", "a", "b")]
+        let_in = [token for token, process in come if told(process) == "in"]
+        assert let_in in (["a", "a"], ["b", "b"])
+        refused = [process for token, process in come if token not in let_in]
+        for process in refused:
+            assert "in use by" in process.communicate(timeout=10)[1]
+
+
+def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a supervisor: what they share is the launcher; a process started by hand is a run of its own."""
+    monkeypatch.delenv(folder.TOKEN, raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert not folder.supervised()
+    assert folder.run_token() != folder.run_token()
+    code = "from toolkit import folder; print(folder.run_token())"
+    ranks = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
+        for rank in ("0", "1")
+    ]
+    assert ranks[0].stdout == ranks[1].stdout
+    assert str(os.getpid()) in ranks[0].stdout.decode()
+    monkeypatch.setenv(folder.TOKEN, "the supervisor's")
+    assert folder.supervised()
+    assert folder.run_token() == "the supervisor's"

@@ -1,0 +1,419 @@
+"""`describe` against models that are really built, against PEFT's own choice, and with all that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+
+from toolkit.errors import ModelError
+from toolkit.model import (
+    ROLES,
+    ModelSpec,
+    checkpoint_dtype,
+    describe,
+    embedded_config,
+    local_weights,
+    require_weights,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+T5: dict[str, Any] = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+MOE: dict[str, Any] = {**SMALL, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True),
+    "gemma3": transformers.Gemma3TextConfig(**SMALL, head_dim=8),
+    "mistral": transformers.MistralConfig(**SMALL),
+    "phi": transformers.PhiConfig(**SMALL),
+    "olmo": transformers.OlmoConfig(**SMALL),
+    "gpt_neox": transformers.GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+    "gpt2": transformers.GPT2Config(**GPT2),
+    "mixtral": transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**MOE, head_dim=8),
+    "t5": transformers.T5Config(**T5),
+    "bart": transformers.BartConfig(**BART),
+    "mbart": transformers.MBartConfig(**BART),
+}
+
+
+def built(config: PretrainedConfig) -> torch.nn.Module:
+    auto = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    model: torch.nn.Module = auto.from_config(config)
+    return model
+
+
+@pytest.fixture(scope="module")
+def specs() -> dict[str, ModelSpec]:
+    return {name: describe(config) for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_built_model(name: str, specs: dict[str, ModelSpec]) -> None:
+    """Names, shapes, order, and what is tied: compared with storages, which the described model does not have."""
+    spec, model = specs[name], built(CONFIGS[name])
+    assert [(p.name, p.shape) for p in spec.parameters] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    storages: dict[int, list[str]] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        storages.setdefault(parameter.untyped_storage().data_ptr(), []).append(key)
+    assert spec.tied == tuple(tuple(group) for group in storages.values() if len(group) > 1)
+    assert spec.elements == sum(p.numel() for p in model.parameters()) == sum(spec.elements_of(role) for role in ROLES)
+    assert spec.architecture == type(model).__name__
+    assert spec.kind == ("seq2seq" if name in ("t5", "bart", "mbart") else "causal")
+    json.dumps(spec.to_dict())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_linears_are_pefts_own_choice(name: str, specs: dict[str, ModelSpec]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        adapted = get_peft_model(built(CONFIGS[name]), LoraConfig(target_modules="all-linear"))
+    assert sorted(specs[name].linears) == sorted(adapted.targeted_module_names)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "layers", "positions"),
+    [
+        ("llama", ("LlamaDecoderLayer",), 2, 64),
+        ("gpt2", ("GPT2Block",), 2, 64),
+        ("gpt_neox", ("GPTNeoXLayer",), 2, 64),
+        ("mixtral", ("MixtralDecoderLayer",), 2, 64),
+        ("t5", ("T5Block",), 4, None),
+        ("bart", ("BartEncoderLayer", "BartDecoderLayer"), 5, 64),
+        # `_no_split_modules` of mBART also names MBartAttention, which is no repeated layer.
+        ("mbart", ("MBartEncoderLayer", "MBartDecoderLayer"), 5, 64),
+    ],
+)
+def test_figures(
+    name: str, blocks: tuple[str, ...], layers: int, positions: int | None, specs: dict[str, ModelSpec]
+) -> None:
+    spec = specs[name]
+    assert (spec.blocks, spec.layers, spec.max_positions) == (blocks, layers, positions)
+    assert (spec.hidden, spec.heads, spec.vocab) == (32, 4, 96)
+
+
+def test_blocks_where_transformers_names_none() -> None:
+    """BioGPT has no `_no_split_modules`, Blenderbot none and stacks of unequal size, CamemBERT's second is no layer."""
+    config = transformers.BioGptConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    assert describe(config).blocks == ("BioGptDecoderLayer",)
+    unequal = transformers.BlenderbotConfig(**{**BART, "encoder_layers": 1, "decoder_layers": 9})
+    assert describe(unequal).blocks == ("BlenderbotEncoderLayer", "BlenderbotDecoderLayer")
+    decoder = transformers.CamembertConfig(**SMALL, is_decoder=True)
+    assert describe(decoder).blocks == ("CamembertLayer",)
+
+
+def test_roles(specs: dict[str, ModelSpec]) -> None:
+    roles = {p.name: p.role for p in specs["mixtral"].parameters}
+    layer = "model.layers.1"
+    assert roles["model.embed_tokens.weight"] == "embedding"
+    assert roles["lm_head.weight"] == "head"
+    assert roles["model.norm.weight"] == roles[f"{layer}.input_layernorm.weight"] == "norm"
+    assert roles[f"{layer}.self_attn.q_proj.weight"] == "layer"
+    assert roles[f"{layer}.mlp.gate.weight"] == "router"
+    assert roles[f"{layer}.mlp.experts.gate_up_proj"] == roles[f"{layer}.mlp.experts.down_proj"] == "expert"
+    assert {p.role for p in specs["gpt2"].parameters} == {"embedding", "layer", "norm"}
+    # A relative position bias is an embedding inside a layer: it is sharded with the layer.
+    assert {p.role for p in specs["t5"].parameters if "relative_attention_bias" in p.name} == {"layer"}
+
+
+def test_attention_kernels_are_what_the_class_declares(specs: dict[str, ModelSpec]) -> None:
+    assert specs["llama"].attentions == ("flash_attention_3", "flash_attention_2", "sdpa", "eager", "flex")
+    assert specs["t5"].attentions == ("sdpa", "eager", "flex")
+    assert describe(transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4)).attentions == (
+        "eager",
+    )
+
+
+def test_mixture_of_experts(specs: dict[str, ModelSpec]) -> None:
+    for name, block in (("mixtral", "MixtralSparseMoeBlock"), ("qwen3_moe", "Qwen3MoeSparseMoeBlock")):
+        spec = specs[name]
+        assert spec.moe is not None
+        assert (spec.moe.experts, spec.moe.active, spec.moe.block) == (4, 2, block)
+        assert spec.active_elements == spec.elements - spec.elements_of("expert") // 2
+    assert specs["llama"].moe is None
+    assert specs["llama"].active_elements == specs["llama"].elements
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # A shared expert is passed by every token: it counts as a layer.
+        (transformers.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=16), (4, 2, "Qwen2MoeSparseMoeBlock")),
+        (transformers.SwitchTransformersConfig(**T5, num_experts=4), (4, 1, "SwitchTransformersSparseMLP")),
+        (
+            transformers.GraniteMoeSharedConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+            (4, 2, "GraniteMoeSharedMoE"),
+        ),
+        # Attention and MLP route apart, so the leaf is the layer that holds both.
+        (
+            transformers.JetMoeConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, kv_channels=8),
+            (4, 2, "JetMoeDecoderLayer"),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
+)
+def test_mixture_of_experts_of_other_shapes(config: PretrainedConfig, expected: tuple[int, int, str]) -> None:
+    spec = describe(config)
+    assert spec.moe is not None
+    assert (spec.moe.experts, spec.moe.active, spec.moe.block) == expected
+    assert not any("shared" in p.name for p in spec.parameters if p.role == "expert")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MixtralConfig(**SMALL, num_local_experts=1, num_experts_per_tok=1),
+        transformers.Qwen3MoeConfig(**{**MOE, "num_experts": 0}),
+        # Doge names 16,384 experts and routes only where `is_moe` says so.
+        transformers.DogeConfig(**SMALL),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_a_dense_model_with_the_fields_of_a_mixture(config: PretrainedConfig) -> None:
+    spec = describe(config)
+    assert spec.moe is None
+    assert spec.elements_of("expert") == spec.elements_of("router") == 0
+    assert spec.active_elements == spec.elements
+
+
+def test_large_models_are_described_at_once() -> None:
+    llama = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+    small = transformers.LlamaConfig(
+        **llama, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
+    )
+    large = transformers.LlamaConfig(
+        **llama, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128
+    )
+    begin = time.perf_counter()
+    assert describe(small).elements == 8_030_261_248
+    assert time.perf_counter() - begin < 2
+    assert describe(large).elements == 405_853_388_800
+
+
+def test_the_embedded_model() -> None:
+    spec = describe()
+    assert spec.name == "embedded"
+    assert spec.source is None
+    assert spec.elements == 5_048_576
+    assert (spec.hidden, spec.layers, spec.vocab, spec.max_positions, spec.tied) == (256, 4, 4096, 2048, ())
+    assert describe("embedded") == spec
+    assert {key: spec.config[key] for key in embedded_config()} == embedded_config()
+
+
+def test_the_callers_config_is_left_alone() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+    before = config.to_dict()
+    describe(config)
+    assert config.to_dict() == before
+
+
+def test_what_is_shown(specs: dict[str, ModelSpec]) -> None:
+    shown = str(specs["mixtral"])
+    assert "4 a layer, 2 active, in MixtralSparseMoeBlock" in shown
+    assert "2 x MixtralDecoderLayer" in shown
+    roles = {row[0]: row[1:] for row in specs["llama"].tables()[1].rows}
+    assert roles["head"] == ("3,072", "14.2%", "6.0 KiB")
+    assert roles["total"][1] == "100.0%"
+
+
+# Where a model is found -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real checkpoint of two files with an index."""
+    folder = tmp_path_factory.mktemp("saved")
+    built(CONFIGS["qwen3"]).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
+    return folder
+
+
+def test_a_folder_with_weights(saved: Path) -> None:
+    spec = describe(saved)
+    assert (spec.name, spec.source, spec.architecture) == (str(saved), str(saved), "Qwen3ForCausalLM")
+    files = require_weights(spec)
+    assert len(files) > 1
+    assert files == local_weights(saved) == sorted(saved.glob("*.safetensors"))
+    assert checkpoint_dtype(saved) == "bfloat16"
+
+
+def test_a_folder_and_a_file_without_weights(tmp_path: Path) -> None:
+    for name in ("llama", "t5", "bart", "gpt_neox"):
+        CONFIGS[name].save_pretrained(tmp_path)
+        of_folder, of_file = describe(tmp_path), describe(str(tmp_path / "config.json"))
+        assert of_folder.source is None
+        assert of_file.source is None
+        assert of_folder.parameters == of_file.parameters == describe(CONFIGS[name]).parameters
+    assert local_weights(tmp_path) == []
+    assert checkpoint_dtype(tmp_path) is None
+    with pytest.raises(ModelError, match=r"holds no weights: expected model\.safetensors"):
+        require_weights(of_folder)
+    with pytest.raises(ModelError, match="a config without weights: give a folder"):
+        require_weights(of_file)
+
+
+def test_a_module() -> None:
+    model = built(CONFIGS["llama"])
+    spec = describe(model)
+    assert (spec.name, spec.source, spec.architecture) == ("LlamaForCausalLM", None, "LlamaForCausalLM")
+    model.resize_token_embeddings(128)  # type: ignore[operator]
+    assert describe(model).vocab == 128
+    with pytest.raises(ModelError, match="LlamaModel has no language-model head"):
+        describe(model.model)
+    with pytest.raises(ModelError, match="Linear: expected a transformers model"):
+        describe(torch.nn.Linear(2, 2))
+
+
+def test_weights_that_cannot_be_read(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in saved.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    spec, first = describe(folder), local_weights(folder)[0]
+    whole = first.read_bytes()
+    for wrong in (whole[:-1], whole[:4], b"\xff" * 64, b""):
+        first.write_bytes(wrong)
+        with pytest.raises(ModelError, match="is no whole safetensors file"):
+            require_weights(spec)
+    first.unlink()
+    with pytest.raises(ModelError, match=f"lacks 1 of the .* the first {first.name}"):
+        require_weights(spec)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(ModelError, match="a safetensors file in the same folder"):
+        require_weights(spec)
+    index.write_text("{")
+    with pytest.raises(ModelError, match="is no safetensors index"):
+        require_weights(spec)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    spec = describe(tmp_path)
+    with pytest.raises(ModelError, match=r"pickles only \(pytorch_model\.bin\).*convert them"):
+        require_weights(spec)
+    save_file({"a": torch.zeros(3, dtype=torch.float16), "b": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert checkpoint_dtype(tmp_path) == "float16"
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+REMOTE = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "config.json is not valid JSON"),
+        ("[]", "config.json holds a list, expected a JSON object"),
+        ("{}", "names no model_type"),
+        ({"model_type": "lama"}, r"model_type 'lama' is unknown .* Did you mean 'llama'\?"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalML"]}, "Did you mean 'LlamaForCausalLM'"),
+        ({"model_type": "mine", "auto_map": REMOTE}, r"auto_map: .*modeling_mine\.Mine.*remote code is never run"),
+        # A known model_type, yet the class that was trained is the repository's own.
+        ({"model_type": "llama", "architectures": ["Mine"], "auto_map": REMOTE}, "remote code is never run"),
+        ({"model_type": "bert"}, r"\(bert\) is an encoder: expected a causal model"),
+        ({"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}, "DebertaV2Model.* is an encoder"),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "is an encoder"),
+        ({"model_type": "vit"}, r"\(vit\) is no model that reads and writes text"),
+        ({"model_type": "whisper"}, "is no model that reads and writes text"),
+        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "refuses its config.json|cannot build"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "refuses its config.json"),
+    ],
+)
+def test_bad_configs(config: str | dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(ModelError, match=says):
+        describe(tmp_path)
+
+
+def test_a_native_class_needs_no_remote_code(tmp_path: Path) -> None:
+    """Many repositories keep their old `auto_map` beside an architecture that transformers now has."""
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "architectures": ["LlamaForCausalLM"], "auto_map": REMOTE})
+    )
+    assert describe(tmp_path).architecture == "LlamaForCausalLM"
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no such folder or file"):
+        describe("./no-such-folder")
+    with pytest.raises(ModelError, match="there is no such folder or file"):
+        describe("no-such-config.json")
+    with pytest.raises(ModelError, match=r"has no config\.json\. Give a folder"):
+        describe(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="It is an adapter"):
+        describe(tmp_path)
+    with pytest.raises(ModelError, match="neither a folder nor a Hub id"):
+        describe("two words")
+
+
+def test_a_hub_id_offline(saved: Path, tmp_path: Path) -> None:
+    """In a process of its own: the Hub's library reads its settings at import."""
+    snapshot = tmp_path / "hub" / "models--somebody--tiny" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    for path in saved.iterdir():
+        (snapshot / path.name).write_bytes(path.read_bytes())
+    script = """
+import sys
+from toolkit.errors import ModelError
+from toolkit.model import checkpoint_dtype, describe, require_weights
+for name in sys.argv[1:]:
+    try:
+        spec = describe(name)
+        print(spec.source, spec.architecture, len(require_weights(spec)), checkpoint_dtype(name))
+    except ModelError as error:
+        print("refused:", error)
+"""
+
+    def say(*names: str) -> list[str]:
+        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+        command = [sys.executable, "-c", script, *names]
+        return subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    cached, absent = say("somebody/tiny", "somebody/absent")
+    assert cached == f"somebody/tiny Qwen3ForCausalLM {len(local_weights(saved))} bfloat16"
+    assert absent.startswith(
+        "refused: model 'somebody/absent' is not in the local cache and the Hugging Face Hub cannot"
+    )
+    assert "hf download somebody/absent --local-dir FOLDER" in absent
+    for path in snapshot.glob("*.safetensors*"):
+        path.unlink()
+    assert "hf download somebody/tiny" in say("somebody/tiny")[0]
+
+
+def test_describing_imports_nothing_heavy_beforehand() -> None:
+    """`import toolkit.model` alone costs no torch; describing pulls neither deepspeed, bitsandbytes nor peft."""
+    script = """
+import sys, toolkit.model
+assert not {"torch", "transformers", "huggingface_hub", "numpy"} & set(sys.modules)
+toolkit.model.describe()
+assert not {"deepspeed", "bitsandbytes", "peft"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

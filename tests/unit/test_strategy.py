@@ -1,0 +1,154 @@
+"""Strategy and Loop: the vocabulary, its errors, and the flags that spell it."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from toolkit.errors import StrategyError
+from toolkit.strategy import (
+    ADAPTERS,
+    PRECISIONS,
+    SHARDINGS,
+    Loop,
+    Strategy,
+    add_flags,
+    from_dict,
+    given,
+    to_flags,
+)
+
+VALID = [
+    Strategy(),
+    Strategy(sharding="zero3", offload="cpu", adapter="qlora", precision="bf16"),
+    Strategy(sharding="hsdp", replicate=2, adapter="dora", lora_rank=8, lora_targets="q_proj,v_proj"),
+    Strategy(sharding="none", adapter="qlora8", attention="eager", activation_checkpointing="none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("alias", "word"),
+    [("FULL_SHARD", "fsdp"), ("shard_grad_op", "fsdp_grad_op"), ("NO_SHARD", "ddp"), ("Zero3", "zero3")],
+)
+def test_aliases_are_taken_in_any_case(alias: str, word: str) -> None:
+    assert Strategy(sharding=alias).sharding == word
+
+
+def test_hybrid_shard_is_hsdp_with_groups() -> None:
+    assert Strategy(sharding="HYBRID_SHARD", replicate=2).sharding == "hsdp"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"sharding": "zerro3"}, "Did you mean 'zero3'"),
+        ({"sharding": "FULL_SHRAD"}, "Did you mean 'full_shard'"),
+        ({"adapter": "lorra"}, "Did you mean 'lora'"),
+        ({"precision": "bf61"}, "Did you mean 'bf16'"),
+        ({"sharding": "ddp", "offload": "cpu"}, "runs with sharding zero3"),
+        ({"sharding": "zero2", "offload": "cpu"}, "it runs with none, optimizer"),
+        ({"sharding": "fsdp", "offload": "optimizer"}, "it runs with none, cpu"),
+        ({"sharding": "zero3", "adapter": "qlora8"}, "runs with sharding none, ddp"),
+        ({"sharding": "hsdp"}, "needs replicate of at least 2"),
+        ({"sharding": "fsdp", "replicate": 2}, "belongs to sharding 'hsdp'"),
+        ({"lora_rank": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(StrategyError, match="(?s).*") as found:
+        Strategy(**fields)  # type: ignore[arg-type]
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "fields"),
+    [
+        (Strategy, {name: 2})
+        for name in ("tensor", "context", "expert", "pipeline")
+    ]
+    + [
+        (Strategy, {"precision": "fp8"}),
+        (Strategy, {"offload": "nvme"}),
+        (Strategy, {"offload": "superoffload"}),
+        (Strategy, {"activation_checkpointing": "selective"}),
+        (Loop, {"optimizer": "adamw8bit"}),
+        (Loop, {"optimizer": "adafactor"}),
+    ],
+)
+def test_later_values_say_so_and_nothing_else(owner: type, fields: dict[str, object]) -> None:
+    ((name, value),) = fields.items()
+    with pytest.raises(StrategyError) as found:
+        owner(**fields)
+    shown = value if isinstance(value, int) else repr(value)
+    assert str(found.value) == f"{name} {shown} is not available yet."
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"micro_batch": 0},
+        {"accumulation": -1},
+        {"seq_len": 1},
+        {"steps": 0},
+        {"warmup": -1},
+        {"max_grad_norm": float("nan")},
+        {"max_grad_norm": -1.0},
+        {"lr": 0.0},
+        {"lr": float("inf")},
+        {"micro_batch": True},
+    ],
+)
+def test_loops_out_of_range_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(StrategyError, match=next(iter(fields))):
+        Loop(**fields)  # type: ignore[arg-type]
+
+
+def test_every_cell_of_the_table_is_made_or_refused_in_one_sentence() -> None:
+    made = 0
+    for word, row in SHARDINGS.items():
+        for adapter in ADAPTERS:
+            for precision in PRECISIONS:
+                fields = {"sharding": word, "adapter": adapter, "precision": precision}
+                able = adapter in row.adapter and precision in row.precision
+                try:
+                    Strategy(**fields, replicate=2 if row.replicate else 1)  # type: ignore[arg-type]
+                except StrategyError as error:
+                    assert not able
+                    assert str(error).endswith(".")
+                else:
+                    assert able
+                    made += 1
+    assert made == sum(len(row.adapter) * len(row.precision) for row in SHARDINGS.values())
+
+
+@pytest.mark.parametrize("strategy", VALID)
+def test_flags_and_json_spell_the_same(strategy: Strategy) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Strategy, Loop)
+    loop = Loop(steps=7, lr=1e-4)
+    flags = parser.parse_args(to_flags(strategy, loop))
+    assert from_dict(Strategy, given(flags, Strategy)) == strategy
+    assert from_dict(Loop, given(flags, Loop)) == loop
+    assert from_dict(Strategy, json.loads(strategy.to_json())) == strategy
+
+
+def test_every_field_is_a_flag_that_binds_nothing_by_itself() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Strategy, Loop)
+    flags = parser.parse_args([])
+    for owner in (Strategy, Loop):
+        assert given(flags, owner) == {}
+        for field in dataclasses.fields(owner):
+            assert hasattr(flags, field.name)
+
+
+def test_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(StrategyError, match="Did you mean 'sharding'"):
+        from_dict(Strategy, {"shardin": "ddp"})
+
+
+def test_results_show_themselves() -> None:
+    strategy = Strategy(sharding="zero2")
+    assert "zero2" in str(strategy)
+    assert '<th scope="col">' in strategy._repr_html_()

@@ -1,0 +1,313 @@
+"""`load()`: model and tokenizer for training, read in the way that the engine needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.adapting import adapt, check_quantized, kept_dtype, packed_elements, quantization, require_libraries
+from toolkit.engines.job import Job, engine_of
+from toolkit.errors import ModelError, StrategyError, StrategyMismatch
+from toolkit.model import ModelSpec, require_weights
+from toolkit.runtime import job as job_of
+from toolkit.units import dtype_name, format_count
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LONG = 500_000_000
+"""Weights from which reading takes long enough to show its progress."""
+
+FLEX = {"flex": "flex_attention"}
+"""What transformers calls an attention kernel, where that is another word."""
+
+
+def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Model and tokenizer for the job that an Accelerator was made for, ready for an optimizer and `prepare`.
+
+    The model is in train mode with its KV cache off, in the dtypes, attention and activation checkpointing that were
+    asked for, with an adapter where one was. What was done is printed by the main process, a line each.
+
+    Args:
+        accelerator: from `toolkit.accelerator(strategy, loop, spec)`.
+        allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
+
+    Returns:
+        A transformers model, or PEFT's around it, and the tokenizer with its pad token set.
+
+    Raises:
+        StrategyError: for an Accelerator made without a spec.
+        ModelError: for weights or a tokenizer that are missing, do not fit, or would mostly stay unquantized.
+        MissingLibrary: for an adapter whose library is not installed.
+    """
+    job = job_of(accelerator)
+    spec = job.spec
+    if spec is None:
+        raise StrategyError(
+            "this Accelerator was made without a model, so nothing says what to load. "
+            "Make it with `toolkit.accelerator(strategy, loop, toolkit.describe(model))`."
+        )
+    require_libraries(job)
+    if job.strategy.quantized:
+        check_quantized(spec, allow_unquantized)
+    require_weights(spec)
+    tokenizer = load_tokenizer(spec)
+    engine = engine_of(job.strategy)
+    with _quiet(accelerator.is_main_process, shown=spec.elements >= LONG), engine.loading(job) as way:
+        model = _read_once(job, accelerator) if _by_broadcast() else _read(job)
+    _check(job, model)
+    notes = [f"loading: {way}", *_set_up(job, model, tokenizer)]
+    if job.strategy.adapter != "none":
+        model = cast("PreTrainedModel", adapt(job, model))
+        notes.append(_adapter_note(job, model))
+    engine.arrange(job, model)
+    # In eval mode bitsandbytes repacks 4-bit weights at the first forward, and sharded ones then train wrong.
+    model.train()
+    for note in notes:
+        accelerator.print(note)
+    return model, tokenizer
+
+
+# Reading ---------------------------------------------------------------------------------------------------------------
+
+
+def _base_dtype(job: Job) -> str:
+    """Frozen weights are stored in the compute dtype, trained ones as the engine will hold them."""
+    return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
+
+
+def _attention(job: Job) -> str:
+    return FLEX.get(job.strategy.attention, job.strategy.attention)
+
+
+def _auto(spec: ModelSpec) -> Any:
+    import transformers
+
+    return transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
+
+
+def _read(job: Job) -> PreTrainedModel:
+    """The weights of the checkpoint, none of them missing."""
+    import torch
+
+    spec = cast("ModelSpec", job.spec)
+    try:
+        model, info = _auto(spec).from_pretrained(
+            spec.source,
+            dtype=getattr(torch, _base_dtype(job)),
+            attn_implementation=_attention(job),
+            quantization_config=quantization(job),
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {spec.name!r}: transformers cannot read its weights: {error}") from error
+    # What is missing or of another shape transformers would draw at random, and only warn.
+    wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + list(info["error_msgs"])
+    if wrong:
+        raise ModelError(
+            f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint or have another shape than its config says, "
+            f"the first: {wrong[0]}. Copy it again, or give another."
+        )
+    return cast("PreTrainedModel", model)
+
+
+def read_whole(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """All weights into this process's host memory, under any engine: ZeRO-3 would partition them."""
+    from transformers.integrations import deepspeed
+
+    active = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        model = _auto(spec).from_pretrained(spec.source, dtype=dtype, trust_remote_code=False, use_safetensors=True)
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = active
+    return cast("PreTrainedModel", model)
+
+
+def _by_broadcast() -> bool:
+    """Whether rank 0 alone is to read. transformers 5 knows the setting, and still reads the whole file on every rank."""
+    from transformers.integrations import is_fsdp_enabled
+
+    return bool(is_fsdp_enabled())
+
+
+def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
+    """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
+    from accelerate.utils import broadcast_object_list
+
+    model = _read(job) if accelerator.is_main_process else None
+    # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
+    dtypes = [{name: dtype_name(p.dtype) for name, p in model.named_parameters()} if model is not None else None]
+    broadcast_object_list(dtypes, from_process=0)
+    return _hollow(job, cast("dict[str, str]", dtypes[0])) if model is None else model
+
+
+def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
+    """The model with its buffers, where each parameter has its shape, and one element of memory.
+
+    Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
+    all are 0.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    spec = cast("ModelSpec", job.spec)
+    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
+    with init_empty_weights():
+        model = _auto(spec).from_config(
+            config, dtype=getattr(torch, _base_dtype(job)), attn_implementation=_attention(job), trust_remote_code=False
+        )
+    for name, parameter in list(model.named_parameters()):
+        empty = torch.zeros(1, dtype=getattr(torch, dtypes[name])).expand(parameter.shape)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(empty))
+    model.tie_weights()
+    return cast("PreTrainedModel", model)
+
+
+@contextlib.contextmanager
+def _quiet(main: bool, *, shown: bool) -> Iterator[None]:
+    """One rank speaks, and shows progress only where reading takes a while."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    if not (main and shown):
+        logging.disable_progress_bar()
+    if not main:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check(job: Job, model: PreTrainedModel) -> None:
+    """What was read is what was asked for.
+
+    Raises:
+        StrategyMismatch: where transformers chose another attention, or left tied weights apart.
+    """
+    spec = cast("ModelSpec", job.spec)
+    used = model.config.get_text_config()._attn_implementation
+    if used != _attention(job):
+        raise StrategyMismatch(f"attention {job.strategy.attention!r} was asked for, and transformers uses {used!r} for {spec.architecture}.")
+    for group in spec.tied:
+        if len({id(model.get_parameter(name)) for name in group}) > 1:
+            raise StrategyMismatch(f"model {spec.name!r}: tied weights came apart while loading: {', '.join(group)}.")
+
+
+# Setting up ------------------------------------------------------------------------------------------------------------
+
+
+def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Cache off, pad token, activation checkpointing. Says what is set, a line each."""
+    spec = cast("ModelSpec", job.spec)
+    text = model.config.get_text_config()
+    model.config.use_cache = text.use_cache = False
+    model.config.pad_token_id = text.pad_token_id = tokenizer.pad_token_id
+    checkpointing = job.strategy.activation_checkpointing
+    if checkpointing == "full":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
+    if spec.moe is not None:
+        notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {text._experts_implementation}")
+    if job.strategy.quantized:
+        left = 1 - packed_elements(model) / spec.elements
+        notes.append(
+            f"quantized: {'8 bits (LLM.int8)' if job.strategy.adapter == 'qlora8' else '4 bits (nf4, double quantization)'}; "
+            f"{left:.0%} of {format_count(spec.elements)} weights stay in {job.compute_dtype}"
+        )
+    return notes
+
+
+def _adapter_note(job: Job, model: PreTrainedModel) -> str:
+    spec = cast("ModelSpec", job.spec)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return (
+        f"adapter: {job.strategy.adapter}, rank {job.strategy.lora_rank}; {format_count(trained)} trainable, "
+        f"{trained / (spec.elements + trained):.2%} of all"
+    )
+
+
+# The tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """A model's tokenizer with a pad token: its own, else an unused special token, else the one that ends a text.
+
+    Raises:
+        ModelError: where there is none, where it has more tokens than the model has embeddings, or nothing to pad with.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(spec.source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+        raise ModelError(
+            f"model {spec.name!r}: its tokenizer cannot be read ({error}). Copy tokenizer.json and tokenizer_config.json beside its weights."
+        ) from error
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values(), default=-1)
+    if largest >= spec.vocab:
+        raise ModelError(
+            f"model {spec.name!r}: its tokenizer goes up to token {largest:,}, and the model embeds {spec.vocab:,}: token "
+            f"{spec.vocab - 1:,} is the last. Give the tokenizer that belongs to the model."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = _pad_token(spec, tokenizer)
+    return tokenizer
+
+
+def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The config's, else a special token that is named after padding or kept in reserve, else the end of a text."""
+    configured = spec.config.get("pad_token_id")
+    if isinstance(configured, int) and configured >= 0 and (found := tokenizer.convert_ids_to_tokens(configured)):
+        return str(found)
+    special = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    for word in ("pad", "reserved", "unused"):
+        for token in special:
+            if word in token.lower():
+                return token
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            f"model {spec.name!r}: its tokenizer has no pad token, none in reserve, and none that ends a text. "
+            "Set pad_token in its tokenizer_config.json."
+        )
+    return str(tokenizer.eos_token)
+
+
+# The embedded model ----------------------------------------------------------------------------------------------------
+
+
+def embedded_checkpoint(folder: Path) -> None:
+    """Write the embedded model into a new folder: config.json and model.safetensors, fp32, drawn from seed 0.
+
+    Called before an engine is set up: under ZeRO-3 weights would be drawn otherwise. The folder is complete when it
+    exists.
+    """
+    import tempfile
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    from toolkit.model import embedded_config
+
+    assert not is_deepspeed_zero3_enabled(), "the embedded model is made before ZeRO-3 is set up"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig.from_dict(embedded_config()))
+        model.save_pretrained(f"{made}/model")
+        (folder.parent / made / "model").rename(folder)

@@ -1,0 +1,54 @@
+"""What a run's memory really was: peaks by phase, rank by rank, on CPU and on CUDA.
+
+On CPU the allocator itself is asked, over a window from the process's start through the third step, and once more
+around the first save. On CUDA the allocator keeps its own peak, which is read and reset wherever a phase begins or
+ends, for the whole run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.measuring.cpu import CpuWindow
+from toolkit.measuring.cuda import CudaWindow, device_bytes
+from toolkit.measuring.results import Measured, Memory, collect
+from toolkit.measuring.window import Window, rss
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Measured", "Memory", "Window", "collect", "live_bytes", "start"]
+
+DISABLED = "the memory window was switched off (--no-memory-window)"
+
+
+def start(device_kind: str, enabled: bool = True) -> Window:
+    """Begin to measure this rank, before its first tensor: on CPU, what was allocated earlier is not counted.
+
+    Args:
+        device_kind: `cpu` or `cuda`, where the model will live.
+        enabled: False for `--no-memory-window`, which concerns the CPU alone: on CUDA measuring costs nothing.
+
+    Raises:
+        ValueError: for another kind of device.
+    """
+    if device_kind == "cuda":
+        return CudaWindow()
+    if device_kind != "cpu":
+        raise ValueError(f"device {device_kind!r}: expected cpu or cuda")
+    return CpuWindow() if enabled else Window("cpu", DISABLED)
+
+
+def live_bytes(device: torch.device | str) -> dict[str, int | None]:
+    """This rank's memory now, cheap enough for every step: `rss` on CPU; `allocated`, `reserved`, `device` on CUDA."""
+    if str(device).startswith("cpu"):
+        return {"rss": rss()}
+    import torch
+
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    used, _ = device_bytes(torch.device(device).index)
+    return {
+        "allocated": stats["allocated_bytes"]["all"]["current"],
+        "reserved": stats["reserved_bytes"]["all"]["current"],
+        "device": used,
+    }
