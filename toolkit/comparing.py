@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
 from toolkit.finetune import Recipe, get_ready
 from toolkit.folder import enter, new_path, read_events
-from toolkit.devices import Hardware
 from toolkit.launching import check_ranks, supervise
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table

@@ -121,12 +121,13 @@ def hardware(name: str | None = None) -> Hardware:
 def torch_build() -> str | None:
     """What the installed torch was built for: `"cpu"`, `"cuda 13.0"`, `"rocm 7.1"`; None without torch. No import."""
     found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    version = Path(found.origin).with_name("version.py") if found and found.origin else None
+    if version is None or not version.is_file():
         return None
-    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = version.read_text(encoding="utf-8")
     for word, key in (("cuda", "cuda"), ("rocm", "hip")):
-        if version := re.search(rf"^{key}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE):
-            return f"{word} {version[1]}"
+        if number := re.search(rf"^{key}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return f"{word} {number[1]}"
     return "cpu"
 
 
@@ -195,12 +196,15 @@ def _here() -> Hardware:
 
 
 def _cpu(total: int, free: int) -> Device:
-    """bf16 runs on a CPU, and fp16 under DeepSpeed; only fp32 is native. FlexAttention has no backward there."""
+    """bf16 runs on every CPU, fp16 (under DeepSpeed) where oneDNN has it. FlexAttention has no backward there."""
     cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed asks, is true with either.
+    half = ("fp16",) if re.search(r"\b(avx512_fp16|avx_ne_convert)\b", text) else ()
     name = model[1] if model else platform.processor() or platform.machine()
     return Device(
-        kind="cpu", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32",), attentions=("sdpa", "eager")
+        kind="cpu", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32", *half), attentions=("sdpa", "eager")
     )
 
 

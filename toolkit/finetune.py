@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from toolkit.data import (
 )
 from toolkit.devices import Device, hardware
 from toolkit.engines import cpu
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job, Prepared, resolve
 from toolkit.errors import RunError, ToolkitError
 from toolkit.exporting import save, verify
 from toolkit.folder import Folder, enter, run_token, supervised, write_json
@@ -187,23 +187,18 @@ def run(flags: argparse.Namespace, folder: Folder) -> None:
         return hash_ids(sample_ids(ready.rows, asked.loop, ranks=ranks, step=step - 1))
 
     found: Audit | None = None
-    with _progress(asked, shown=accelerator.is_main_process) as bar:
-        for step in train(ours, loader, schedule, samples=samples):
-            window.step_done(step.step)
-            if step.step == 1:
-                found = audit(ours, gradients=step.gradients)
+    for step in follow(ours, loader, schedule, folder=folder, samples=samples):
+        window.step_done(step.step)
+        if step.step == 1:
+            found = audit(ours, gradients=step.gradients)
+        if recipe.tracker:
+            accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
+        if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
+            size = {"micro_batch": asked.loop.micro_batch, "attention": asked.strategy.attention}
+            loss = evaluate(ours, eval_batches(ready.eval_rows, rank=rank, ranks=ranks, **size))
             if accelerator.is_main_process:
-                folder.append_event({**_event(step), "attempt": 0, "samples": samples(step.step)})
-                _show(bar, step)
-            if recipe.tracker:
-                accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
-            last = step.step == asked.loop.steps
-            if ready.eval_rows and (last or (recipe.eval_every and step.step % recipe.eval_every == 0)):
-                size = {"micro_batch": asked.loop.micro_batch, "attention": asked.strategy.attention}
-                loss = evaluate(ours, eval_batches(ready.eval_rows, rank=rank, ranks=ranks, **size))
-                if accelerator.is_main_process:
-                    folder.append_event({"step": step.step, "attempt": 0, "eval_loss": loss})
-                    bar.write(f"step {step.step}: evaluation loss {loss:.4f}")
+                folder.append_event({"step": step.step, "attempt": 0, "eval_loss": loss})
+            accelerator.print(f"step {step.step}: evaluation loss {loss:.4f}")
     assert found is not None, "a loop has at least one step"
     window.close()
 
@@ -215,6 +210,23 @@ def run(flags: argparse.Namespace, folder: Folder) -> None:
         probe = ready.rows.batch([0])
         accelerator.print(verify(ours, folder.export, probe) or "")
     accelerator.end_training()
+
+
+def follow(
+    prepared: Prepared, loader: Any, schedule: Any, *, folder: Folder, samples: Callable[[int], str]
+) -> Iterator[Step]:
+    """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process."""
+    main = prepared.accelerator.is_main_process
+    with _progress(prepared.job, shown=main) as bar:
+        for step in train(prepared, loader, schedule, samples=samples):
+            if main:
+                folder.append_event({**_event(step), "attempt": 0, "samples": samples(step.step)})
+                _show(bar, step)
+            yield step
+
+
+def _due(step: int, last: int, every: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
 
 
 def seed_everything(seed: int) -> None:

@@ -166,6 +166,8 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
         model = _auto(spec).from_config(
             config, dtype=getattr(torch, _base_dtype(job)), attn_implementation=_attention(job), trust_remote_code=False
         )
+    # `init_empty_weights` gives every name a parameter of its own.
+    model.tie_weights()
     for name, parameter in list(model.named_parameters()):
         empty = torch.zeros(1, dtype=getattr(torch, dtypes[name])).expand(parameter.shape)
         owner, _, leaf = name.rpartition(".")

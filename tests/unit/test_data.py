@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from toolkit.errors import DataError, MissingLibrary, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.strategy import Loop
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 MARKED = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n{% endgeneration %}"
-    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n"
+    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
 )
 CHAT = [
     {"role": "user", "content": "import what?"},
@@ -36,17 +40,17 @@ CHAT = [
 ]
 
 
-def spec_of(config: Any, kind: str = "causal", architecture: str = "", limit: int | None = None) -> ModelSpec:
+def spec_of(config: Any, kind: str = "causal") -> ModelSpec:
     """Of a spec, what data look at."""
     return ModelSpec(
-        name="tiny", source=None, architecture=architecture or config.architectures[0], kind=kind, config=config.to_dict(),
+        name="tiny", source=None, architecture=config.architectures[0], kind=kind, config=config.to_dict(),
         parameters=(), tied=(), linears=(), blocks=(), attentions=(), layers=2, hidden=32, heads=4,
-        vocab=config.vocab_size, max_positions=limit,
+        vocab=config.vocab_size, max_positions=None,
     )  # fmt: skip
 
 
 def tiny(name: str, **more: Any) -> Any:
-    """A config of 2 layers (4 where kinds of layers alternate) and its class's name."""
+    """A config of 2 layers, with its class's name in `architectures`."""
     config = transformers.CONFIG_MAPPING[name]
     sizes = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -93,7 +97,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -111,13 +117,17 @@ def test_embedded_text_is_the_standard_library_in_order() -> None:
     assert files == data.embedded_files()
     size = sum(path.stat().st_size for path in files)
     assert 4_000_000 <= size < 4_500_000
-    assert not {"test", "tests", "site-packages", "idlelib", "lib2to3"} & {part for path in files for part in path.parts}
+    assert not {"test", "tests", "site-packages", "idlelib", "lib2to3"} & {
+        part for path in files for part in path.parts
+    }
     first = next(iter(data.documents(data.reading.find_source("embedded"))))
     assert first.content["text"] == files[0].read_text(encoding="utf-8")
 
 
 def test_embedded_tokenizer_is_the_same_to_the_byte(tokenizer_folder: Path, tmp_path: Path, tokenizer: Any) -> None:
-    code = f"from pathlib import Path; import toolkit.data as d; d.embedded_tokenizer(Path({str(tmp_path / 'again')!r}))"
+    code = (
+        f"from pathlib import Path; import toolkit.data as d; d.embedded_tokenizer(Path({str(tmp_path / 'again')!r}))"
+    )
     run = python(code, PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     assert run.returncode == 0, run.stderr
     names = sorted(path.name for path in tokenizer_folder.iterdir())
@@ -173,7 +183,10 @@ BAD = {
     "blank row": (['{"text": "a"}', "", '{"text": "b"}'], "line 2: the row is empty"),
     "no object": (["[1]"], "line 1: the row is a list, expected an object"),
     "no column": (['{"body": "a"}'], "line 1: lacks the column 'text'. It has 'body'"),
-    "column missing later": (['{"text": "a"}', '{"prompt": "a", "completion": "b"}'], "line 2: lacks the column 'text'"),
+    "column missing later": (
+        ['{"text": "a"}', '{"prompt": "a", "completion": "b"}'],
+        "line 2: lacks the column 'text'",
+    ),
     "half a pair": (['{"prompt": "a"}'], "line 1: lacks the column 'completion'"),
     "number": (['{"text": 3}'], "line 1: column 'text' is 3, expected a string"),
     "null": (['{"text": null}'], "line 1: column 'text' is null"),
@@ -193,7 +206,8 @@ def test_bad_row(name: str, tmp_path: Path, cache: Path, tokenizer: Any) -> None
     path = jsonl(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(DataError) as caught:
         data.check_source(path)
-    assert str(path) in str(caught.value) and said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
     with pytest.raises(DataError, match="line"):
         data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16)
     assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [], "something half-written"
@@ -205,7 +219,7 @@ def test_bad_files(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="the file is empty"):
             data.check_source(tmp_path / name)
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
-    with pytest.raises(DataError, match="not UTF-8 at byte 1.*iconv"):
+    with pytest.raises(DataError, match=r"not UTF-8 at byte 1.*iconv"):
         data.check_source(tmp_path / "latin.txt")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
@@ -218,25 +232,51 @@ def test_bad_files(tmp_path: Path) -> None:
             data.check_source(missing)
 
 
-def test_hub_id_without_network_or_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
+            "the Hugging Face Hub cannot be reached. Give a local file",
+        ),
+        ({"HF_HUB_OFFLINE": "1"}, "cannot be loaded as a dataset: "),
+    ],
+)
+def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path: Path) -> None:
     code = (
         "import toolkit.data as d\nfrom toolkit.errors import DataError\n"
         "try: d.check_source('some/dataset')\nexcept DataError as error: print(error)"
     )
-    run = python(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    run = python(code, HF_HOME=str(tmp_path), **environment)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("data some/dataset: no such file or folder, and as a dataset it cannot be loaded: ")
-    assert run.stdout.count("\n") == 1
+    assert run.stdout.startswith("data some/dataset: ")
+    assert said in run.stdout
+    assert (run.stdout.count("\n"), run.stderr) == (1, "")
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingLibrary, match="pip install datasets"):
         data.check_source("some/dataset")
 
 
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    # Root may read everything; a folder is no file for anybody.
+    (tmp_path / "corpus" / "a.txt").mkdir(parents=True)
+    files = data.reading.Source(files=(tmp_path / "corpus" / "a.txt",), name="corpus")
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Is a directory"):
+        next(data.documents(files))
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        next(data.documents(replace(files, files=(tmp_path / "gone.jsonl",))))
+
+
 def test_refusals_before_anything_is_read(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "a b c"})
-    with pytest.raises(StrategyError, match="seq_len 128: tiny has positions for 64 tokens. Use --seq-len 64"):
+    with pytest.raises(StrategyError, match=r"seq_len 128: tiny has positions for 64 tokens\. Use --seq-len 64"):
         data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, max_positions=64), seq_len=128)
-    with pytest.raises(DataError, match="up to 4095, a vocabulary larger than the embedding of tiny, which has 4000 rows"):
+    with pytest.raises(
+        DataError, match="up to 4095, a vocabulary larger than the embedding of tiny, which has 4000 rows"
+    ):
         data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, vocab=4000), seq_len=16)
     with pytest.raises(DataError, match="packing: OPTForCausalLM does not keep"):
         data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, architecture="OPTForCausalLM"), seq_len=16, packing=True)
@@ -251,19 +291,23 @@ def test_too_little_for_a_global_batch(tokenizer: Any, tmp_path: Path) -> None:
     assert rows.count == 1
     with pytest.raises(DataError, match="1 rows of 16, and one global batch takes 8"):
         data.check_batch(rows, Loop(micro_batch=4), ranks=2)
+    long = jsonl(tmp_path / "p.jsonl", {"prompt": "a b c " * 20, "completion": "d"})
     with pytest.raises(DataError, match="no token to train on"):
-        long = jsonl(tmp_path / "p.jsonl", {"prompt": "a b c " * 20, "completion": "d"})
         data.prepare_data(long, tokenizer, LLAMA_SPEC, seq_len=16)
 
 
 # ---- packing, by value
 
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "mistral": {"sliding_window": 8},
-    "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {},
     "mixtral": {"num_local_experts": 4},
     "phi": {},
@@ -276,7 +320,9 @@ FAMILIES = {
 NEITHER = {"opt", "falcon", "falcon_h1", "gpt_oss"}
 
 
-@pytest.mark.parametrize(("name", "attention"), [(n, a) for n in FAMILIES for a in ("eager", "sdpa") if (n, a) != ("gpt_oss", "sdpa")])
+@pytest.mark.parametrize(
+    ("name", "attention"), [(n, a) for n in FAMILIES for a in ("eager", "sdpa") if (n, a) != ("gpt_oss", "sdpa")]
+)
 def test_packs_says_what_the_logits_say(name: str, attention: str) -> None:
     config = tiny(name, **FAMILIES[name])
     model = build(config, attention)
@@ -300,9 +346,17 @@ def test_packs_refuses_the_unknown() -> None:
     assert not data.packs(replace(LLAMA_SPEC, kind="seq2seq"))
     assert not data.packs(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "layer_types": ["linear_attention"]}))
     assert not data.packs(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "is_causal": False}))
+    images = transformers.Gemma3Config().to_dict()
+    assert not data.packs(replace(LLAMA_SPEC, architecture="Gemma3ForConditionalGeneration", config=images))
 
 
-SENTENCES = ["import os", "def f(x):\n    return x + 1\n", "class A:\n    pass\n" * 3, "x = 1", "for i in range(10): print(i)\n" * 2]
+SENTENCES = [
+    "import os",
+    "def f(x):\n    return x + 1\n",
+    "class A:\n    pass\n" * 3,
+    "x = 1",
+    "for i in range(10): print(i)\n" * 2,
+]
 
 
 def summed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -339,7 +393,7 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
     for checkpointing in (False, True):
         model = build(LLAMA).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable()
         model(**batch).loss.backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -357,15 +411,15 @@ def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, t
 
     def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
         ends = cu_seqlens_q.tolist()
-        lengths.append([end - start for start, end in zip(ends, ends[1:], strict=False)])
-        parts = (tuple(t[start:end].transpose(0, 1)[None] for t in (q, k, v)) for start, end in zip(ends, ends[1:], strict=False))
-        kernel = torch.nn.functional.scaled_dot_product_attention
+        lengths.append([end - start for start, end in pairwise(ends)])
+        parts = (tuple(t[start:end].transpose(0, 1)[None] for t in (q, k, v)) for start, end in pairwise(ends))
+        kernel: Any = torch.nn.functional.scaled_dot_product_attention
         return torch.cat([kernel(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in parts])
 
     def whole(*_: Any, **__: Any) -> Any:
         raise AssertionError("one causal sequence: documents see each other")
 
-    kernels = ((whole, varlen, None, None, None), (lambda **_: {}, None))
+    kernels: Any = ((whole, varlen, None, None, None), (lambda **_: {}, None))
     monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: kernels)
     path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES))
     rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=32)
@@ -383,7 +437,7 @@ def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, t
 
 def runs(positions: list[int]) -> list[int]:
     starts = [at for at, position in enumerate(positions) if position == 0] + [len(positions)]
-    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return [end - start for start, end in pairwise(starts)]
 
 
 # ---- rows, exactly
@@ -403,7 +457,11 @@ def test_packed_text_flows_on() -> None:
     found, counts = rows_of([document([5, 6, 7, 2]), document([8, 9, 10, 11, 2])])
     assert found == [
         {"input_ids": [5, 6, 7, 2, 8, 9], "labels": [-100, 6, 7, 2, -100, 9], "position_ids": [0, 1, 2, 3, 0, 1]},
-        {"input_ids": [10, 11, 2, 2, 2, 2], "labels": [-100, 11, 2, -100, -100, -100], "position_ids": [0, 1, 2, 0, 1, 2]},
+        {
+            "input_ids": [10, 11, 2, 2, 2, 2],
+            "labels": [-100, 11, 2, -100, -100, -100],
+            "position_ids": [0, 1, 2, 0, 1, 2],
+        },
     ]
     assert counts == Counts(documents=2, tokens=9, trained_tokens=6)
 
@@ -419,7 +477,11 @@ def test_packed_conversations_stay_whole() -> None:
 
 def test_padded() -> None:
     found, counts = rows_of([document([5, 6, 2]), document([7, 8, 9, 10, 11, 12, 2])], packed=False)
-    assert found[0] == {"input_ids": [5, 6, 2, 2, 2, 2], "labels": [-100, 6, 2] + [-100] * 3, "attention_mask": [1, 1, 1, 0, 0, 0]}
+    assert found[0] == {
+        "input_ids": [5, 6, 2, 2, 2, 2],
+        "labels": [-100, 6, 2] + [-100] * 3,
+        "attention_mask": [1, 1, 1, 0, 0, 0],
+    }
     assert [row["input_ids"] for row in found[1:]] == [[7, 8, 9, 10, 11, 12]]
     assert counts == Counts(documents=2, tokens=9, trained_tokens=7, dropped=1)
 
@@ -483,13 +545,18 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
     def prepare(**how: Any) -> None:
         data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, **how)
 
-    with pytest.raises(DataError, match=r"line 1: has messages, and the tokenizer .* no chat template. Give one with --chat-template"):
+    with pytest.raises(
+        DataError, match=r"line 1: has messages, and the tokenizer .* no chat template. Give one with --chat-template"
+    ):
         prepare()
-    with pytest.raises(DataError, match="chat template nowhere.jinja: cannot be read"):
+    with pytest.raises(DataError, match=r"chat template nowhere\.jinja: cannot be read"):
         prepare(chat_template="nowhere.jinja")
     with pytest.raises(DataError, match="line 1: the chat template refuses these messages: users only"):
         prepare(chat_template="{{ raise_exception('users only') }}")
-    forgetful = "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    forgetful = (
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
     with pytest.raises(DataError, match=r"message 1: the chat template writes earlier turns differently.*generation"):
         prepare(chat_template=forgetful)
     # A tokenizer that makes no token of whitespace: transformers then loses the end of the marked part.
@@ -497,8 +564,12 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
 
     words = Tokenizer(models.WordLevel(unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.train_from_iterator([m["content"] + "<user><assistant>" for m in CHAT], trainers.WordLevelTrainer(special_tokens=["?", "."]))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token=".", pad_token=".")
+    words.train_from_iterator(
+        [m["content"] + "<user><assistant>" for m in CHAT], trainers.WordLevelTrainer(special_tokens=["?", "."])
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="?", eos_token=".", pad_token="."
+    )
     with pytest.raises(DataError, match=r"message 2 \(user\) would be trained as the assistant's"):
         prepare(chat_template=MARKED)
 
@@ -514,11 +585,17 @@ def test_cache(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
 
     rows = prepare()
     assert rows.folder == cache / rows.fingerprint
-    assert {file.name for file in rows.folder.iterdir()} == {"meta.json", "input_ids.bin", "labels.bin", "position_ids.bin"}
+    assert {file.name for file in rows.folder.iterdir()} == {
+        "meta.json",
+        "input_ids.bin",
+        "labels.bin",
+        "position_ids.bin",
+    }
     written = rows.folder.stat().st_mtime_ns
     assert prepare() == rows == data.open_rows(rows.folder)
     assert rows.folder.stat().st_mtime_ns == written
-    assert json.loads(rows.to_json())["fingerprint"] == rows.fingerprint and "trained_tokens" in str(rows)
+    assert json.loads(rows.to_json())["fingerprint"] == rows.fingerprint
+    assert "trained_tokens" in str(rows)
     prints = {rows.fingerprint, prepare(seq_len=17).fingerprint, prepare(packing=False).fingerprint}
     prints |= {prepare(mask_prompts=False).fingerprint, prepare(chat_template="{{ 1 }}").fingerprint}
     tokenizer.add_tokens(["return"])
@@ -535,20 +612,17 @@ def test_cache(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
 @pytest.mark.dist
 def test_ranks_that_come_at_once_make_it_once(tokenizer_folder: Path, tmp_path: Path, cache: Path) -> None:
     path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES * 200))
+    spec = {field.name: getattr(LLAMA_SPEC, field.name) for field in fields(ModelSpec)}
     code = f"""
 import transformers, toolkit.data as d
-from tests.unit.test_data import LLAMA_SPEC
-tokenizer = transformers.AutoTokenizer.from_pretrained({str(tokenizer_folder)!r})
-print(d.prepare_data({str(path)!r}, tokenizer, LLAMA_SPEC, seq_len=16).to_json())
+from toolkit.model import ModelSpec
+tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained({str(tokenizer_folder)!r})
+print(d.prepare_data({str(path)!r}, tokenizer, ModelSpec(**{spec!r}), seq_len=16, packing=False).to_json())
 """
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    command = [sys.executable, "-c", code]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate(timeout=120)[0] for process in started]
-    assert said[0] == said[1] != ""
+    assert said[0] == said[1] == said[2] != ""
     assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [json.loads(said[0])["fingerprint"]]
 
 
@@ -621,7 +695,7 @@ def test_evaluation_takes_every_row_once(rows: data.Rows, micro: int, ranks: int
 
 def test_embedded_data_end_to_end(tokenizer: Any) -> None:
     rows = data.prepare_data(None, tokenizer, LLAMA_SPEC, seq_len=256)
-    assert rows.packed and rows.dropped == rows.truncated == 0
+    assert (rows.packed, rows.dropped, rows.truncated) == (True, 0, 0)
     assert rows.documents == len(data.embedded_files())
     assert rows.count == -(-rows.tokens // 256)
     batch = next(iter(data.batches(rows, Loop(), rank=0, ranks=2)))

@@ -93,13 +93,13 @@ def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) 
             f"the tokenizer of {spec.name} has no end-of-sequence token. Set one with"
             " tokenizer.eos_token = '…' and save it."
         )
-    can = packs(spec)
+    can = packing is not False and packs(spec)
     if packing and not can:
         raise DataError(
             f"packing: {spec.architecture} does not keep packed documents apart. Leave packing open, and they are"
             " padded."
         )
-    return can if packing is None else packing
+    return can
 
 
 def _cache() -> Path:
@@ -118,10 +118,11 @@ def _fingerprint(source: Source, tokenizer: Any, settings: dict[str, Any]) -> st
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(json.dumps(_tokenizer_state(tokenizer), sort_keys=True).encode())
     for path in source.files:
-        digest.update(f"\n{path.suffix.lower()} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        try:
+            with path.open("rb") as file:
+                digest.update(f"\n{path.suffix.lower()} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}. Check its permissions.") from error
     for row in source.dataset if source.dataset is not None else ():
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()

@@ -71,9 +71,7 @@ def embedded_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
     folder.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=folder, prefix=".tokenizer-"))
     try:

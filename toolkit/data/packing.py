@@ -54,10 +54,10 @@ def packs(spec: ModelSpec) -> bool:
     `position_ids` to every causal mask that it creates: some do not (OPT, Falcon: their packed documents see each
     other). So this reads the model's source: `forward` takes `position_ids`, every `create_*causal_mask` call is given
     them, every kind of layer is attention, and none keeps a state (Mamba, linear attention, convolutions), which a mask
-    does not reset. An unknown model is padded, which is right for all.
+    does not reset. A model composed of several (images and text) and an unknown one are padded: that is right for all.
 
-    It holds with the KV cache off, as `load` sets it, in evaluation too: with `use_cache` the mask is silently not packed.
-    Flash attention reads the positions for one row a batch only: see `Rows.batch`.
+    It holds with the KV cache off, as `load` sets it, in evaluation too: with `use_cache` the mask is silently not
+    packed. Flash attention reads the positions for one row a batch only: see `Rows.batch`.
     """
     import transformers
 
@@ -65,8 +65,8 @@ def packs(spec: ModelSpec) -> bool:
     if spec.kind != "causal" or cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
         return False
     config = spec.config
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    if not text.get("is_causal", True) or not set(text.get("layer_types") or ()) <= _LAYERS:
+    composed = any(isinstance(part, dict) and "model_type" in part for part in config.values())
+    if composed or not config.get("is_causal", True) or not set(config.get("layer_types") or ()) <= _LAYERS:
         return False
     return _masks_by_position(inspect.getsource(sys.modules[cls.__module__]))
 

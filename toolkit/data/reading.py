@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.embedded import embedded_files
-from toolkit.errors import DataError, MissingLibrary
+from toolkit.data.hub import check_hub, open_dataset
+from toolkit.errors import DataError
 
 EMBEDDED = "embedded"
 """The source's name that means the embedded text, as None does."""
@@ -74,19 +74,19 @@ def find_source(source: str | Path | None) -> Source:
     name, path = str(source), Path(source).expanduser()
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            return Source(dataset=_dataset(name, saved=path), name=name)
+            return Source(dataset=open_dataset(name, saved=path), name=name)
         files = _files_of(path)
         if files:
             return Source(files=files, name=name)
         if any(file.suffix.lower() in BUILDERS for file in path.rglob("*")):
-            return Source(dataset=_dataset(name, path=str(path)), name=name)
+            return Source(dataset=open_dataset(name, path=str(path)), name=name)
         raise DataError(
             f"data {name}: the folder holds no text. Expected .jsonl files, or text such as .txt, .md or .py."
         )
     if path.exists():
         if path.suffix.lower() in BUILDERS:
             builder = BUILDERS[path.suffix.lower()]
-            return Source(dataset=_dataset(name, path=builder, data_files=str(path)), name=name)
+            return Source(dataset=open_dataset(name, path=builder, data_files=str(path)), name=name)
         return Source(files=(path,), name=name)
     known = (*JSONL, *TEXT, *BUILDERS)
     hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name)
@@ -98,7 +98,8 @@ def find_source(source: str | Path | None) -> Source:
     identifier, *rest = name.split(":")
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) == 2 else None
-    return Source(dataset=_dataset(name, path=identifier, name=config, split=split), name=name)
+    check_hub(name)
+    return Source(dataset=open_dataset(name, path=identifier, name=config, split=split), name=name)
 
 
 def check_source(source: str | Path | None, *, text_column: str = "text") -> None:
@@ -135,25 +136,6 @@ def _files_of(folder: Path) -> tuple[Path, ...]:
     found = (p for p in folder.rglob("*") if p.suffix.lower() in (*JSONL, *TEXT) and p.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in found}
     return tuple(names[name] for name in sorted(names) if not re.search(r"(^|/)\.", name))
-
-
-def _dataset(source: str, *, saved: Path | None = None, split: str = "train", **load: Any) -> Any:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingLibrary(f"data {source}: reading it needs the library `datasets`: pip install datasets") from error
-    try:
-        if saved is None:
-            return datasets.load_dataset(split=split, **load)
-        found = datasets.load_from_disk(str(saved))
-        return found[split] if isinstance(found, dict) else found
-    except Exception as error:  # the library lets its own, the Hub's and the HTTP client's exceptions through
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise DataError(
-            f"data {source}: no such file or folder, and as a dataset it cannot be loaded: {reason}"
-            f" ({type(error).__name__}). Check the name (ID, ID:SPLIT or ID:CONFIG:SPLIT) and the network, or give a"
-            " local file."
-        ) from error
 
 
 def _bytes(path: Path) -> bytes:

@@ -42,6 +42,11 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
             f"offload {strategy.offload!r} in precision 'bf16_pure' needs DeepSpeed's cpu_adam, which CPU ranks do not "
             "use. Choose precision 'bf16', or offload 'none'."
         )
+    if strategy.precision == "fp16" and "fp16" not in device.dtypes:
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on {device.name}, which does not compute it "
+            "(a processor needs avx512_fp16). Choose precision 'bf16'."
+        )
     half = strategy.precision if strategy.precision in ("bf16", "fp16") else None
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": loop.micro_batch,
@@ -116,7 +121,12 @@ def plugin(job: Job) -> dict[str, Any]:
     chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)
     mixed = {"bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}.get(job.strategy.precision, "no")
     handlers = [cpu.gloo()] if job.device.kind == "cpu" else []
-    return {"deepspeed_plugin": chosen, "mixed_precision": mixed, "kwargs_handlers": handlers}
+    return {
+        "deepspeed_plugin": chosen,
+        "mixed_precision": mixed,
+        "kwargs_handlers": handlers,
+        "gradient_accumulation_steps": job.loop.accumulation,
+    }
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 @contextmanager
 def loading(job: Job) -> Iterator[str]:
-    """Rank 0 of each node reads; the others build the model on the meta device and get their shards by broadcast.
+    """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`.
 
     Quantized weights cannot be moved to meta (accelerate's fsdp_utils.py near 770), so there every rank reads.
     """
@@ -172,7 +172,19 @@ def loading(job: Job) -> Iterator[str]:
 
 
 def arrange(job: Job, model: torch.nn.Module) -> None:
-    """Nothing: the wrap policy names the layers."""
+    """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
+
+    The wrap policy names the layers; Accelerate puts the input and the output embedding into one group by itself, but not
+    the encoder's and the decoder's of a T5.
+    """
+    import torch
+
+    first: dict[int, torch.nn.Module] = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Embedding):
+            kept = first.setdefault(id(module.weight), module)
+            if kept is not module:
+                model.set_submodule(name, kept)
 
 
 def account(job: Job) -> Holdings:

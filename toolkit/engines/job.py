@@ -17,7 +17,6 @@ from toolkit.units import DTYPE_OF, format_bytes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
     from accelerate import Accelerator

@@ -61,8 +61,8 @@ class Memory(Shown):
         for number, (rank, held) in enumerate(zip(self.ranks, self.held, strict=True)):
             if rank.live_bytes is not None and (elsewhere := sum(held.values()) - rank.live_bytes) > 0:
                 reasons.append(
-                    f"rank {number} holds {format_bytes(elsewhere)} of its states outside of the allocator (mapped from "
-                    "a file, or on another device), and its peaks are without them"
+                    f"rank {number} holds {format_bytes(elsewhere)} of its states outside of the allocator (mapped "
+                    "from a file, or on another device), and its peaks are without them"
                 )
         return "; ".join(dict.fromkeys(filter(None, reasons))) or None
 

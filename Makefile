@@ -1,0 +1,46 @@
+# make demo    trains one model under six strategies, two processes each, and prints one table
+# make test    make check, then every test that this machine can run
+# make check   style, types, layers
+#
+# Each makes .venv first, if it is not there or not current.
+
+PYTHON ?= python3
+DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20
+PYTEST ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.PHONY: demo test check
+BIN := .venv/bin
+
+# DeepSpeed looks for ninja on the path.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# pip leaves byte-compiling to the first import (that halves its work), so that import must be allowed to write.
+unexport PYTHONDONTWRITEBYTECODE
+
+demo: .venv/.installed
+	$(BIN)/toolkit compare $(DEMO)
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	@select=(); \
+	if ! nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null; then \
+	    select=(-m 'not gpu'); echo "No NVIDIA GPU here: tests marked gpu are left out."; \
+	elif ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    select=(-m 'not gpu'); echo "This torch cannot use the NVIDIA GPU: tests marked gpu are left out."; \
+	fi; \
+	set -x; $(BIN)/pytest "$${select[@]}" $(PYTEST)
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
+	    echo "Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt pip
+	$(BIN)/python -m pip install --no-compile --build-constraint constraints.txt --constraint constraints.txt --editable '.[all,test]'
+	touch $@

@@ -1,0 +1,39 @@
+"""Where and with what a benchmark ran: every result carries it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from toolkit.devices import hardware
+from toolkit.finetune import LIBRARIES
+from toolkit.units import format_bytes
+
+
+def about() -> dict[str, Any]:
+    """Versions, machine and date."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    here = hardware()
+    return {
+        "versions": {"python": sys.version.split()[0], **found},
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(here.host_bytes)}; {here.device.name}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

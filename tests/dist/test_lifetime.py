@@ -1,0 +1,335 @@
+"""Nothing outlives its launcher, and a run that fails says which rank and why. All under real `accelerate launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from toolkit import folder
+from toolkit.devices import Device, Hardware
+from toolkit.errors import RunError
+from toolkit.launching import check_ranks
+
+pytestmark = pytest.mark.dist
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+GONE_SECONDS = 2.0
+"""None outlives its launcher by more."""
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+use_cpu: false
+num_processes: 2
+num_machines: 1
+machine_rank: 0
+main_process_port: 0
+mixed_precision: "no"
+"""
+
+
+class Started:
+    """A supervisor (or a bare launcher) of the worker beside this file, its run's folder and what it printed."""
+
+    def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
+        """`path`: of the run's folder."""
+        self.process, self.path = process, path
+
+    def wait(self, seconds: float = 180) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def pids(self, *names: str) -> list[psutil.Process]:
+        """The processes that noted their pid under these names, once they have."""
+        files = [self.path.with_name(name) for name in names]
+        until(lambda: all(file.exists() for file in files), 180, f"{names} of {self.path}")
+        return [psutil.Process(int(file.read_text())) for file in files]
+
+    def launcher(self) -> psutil.Process:
+        """The process between the supervisor and its ranks."""
+        [launcher] = psutil.Process(self.process.pid).children()
+        return launcher
+
+
+def until(true: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"{what}: not within {seconds} s"
+        time.sleep(0.01)
+
+
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended; one that nobody has reaped yet has."""
+    left = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+    return left
+
+
+def gone(processes: list[psutil.Process]) -> None:
+    """All of them, in time."""
+    until(lambda: not living(processes), GONE_SECONDS, f"the end of {processes}")
+
+
+def environment() -> dict[str, str]:
+    """For processes that import the worker."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
+    """All runs of this file, started together: they wait more than they work, and none gets in another's way."""
+    root = tmp_path_factory.mktemp("lifetime")
+    (root / "config.yaml").write_text(CONFIG)
+    bare = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(root / "config.yaml"), "-m"]
+    commands = {
+        **{f"{task} bare": [*bare, "lifetime_worker", task, "--run-dir", "FOLDER"] for task in ("import", "late")},
+        **{
+            f"{task} {ranks}": [sys.executable, "-m", "lifetime_worker", "supervise", "FOLDER", str(ranks), task]
+            for task, ranks in (
+                ("sleep", 2), ("watched", 2), ("late", 2), ("killed", 2), ("raises", 2), ("refuses", 2),
+                ("interrupted", 2), ("interrupted", 1), ("stubborn", 1), ("typo", 1),
+            )
+        },
+    }  # fmt: skip
+    started = {}
+    for name, command in commands.items():
+        path = root / name.replace(" ", "-") / "run"
+        path.parent.mkdir()
+        process = subprocess.Popen(
+            [str(path) if word == "FOLDER" else word for word in command],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started[name] = Started(process, path)
+    yield started
+    for left in psutil.process_iter():  # by a test that failed
+        with contextlib.suppress(psutil.Error):
+            if str(root) in " ".join(left.cmdline()):
+                left.kill()
+    for run in started.values():
+        run.process.communicate()
+
+
+def test_ranks_end_with_a_bare_launcher_killed_while_they_import(runs: dict[str, Started]) -> None:
+    """Without a supervisor of ours. The first test: later they would have imported all."""
+    run = runs["import bare"]
+    ranks = run.pids("rank-0", "rank-1")
+    os.kill(run.process.pid, signal.SIGKILL)
+    gone(ranks)
+    assert not list(run.path.parent.glob("imported-*"))
+
+
+def test_ranks_end_with_a_supervisor_that_is_killed(runs: dict[str, Started]) -> None:
+    """Launcher, ranks and their children; meanwhile the folder is held, afterwards it is free."""
+    run = runs["sleep 2"]
+    ranks = run.pids("rank-0", "rank-1")
+    all_of_it = [*ranks, *run.pids("child-0", "child-1"), run.launcher()]
+    assert len(living(all_of_it)) == 5
+    with pytest.raises(RunError) as refused:
+        folder.enter(run.path, wait=0.1)
+    for pid, role in ((run.process.pid, "supervisor"), (ranks[0].pid, "rank 0"), (ranks[1].pid, "rank 1")):
+        assert f"process {pid} ({role}, on " in str(refused.value)
+    os.kill(run.process.pid, signal.SIGKILL)
+    gone(all_of_it)
+    folder.enter(run.path, wait=0.5).leave()
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(runs: dict[str, Started]) -> None:
+    """And the supervisor says so."""
+    run = runs["watched 2"]
+    processes = run.pids("rank-0", "rank-1", "child-0", "child-1")
+    run.launcher().kill()
+    gone(processes)
+    code, _, err = run.wait(10)
+    assert code == 1
+    assert "RankDied: accelerate launch was killed by SIGKILL" in err
+
+
+@pytest.mark.parametrize("name", ["late 2", "late bare"])
+def test_ranks_whose_launcher_was_gone_before_they_asked(runs: dict[str, Started], name: str) -> None:
+    """No signal comes for what happened earlier: they look, and end."""
+    run = runs[name]
+    ranks = run.pids("rank-0", "rank-1")
+    (psutil.Process(run.process.pid) if name == "late bare" else run.launcher()).kill()
+    gone(ranks)
+    run.wait(10)
+    assert not list(run.path.parent.glob("outlived-*"))
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(runs: dict[str, Started]) -> None:
+    """Not the one whose connection broke because of it. Rank 0 is shown, rank 1 is in its log."""
+    run = runs["killed 2"]
+    code, out, err = run.wait()
+    assert code == 1
+    assert "RankDied: rank 1 was killed by SIGKILL" in err
+    assert f"Its last lines ({run.path / 'logs' / 'rank-1.log'}):" in err
+    assert "    the last words of rank 1\n" in err
+    assert "rank 0 begins\nrank 0 says so on stderr\n" in out
+    assert "rank 1" not in out
+    assert "ChildFailedError" not in out + err
+    assert (run.path / "logs" / "rank-0.log").read_text() in out
+    died = (run.path / "logs" / "rank-1.log").stat().st_mtime
+    assert 0 < float(run.path.with_name("ended").read_text()) - died < 60
+
+
+def test_an_exception_ends_the_run_and_is_shown(runs: dict[str, Started]) -> None:
+    """With the lines of the rank that raised, while the other one sleeps."""
+    code, _, err = runs["raises 2"].wait()
+    assert code == 1
+    assert "RankDied: rank 1 ended with ZeroDivisionError: one by nothing." in err
+    assert 'raise ZeroDivisionError("one by nothing")' in err
+
+
+def test_a_users_mistake_comes_through_as_itself(runs: dict[str, Started]) -> None:
+    """One clear message, exit status 2, and nothing half-written."""
+    run = runs["refuses 2"]
+    code, _, err = run.wait()
+    assert (code, err) == (2, "DataError: rows.jsonl, line 3: no column 'text'.\n")
+    assert not run.path.exists()
+
+
+def test_a_rank_that_fails_before_its_log_is_explained(runs: dict[str, Started]) -> None:
+    """Here by a module that does not exist, and without torch elastic."""
+    code, _, err = runs["typo 1"].wait()
+    assert code == 1
+    assert "RankDied: rank 0 ended with exit status 1." in err
+    assert "No module named no_such_module" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "expected"), [("interrupted 2", signal.SIGINT, 130), ("interrupted 1", signal.SIGTERM, 143)]
+)
+def test_a_signal_stops_the_run_in_peace(runs: dict[str, Started], name: str, number: int, expected: int) -> None:
+    """The ranks get it once and may end by themselves, under torch elastic and without."""
+    run = runs[name]
+    ranks = [f"rank-{rank}" for rank in range(int(name[-1]))]
+    processes = run.pids(*ranks)
+    run.process.send_signal(number)
+    code, _, err = run.wait()
+    assert (code, err) == (expected, "")
+    assert not living(processes)
+    for rank in ranks:
+        assert "stops in peace" in (run.path / "logs" / f"{rank}.log").read_text()
+
+
+def test_a_second_interrupt_does_not_wait(runs: dict[str, Started]) -> None:
+    """For ranks that will not end."""
+    run = runs["stubborn 1"]
+    ranks = run.pids("rank-0")
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert living(ranks)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(10)[0] == 130
+    assert not living(ranks)
+
+
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline().strip(), flush=True)
+child.wait()
+"""
+
+CHILD = """
+import os, sys, threading, time
+from toolkit import lifetime
+{system}
+lifetime.die_with_parent(int(sys.argv[1]))
+forked = []
+def fork():
+    forked.append(os.fork())
+    if forked[0] == 0:
+        time.sleep({seconds})
+        os._exit(0)
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+print(forked[0], flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("system", ["", "lifetime._ask_kernel = lambda: False"])
+def test_a_system_without_prctl_and_a_child_of_another_thread(system: str) -> None:
+    """A poll does the same. What another thread forked must not end with that thread."""
+    code = CHILD.format(system=system, seconds=3)
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, code], env=environment(), stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child, forked = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+        time.sleep(0.5)
+        assert len(living([child, forked])) == 2
+        parent.kill()
+        gone([child])
+    until(lambda: not living([forked]), 10, "the end of the forked child")
+
+
+PRINT = """
+import os, sys
+from pathlib import Path
+from toolkit import lifetime
+lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
+print("said", flush=True)
+print("warned", file=sys.stderr)
+os.system("echo a child said")
+if sys.argv[4] == "crash":
+    os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "out", "err"),
+    [
+        (0, "supervised", ["said", "warned", "a child said"], []),
+        (1, "supervised", [], []),
+        (1, "bare", ["said", "a child said"], ["warned"]),
+    ],
+)
+@pytest.mark.parametrize("end", ["return", "crash"])
+def test_what_a_rank_prints_is_kept_and_shown(
+    tmp_path: Path, rank: int, how: str, out: list[str], err: list[str], end: str
+) -> None:
+    """All of it in the log, the crash of a killed process too."""
+    log = tmp_path / "logs" / "rank.log"
+    command = [sys.executable, "-c", PRINT, str(log), str(rank), how, end]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[: len(out)] == out
+    assert done.stderr.splitlines()[: len(err)] == err
+    kept = log.read_text().splitlines()
+    assert sorted(kept[:3]) == ["a child said", "said", "warned"]
+    if end == "crash":
+        assert "Fatal Python error: Aborted" in kept
+    else:
+        assert (done.returncode, kept[3:]) == (0, [])
+
+
+def test_ranks_are_at_most_the_devices() -> None:
+    """On accelerators; a CPU takes any number."""
+    device = Device(kind="cuda", name="T4", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
+    one = Hardware(device=device, count=1, host_bytes=1, host_free_bytes=1)
+    check_ranks(one, 1)
+    with pytest.raises(RunError, match=r"processes 2: this machine has 1 cuda device\(s\) \(T4\).*--processes 1"):
+        check_ranks(one, 2)
+    with pytest.raises(RunError, match="processes 0: expected at least 1"):
+        check_ranks(one, 0)
+    cpu = Device(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
+    check_ranks(Hardware(device=cpu, count=1, host_bytes=1, host_free_bytes=1), 4)

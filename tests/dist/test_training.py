@@ -1,0 +1,136 @@
+"""The loop on two real ranks: accumulation, numbers that are not finite, loss scaling, and what is saved."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.devices import hardware
+
+pytestmark = pytest.mark.dist
+
+WORKER = Path(__file__).with_name("training_worker.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with a tokenizer, as a folder."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {f"t{number}": number for number in range(256)}
+    core = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="t0", eos_token="t2").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("training") / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint", "localhost:0", str(WORKER), str(model), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(out.read_text())
+    return {**result, "out": out.parent, "model": model}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
+def test_accumulation_equals_one_large_batch(found: dict[str, Any], sharding: str) -> None:
+    whole, split = found["accumulation"][f"{sharding} 1"], found["accumulation"][f"{sharding} 4"]
+    assert split["tokens"] == whole["tokens"]
+    for name in ("losses", "norms"):
+        assert split[name] == pytest.approx(whole[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp"])
+def test_engines_agree_on_losses_and_clipped_norms(found: dict[str, Any], sharding: str) -> None:
+    reference, other = found["accumulation"]["ddp 1"], found["accumulation"][f"{sharding} 1"]
+    assert other["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert other["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+
+
+def test_the_learning_rate_advances_once_a_step_whatever_the_ranks(found: dict[str, Any]) -> None:
+    expected = [2.5e-3, 5e-3, 5e-3, 5e-3 * 0.5 * (1 + math.cos(math.pi / 2))]
+    for run in found["accumulation"].values():
+        assert run["lr"] == pytest.approx(expected)
+
+
+def test_numbers_that_are_not_finite_end_the_run_with_the_weights_of_the_step_before(found: dict[str, Any]) -> None:
+    assert len(found["not_finite"]) == 20
+    for cell, result in found["not_finite"].items():
+        assert "step 3" in result["said"], cell
+        assert "Weights are those of step 2" in result["said"], cell
+        assert "sample-3" in result["said"], cell
+        assert result["same"], cell
+
+
+def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> None:
+    able = "fp16" in hardware().device.dtypes
+    for sharding, result in found["scaling"].items():
+        assert ("refused" not in result) == able, sharding
+        if not able:
+            assert "does not compute it" in result["refused"]
+            continue
+        assert result["skipped"][2], sharding
+        assert len(result["skipped"]) == 8, sharding
+        assert all(math.isfinite(loss) for loss in result["losses"]), sharding
+        assert result["losses"][-1] < result["losses"][0], sharding
+
+
+@pytest.mark.parametrize("cell", ["ddp none", "zero1 none", "zero3 none", "fsdp none", "fsdp_grad_op none"])
+def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = found["out"] / cell.replace(" ", "-")
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert all(parameter.numel() for parameter in model.parameters())
+    assert model.config.use_cache
+    assert len(AutoTokenizer.from_pretrained(folder)) == 256
+    assert found["saved"][cell]["export"]["logits_error"] <= 1e-5
+    reference = AutoModelForCausalLM.from_pretrained(found["out"] / "ddp-none")
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert mine.allclose(theirs, rtol=0, atol=2e-5), name
+
+
+@pytest.mark.parametrize("cell", ["zero3 lora", "fsdp lora", "zero3 qlora", "fsdp qlora"])
+def test_an_adapter_loads_in_plain_peft(found: dict[str, Any], cell: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(found["model"])
+    before = {name: parameter.clone() for name, parameter in base.named_parameters()}
+    model = PeftModel.from_pretrained(base, found["out"] / cell.replace(" ", "-"))
+    adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert len(adapters) == 2 * 7 * 2
+    assert all(p.numel() and p.abs().sum() > 0 for p in adapters.values())
+    assert len(before) == 21
+    assert found["saved"][cell]["export"]["logits_error"] <= 1e-5
+
+
+def test_engines_agree_on_the_evaluation_loss(found: dict[str, Any]) -> None:
+    reference = found["saved"]["ddp none"]["evaluated"]
+    for cell, result in found["saved"].items():
+        if cell.endswith(" none"):
+            assert result["evaluated"] == pytest.approx(reference, rel=1e-5), cell

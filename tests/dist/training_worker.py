@@ -1,0 +1,203 @@
+"""One process group of two ranks, every check of the training loop in it; rank 0 writes what came of each as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from matrix_worker import reset
+
+
+def build(folder: str, loop: Any, **words: Any) -> tuple[Any, Any, Any]:
+    """A prepared tiny model, its optimizer and schedule."""
+    from toolkit.loading import load
+    from toolkit.model import describe
+    from toolkit.preparing import prepare, prepared
+    from toolkit.runtime import accelerator as make
+    from toolkit.runtime import job
+    from toolkit.strategy import Strategy
+    from toolkit.training import adamw, warmup_cosine
+
+    accelerator = make(Strategy(**words), loop, describe(folder))
+    accelerator.print = lambda *lines: None  # type: ignore[method-assign]
+    model, tokenizer = load(accelerator)
+    optimizer = adamw(model, job(accelerator).loop)
+    schedule = warmup_cosine(optimizer, loop)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
+    return prepared(accelerator, (model, optimizer)), schedule, tokenizer
+
+
+def micro_batches(loop: Any, count: int, *, poison: int = 0) -> Iterator[dict[str, Any]]:
+    """This rank's part of a fixed sequence of samples of uneven length, the same global batches however they are split."""
+    import torch
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    generator = torch.Generator().manual_seed(3)
+    samples = torch.randint(3, 256, (count, loop.seq_len), generator=generator)
+    labels = samples.clone()
+    for row in range(count):  # every sample trains on another number of tokens
+        labels[row, : row % (loop.seq_len - 2)] = -100
+    size, at = loop.micro_batch * ranks, 0
+    while at + size <= count:
+        mine = slice(at + rank * loop.micro_batch, at + (rank + 1) * loop.micro_batch)
+        yield {"input_ids": samples[mine], "labels": labels[mine]}
+        at += size
+
+
+def weights(prepared: Any) -> list[Any]:
+    """Copies of all that this rank holds."""
+    from toolkit.engines.job import engine_of
+
+    return [piece.tensor.clone() for piece in engine_of(prepared.job.strategy).pieces(prepared)]
+
+
+def accumulation(folder: str) -> dict[str, Any]:
+    """N micro-batches of accumulation are one large batch."""
+    from toolkit.strategy import Loop
+    from toolkit.training import train
+
+    found: dict[str, Any] = {}
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        for micro, steps in ((8, 1), (2, 4)):
+            reset()
+            loop = Loop(micro_batch=micro, accumulation=steps, seq_len=16, steps=4, lr=5e-3, warmup=2)
+            prepared, schedule, _ = build(folder, loop, sharding=sharding)
+            done = list(train(prepared, micro_batches(loop, 64), schedule))
+            found[f"{sharding} {steps}"] = {
+                "losses": [step.loss for step in done],
+                "norms": [step.grad_norm for step in done],
+                "lr": [step.lr for step in done],
+                "tokens": [step.tokens for step in done],
+            }
+    return found
+
+
+def _poisoned(prepared: Any, at: int, how: str) -> Callable[[], None]:
+    """Make rank 1's loss or gradient not a number in the forward or backward of step `at`."""
+    import torch
+
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    head = module.get_output_embeddings()
+    calls = 0
+
+    def spoil_forward(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return output * math.nan if calls == at and os.environ["RANK"] == "1" else output
+
+    def spoil_backward(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at and os.environ["RANK"] == "1":
+            output.register_hook(lambda grad: grad * math.nan)
+        return output
+
+    handle = head.register_forward_hook(spoil_forward if how == "loss" else spoil_backward)
+    return lambda: handle.remove()
+
+
+def not_finite(folder: str) -> dict[str, Any]:
+    """A NaN on one rank ends the run, and no weight has changed on any."""
+    import torch
+
+    from toolkit.errors import NotFinite
+    from toolkit.strategy import Loop
+    from toolkit.training import train
+
+    found: dict[str, Any] = {}
+    for precision in ("fp32", "bf16"):
+        for sharding in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
+            for how in ("loss", "gradient"):
+                reset()
+                loop = Loop(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
+                prepared, schedule, _ = build(folder, loop, sharding=sharding, precision=precision)
+                _poisoned(prepared, 3, how)
+                before, said = [], ""
+                try:
+                    for _ in train(prepared, micro_batches(loop, 16), schedule, samples=lambda step: f"sample-{step}"):
+                        before = weights(prepared)
+                except NotFinite as error:
+                    said = str(error)
+                after = weights(prepared)
+                same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                found[f"{sharding} {precision} {how}"] = {"said": said, "same": _everywhere(prepared, same)}
+    return found
+
+
+def scaling(folder: str) -> dict[str, Any]:
+    """fp16: steps that overflow are skipped and said, and training goes on."""
+    from toolkit.errors import StrategyError
+    from toolkit.strategy import Loop
+    from toolkit.training import train
+
+    found: dict[str, Any] = {}
+    for sharding in ("zero1", "zero2", "zero3"):
+        reset()
+        loop = Loop(micro_batch=2, seq_len=16, steps=8, lr=5e-3, warmup=0)
+        try:
+            prepared, schedule, _ = build(folder, loop, sharding=sharding, precision="fp16")
+        except StrategyError as error:
+            found[sharding] = {"refused": str(error)}
+            continue
+        _poisoned(prepared, 3, "gradient")
+        done = list(train(prepared, micro_batches(loop, 32), schedule))
+        found[sharding] = {"skipped": [step.skipped for step in done], "losses": [step.loss for step in done]}
+    return found
+
+
+def saved(folder: str, out: Path) -> dict[str, Any]:
+    """What each engine saves loads in plain libraries; the test opens it again by itself."""
+    from toolkit.exporting import save, verify
+    from toolkit.strategy import Loop
+    from toolkit.training import evaluate, train
+
+    found: dict[str, Any] = {}
+    cells = [("ddp", "none"), ("zero1", "none"), ("zero3", "none"), ("fsdp", "none"), ("fsdp_grad_op", "none")]
+    cells += [(sharding, adapter) for sharding in ("zero3", "fsdp") for adapter in ("lora", "qlora")]
+    for sharding, adapter in cells:
+        reset()
+        loop = Loop(micro_batch=2, seq_len=16, steps=3, lr=5e-3, warmup=0)
+        words = {"sharding": sharding, "adapter": adapter}
+        prepared, schedule, tokenizer = build(folder, loop, **words)
+        list(train(prepared, micro_batches(loop, 12), schedule))
+        evaluated = evaluate(prepared, micro_batches(loop, 12))
+        target = out / f"{sharding}-{adapter}"
+        save(prepared, tokenizer, target)
+        probe = next(micro_batches(loop, 12))
+        import torch.distributed as dist
+
+        for tensor in probe.values():  # the probe has to be the same on every rank
+            dist.broadcast(tensor, 0)
+        export = verify(prepared, target, probe)
+        found[f"{sharding} {adapter}"] = {"evaluated": evaluated, "export": export.to_dict() if export else None}
+    return found
+
+
+def _everywhere(prepared: Any, true: bool) -> bool:
+    import torch
+
+    return bool(prepared.accelerator.gather(torch.tensor([int(true)])).min())
+
+
+def main(folder: str, out: str) -> None:
+    """Every check in turn."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = {
+        "accumulation": accumulation(folder),
+        "not_finite": not_finite(folder),
+        "scaling": scaling(folder),
+        "saved": saved(folder, Path(out).parent),
+    }
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,251 @@
+"""`examine` on this machine as it is, and its children with libraries that are broken in every way."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pickle
+import platform
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import pytest
+
+from toolkit.devices import hardware
+from toolkit.doctor import Diagnosis, Finding
+from toolkit.doctor.abilities import abilities
+from toolkit.doctor.examining import examine, run_apart
+from toolkit.doctor.finding import STATUSES
+from toolkit.doctor.libraries import absent
+from toolkit.strategy import ADAPTERS, ATTENTIONS, OFFLOADS, PRECISIONS, SHARDINGS
+
+
+@pytest.fixture(scope="module")
+def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """Made in a process of its own, which asks afterwards that no library was imported where it could do harm."""
+    file = tmp_path_factory.mktemp("doctor") / "diagnosis"
+    script = f"""
+        import pickle, sys
+        from toolkit.doctor import examine
+        found = examine()
+        assert not {{"torch", "transformers", "peft", "deepspeed", "bitsandbytes", "datasets"}} & set(sys.modules)
+        pickle.dump(found, open({str(file)!r}, "wb"))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    found: Diagnosis = pickle.loads(file.read_bytes())
+    return found
+
+
+def test_what_is_installed_works(diagnosis: Diagnosis) -> None:
+    details = {finding.check: finding.detail for finding in diagnosis.findings}
+    for check in ("torch", "transformers", "accelerate", "deepspeed", "bitsandbytes", "peft", "datasets"):
+        assert diagnosis.status(check) == "ok", details[check]
+        assert metadata.version(check) in details[check]
+    for check in ("processes", "bf16", "host memory", "python"):
+        assert diagnosis.status(check) == "ok", details[check]
+    assert platform.python_version() in details["python"]
+    assert "4 bits work" in details["bitsandbytes"]
+    assert "gloo" in details["processes"]
+
+
+def test_every_check_reports_once_and_says_what_to_do(diagnosis: Diagnosis) -> None:
+    checks = [finding.check for finding in diagnosis.findings]
+    assert len(checks) == len(set(checks)) == 22
+    assert {finding.status for finding in diagnosis.findings} <= set(STATUSES)
+    for finding in diagnosis.findings:
+        assert finding.detail
+        assert finding.fix or finding.status != "missing"
+
+
+def test_every_value_of_a_strategy_is_judged(diagnosis: Diagnosis) -> None:
+    judged = [(one.field, one.value) for one in diagnosis.abilities]
+    lists = {
+        "sharding": SHARDINGS,
+        "offload": OFFLOADS,
+        "adapter": ADAPTERS,
+        "precision": PRECISIONS,
+        "attention": ATTENTIONS,
+    }
+    assert judged == [(field, value) for field, values in lists.items() for value in values]
+    assert diagnosis.ability("sharding", "none").runs
+    assert diagnosis.ability("adapter", "qlora").runs
+    assert not diagnosis.ability("precision", "fp8").runs
+    for kernel in ATTENTIONS[1:]:
+        assert diagnosis.ability("attention", kernel).runs == (kernel in hardware().device.attentions)
+    assert all(one.runs or one.reason for one in diagnosis.abilities)
+
+
+def test_it_shows_itself(diagnosis: Diagnosis) -> None:
+    assert "sharding" in str(diagnosis)
+    assert "<caption>This machine</caption>" in diagnosis._repr_html_()
+    told = json.loads(diagnosis.to_json())
+    assert told["findings"][0] == dataclasses.asdict(diagnosis.findings[0])
+    assert {"field": "sharding", "value": "ddp"}.items() <= told["abilities"][1].items()
+
+
+def test_a_library_that_is_not_there() -> None:
+    found = absent("no_such_library")
+    assert found is not None
+    assert (found.status, found.fix) == ("missing", "`pip install 'accelerate-toolkit'`")
+    assert absent("json") is None
+
+
+# What other libraries do ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands first on the path of the children."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    return tmp_path
+
+
+def put(folder: Path, **modules: str) -> None:
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+def test_broken_libraries_end_only_their_own_check(first: Path) -> None:
+    """One raises, one crashes, one leaves the process, one writes where results go: every check has its finding."""
+    put(
+        first,
+        datasets="raise ImportError('undefined symbol: _ZN3c10')",
+        accelerate="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        peft="import os, sys; print('no licence', file=sys.stderr); sys.stderr.flush(); os._exit(3)",
+        transformers="import os; os.write(1, b'{}\\n'); print('{}', flush=True)",
+    )
+    found = {finding.check: finding for finding in run_apart(["datasets", "accelerate", "peft", "transformers"])}
+    assert list(found) == ["datasets", "accelerate", "peft", "transformers"]
+    assert found["datasets"].status == "broken"
+    assert found["datasets"].detail == "ImportError: undefined symbol: _ZN3c10"
+    assert found["accelerate"].detail.startswith("killed by SIGSEGV")
+    assert found["peft"].detail == "ended its process with 3: no licence"
+    assert found["peft"].fix == "`pip install --force-reinstall peft`"
+    assert found["transformers"].status == "ok"
+
+
+def test_a_library_that_hangs_is_ended_with_what_it_started(first: Path) -> None:
+    put(
+        first,
+        accelerate=f"""
+            import pathlib, subprocess, time
+            started = subprocess.Popen(["sleep", "300"])
+            pathlib.Path({str(first / "pid")!r}).write_text(str(started.pid))
+            time.sleep(300)
+        """,
+        datasets="",
+    )
+    hung, after = run_apart(["accelerate", "datasets"], each=3)
+    assert (hung.status, hung.detail) == ("broken", "did not end within 3 s")
+    assert after.status == "ok"
+    assert gone(int((first / "pid").read_text()))
+
+
+def test_an_old_library_is_named_with_the_version_that_is_asked_for(first: Path) -> None:
+    put(first, datasets="")
+    info = first / "accelerate_toolkit-0.1.0.dist-info"
+    info.mkdir()
+    about = "Metadata-Version: 2.1\nName: accelerate-toolkit\nVersion: 0.1.0\n"
+    (info / "METADATA").write_text(f"{about}Requires-Dist: datasets>=999; extra == 'data'\n")
+    (found,) = run_apart(["datasets"])
+    assert found.status == "broken"
+    assert found.detail == f"{metadata.version('datasets')}, expected >=999"
+    assert found.fix == "`pip install 'datasets>=999'`"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_examination_leaves_no_process(how: signal.Signals, first: Path) -> None:
+    """Ctrl-C while libraries hang: `examine` ends at once, and its children; killed outright, too."""
+    hang = f"""
+        import os, pathlib, time
+        pathlib.Path({str(first)!r}, f"pid-{{os.getpid()}}").touch()
+        time.sleep(300)
+    """
+    put(first, torch=hang, bitsandbytes=hang)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "from toolkit.doctor import examine; examine()"], stderr=subprocess.DEVNULL
+    )
+    children = [int(path.name.partition("-")[2]) for path in two_files(first, "pid-*")]
+    parent.send_signal(how)
+    assert parent.wait(timeout=20) != 0
+    assert all(gone(pid) for pid in children)
+
+
+def test_stopping_between_checks() -> None:
+    stop = threading.Event()
+    stop.set()
+    assert list(run_apart(["peft"], stop=stop)) == []
+
+
+def two_files(folder: Path, pattern: str) -> list[Path]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if len(found := list(folder.glob(pattern))) == 2:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no two {pattern} came into {folder}")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within 5 s; one that nobody waited for counts as ended."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# What follows for a Strategy ------------------------------------------------------------------------------------------
+
+
+def judged(diagnosis: Diagnosis, **changed: str) -> dict[tuple[str, str], tuple[bool, str]]:
+    """The abilities that follow where these checks had this status."""
+    names = {name.replace("_", " "): status for name, status in changed.items()}
+    findings: Iterator[Finding] = (
+        dataclasses.replace(finding, status=names.get(finding.check, "ok"), detail="not installed")
+        for finding in diagnosis.findings
+    )
+    return {(one.field, one.value): (one.runs, one.reason) for one in abilities(tuple(findings))}
+
+
+def test_without_deepspeed_no_zero(diagnosis: Diagnosis) -> None:
+    whole, without = judged(diagnosis), judged(diagnosis, deepspeed="missing")
+    for stage in ("zero1", "zero2", "zero3"):
+        assert whole["sharding", stage][0]
+        assert without["sharding", stage] == (False, "deepspeed: not installed")
+    for word in ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"):
+        assert without["sharding", word] == whole["sharding", word]
+    assert not without["offload", "optimizer"][0]
+
+
+def test_without_bitsandbytes_no_qlora(diagnosis: Diagnosis) -> None:
+    without = judged(diagnosis, bitsandbytes="missing")
+    for adapter in ("qlora", "qlora8"):
+        assert without["adapter", adapter] == (False, "bitsandbytes: not installed")
+    assert without["adapter", "lora"] == (True, "")
+    assert judged(diagnosis, peft="broken")["adapter", "lora"] == (False, "peft: not installed")
+
+
+def test_without_process_groups_one_process(diagnosis: Diagnosis) -> None:
+    without = judged(diagnosis, processes="broken")
+    assert without["sharding", "none"][0]
+    assert not any(without["sharding", word][0] for word in SHARDINGS if word != "none")
+    assert not any(runs for (field, _), (runs, _) in judged(diagnosis, torch="broken").items() if field == "sharding")
+
+
+def test_the_public_names() -> None:
+    import toolkit.doctor
+
+    assert toolkit.doctor.examine is examine
+    assert importlib.util.find_spec("toolkit.doctor.examine") is None

@@ -1,0 +1,214 @@
+"""The package as a whole: light to import, complete, documented, pinned, and the same on every machine."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import warnings
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import toolkit
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = sorted(found.name for found in pkgutil.walk_packages(toolkit.__path__, "toolkit."))
+HEAVY = (
+    "accelerate bitsandbytes datasets deepspeed huggingface_hub ipywidgets numpy pandas peft safetensors tensorboard "
+    "tokenizers torch transformers"
+)
+
+
+def in_new_process(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_importing_any_module_imports_nothing_heavy() -> None:
+    script = """
+import importlib, json, sys
+heavy, found = sys.argv[1].split(), {}
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+    found[module] = [name for name in heavy if name in sys.modules]
+    for name in found[module]:
+        del sys.modules[name]
+print(json.dumps(found))
+"""
+    process = in_new_process(script, HEAVY, "toolkit", *MODULES)
+    assert process.returncode == 0, process.stderr
+    guilty = {module: names for module, names in json.loads(process.stdout).items() if names}
+    assert not guilty
+
+
+def test_public_names_stay_what_they_are_when_every_module_is_imported() -> None:
+    script = """
+import importlib, json, sys
+import toolkit
+before = {name: getattr(toolkit, name) for name in toolkit.__all__}
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print(json.dumps([len(before), [name for name in before if getattr(toolkit, name) is not before[name]]]))
+"""
+    process = in_new_process(script, *MODULES)
+    assert process.returncode == 0, process.stderr
+    count, changed = json.loads(process.stdout)
+    assert count > 0
+    assert changed == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_function_hides_its_module(name: str) -> None:
+    module = importlib.import_module(name)
+    package, _, last = name.rpartition(".")
+    assert getattr(importlib.import_module(package), last) is module
+    assert not callable(getattr(module, last, None)), f"{name}.{last} has the name of its module"
+
+
+def public(module: ModuleType) -> dict[str, object]:
+    """What a module defines itself under a public name, with the methods and properties of its classes."""
+    found: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isfunction(value) or inspect.isclass(value):
+            found[name] = value
+        if inspect.isclass(value):
+            for inner in vars(value):
+                member = getattr(value, inner)
+                if not inner.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                    found[f"{name}.{inner}"] = member
+    return found
+
+
+@pytest.mark.parametrize("name", ["toolkit", *MODULES])
+def test_everything_public_is_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    undocumented = [label for label, value in public(module).items() if not inspect.getdoc(value)]
+    assert inspect.getdoc(module)
+    assert not undocumented
+
+
+def test_the_command_exists() -> None:
+    module, _, function = PROJECT["scripts"]["toolkit"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def reached(extras: set[str]) -> set[str]:
+    """Every distribution that the project needs with these extras, as the installed ones' metadata say."""
+    wanted = [Requirement(line) for line in PROJECT["dependencies"]]
+    wanted += [Requirement(line) for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    seen: set[tuple[str, str]] = set()
+    while wanted:
+        requirement = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        for extra in ["", *sorted(requirement.extras)]:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            if name == PROJECT["name"]:
+                wanted += map(Requirement, PROJECT["optional-dependencies"].get(extra, []))
+                continue
+            for line in importlib.metadata.requires(name) or []:
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                    wanted.append(needed)
+    return {name for name, _ in seen} - {PROJECT["name"]}
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    matches = [re.fullmatch(r"([\w.-]+)==([\w.!]+)", line) for line in lines]
+    assert all(matches), f"not name==version: {[line for line, match in zip(lines, matches, strict=True) if not match]}"
+    return {canonicalize_name(match[1]): match[2] for match in matches if match}
+
+
+def test_constraints_are_the_packages_of_all_and_test() -> None:
+    cuda = re.compile(r"triton|cuda-.*|nvidia-(?!ml-py$).*")  # the CUDA build of torch brings these, with its own pins
+    assert {name for name in reached({"all", "test"}) if not cuda.fullmatch(name)} == set(pins()) - {"pip"}
+
+
+@pytest.mark.parametrize("name", sorted(pins()))
+def test_installed_versions_are_the_pinned_ones(name: str) -> None:
+    assert Version(importlib.metadata.version(name)).public == pins()[name]
+
+
+def test_extras() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert {"deepspeed", "qlora", "notebook", "test", "all", "flash"} <= set(extras)
+    everything = {canonicalize_name(name) for name in reached({"all"})}
+    assert "flash-attn" not in everything
+    for extra in set(extras) - {"all", "test", "flash"}:
+        assert {canonicalize_name(Requirement(line).name) for line in extras[extra]} <= everything
+
+
+def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / "tests").mkdir()
+    (source / "tests" / "__init__.py").touch()
+    script = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"accelerate_toolkit-{PROJECT['version']}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    info = f"accelerate_toolkit-{PROJECT['version']}.dist-info/"
+    sources = {str(path.relative_to(source)) for path in (source / "toolkit").rglob("*") if path.is_file()}
+    assert {name for name in names if not name.startswith(info)} == sources
+    assert "toolkit/py.typed" in sources
+    assert info + "licenses/LICENSE" in names
+
+
+@pytest.mark.parametrize("module", ["toolkit", "toolkit.strategy", "toolkit.engines.fsdp"])
+def test_a_warning_of_ours_is_an_error(module: str) -> None:
+    with pytest.raises(UserWarning, match="ours"):
+        warnings.warn_explicit("ours", UserWarning, "a.py", 1, module=module)
+
+
+@pytest.mark.parametrize("module", ["torch.toolkit", "toolkits", "transformers"])
+def test_a_warning_of_others_is_none(module: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.warn_explicit("theirs", UserWarning, "a.py", 1, module=module)
+    assert [str(warning.message) for warning in seen] == ["theirs"]
+
+
+def test_warnings_count_in_started_processes_too() -> None:
+    script = "import sys, warnings; warnings.warn_explicit('seen', UserWarning, 'a.py', 1, module=sys.argv[1])"
+    ours, theirs = in_new_process(script, "toolkit.engines.fsdp"), in_new_process(script, "transformers")
+    assert ours.returncode == 1
+    assert "UserWarning: seen" in ours.stderr
+    assert theirs.returncode == 0
+    assert "UserWarning: seen" in theirs.stderr
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    home = re.compile(r"(?<![\w.])/(?:" + "home|root|" + r"Users|work)/\w")
+    kinds = {".py", ".toml", ".txt", ".md", ".yaml", ".yml", ".ipynb", ".json", ""}
+    folders = ("toolkit", "tests", "notebooks", "accelerate_configs", "benchmarks", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    files += ROOT.iterdir()
+    texts = {path: path.read_text() for path in files if path.is_file() and path.suffix in kinds}
+    assert len(texts) > len(MODULES)
+    assert [str(path.relative_to(ROOT)) for path, text in texts.items() if home.search(text)] == []
