@@ -1,0 +1,64 @@
+"""One word switches how a model is trained: thin helpers around `accelerator.prepare`."""
+
+from toolkit.comparing import Comparison, compare
+from toolkit.devices import Device, Hardware, hardware
+from toolkit.doctor import examine
+from toolkit.engines.job import Holdings, Job, Prepared
+from toolkit.errors import (
+    DataError,
+    MissingLibrary,
+    ModelError,
+    NotFinite,
+    RunError,
+    StrategyError,
+    StrategyMismatch,
+    ToolkitError,
+)
+from toolkit.exporting import Export, save, verify
+from toolkit.finetune import Recipe
+from toolkit.loading import load
+from toolkit.model import ModelSpec, describe
+from toolkit.phases import phase
+from toolkit.preparing import Audit, audit, prepare, prepared
+from toolkit.runtime import accelerator, job
+from toolkit.strategy import Loop, Strategy
+from toolkit.training import Step, evaluate, train
+
+__all__ = [
+    "Audit",
+    "Comparison",
+    "DataError",
+    "Device",
+    "Export",
+    "Hardware",
+    "Holdings",
+    "Job",
+    "Loop",
+    "MissingLibrary",
+    "ModelError",
+    "ModelSpec",
+    "NotFinite",
+    "Prepared",
+    "Recipe",
+    "RunError",
+    "Step",
+    "Strategy",
+    "StrategyError",
+    "StrategyMismatch",
+    "ToolkitError",
+    "accelerator",
+    "audit",
+    "compare",
+    "describe",
+    "evaluate",
+    "examine",
+    "hardware",
+    "job",
+    "load",
+    "phase",
+    "prepare",
+    "prepared",
+    "save",
+    "train",
+    "verify",
+]

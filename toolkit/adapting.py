@@ -21,24 +21,24 @@ MOST_UNQUANTIZED = 0.5
 
 
 def unquantized_share(spec: ModelSpec) -> float:
-    """The share of all weights, by elements, that 4 or 8 bits leave as they are: embeddings, norms, head, fused experts."""
-    packed = {f"{name}.weight" for name in spec.linears}
-    return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in packed) / spec.elements
+    """The share of all weights, by elements, that stays as it is: embeddings, norms, head, fused experts."""
+    linear = {f"{name}.weight" for name in spec.linears}
+    return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in linear) / spec.elements
 
 
 def check_quantized(spec: ModelSpec, allow_unquantized: bool) -> None:
-    """Refuse QLoRA where more than half of the weights would stay unquantized. Reads nothing: it can be asked before a launch.
+    """Refuse QLoRA where more than half of the weights would stay unquantized. Reads nothing.
 
     Raises:
         ModelError: with the share, and how to go on all the same.
     """
     share = unquantized_share(spec)
     if share > MOST_UNQUANTIZED and not allow_unquantized:
-        fused = spec.elements_of("expert")
-        why = f"fused experts, {fused / spec.elements:.0%}, are no linear modules" if fused else "embeddings and head are no part of it"
+        fused = spec.elements_of("expert") / spec.elements
+        why = f"fused experts, {fused:.0%}, are no linear modules" if fused else "embeddings and head are left out"
         raise ModelError(
-            f"4 and 8 bits would leave {share:.0%} of {spec.name}'s {format_count(spec.elements)} weights unquantized ({why}). "
-            "Choose adapter 'lora', or --allow-unquantized to go on."
+            f"4 and 8 bits would leave {share:.0%} of {spec.name}'s {format_count(spec.elements)} weights "
+            f"unquantized: {why}. Choose adapter 'lora', or go on with --allow-unquantized."
         )
 
 
@@ -49,16 +49,19 @@ def require_libraries(job: Job) -> None:
         MissingLibrary: with the command that installs it.
     """
     adapter = job.strategy.adapter
-    needed = {"peft": adapter != "none", "bitsandbytes": job.strategy.quantized}
-    extra = {"peft": "pip install peft", "bitsandbytes": "pip install 'accelerate-toolkit[qlora]'"}
-    for library, wanted in needed.items():
-        if wanted and importlib.util.find_spec(library) is None:
-            fix = ", or choose adapter 'lora'" if library == "bitsandbytes" else ""
-            raise MissingLibrary(f"adapter {adapter!r} needs {library}, which is not installed. Install it with `{extra[library]}`{fix}.")
+    if adapter != "none" and importlib.util.find_spec("peft") is None:
+        raise MissingLibrary(
+            f"adapter {adapter!r} needs peft, which is not installed. Install it with `pip install peft`."
+        )
+    if job.strategy.quantized and importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingLibrary(
+            f"adapter {adapter!r} needs bitsandbytes, which is not installed. "
+            "Install it with `pip install 'accelerate-toolkit[qlora]'`, or choose adapter 'lora'."
+        )
 
 
 def quantization(job: Job) -> BitsAndBytesConfig | None:
-    """nf4 with double quantization (Dettmers et al. 2023), packed into floating storage so that engines can shard it; or LLM.int8."""
+    """4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (Dettmers et al. 2022)."""
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -69,27 +72,26 @@ def quantization(job: Job) -> BitsAndBytesConfig | None:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=compute,
-            # A sharding engine casts parameters to the compute dtype, which would destroy weights packed into any other.
+            # Engines shard floating parameters only, and cast them to this dtype: any other would be destroyed.
             bnb_4bit_quant_storage=compute,
         )
     return BitsAndBytesConfig(load_in_8bit=True) if job.strategy.adapter == "qlora8" else None
 
 
-def packed_elements(model: nn.Module) -> int:
-    """Weights that are quantized, counted before they were packed."""
-    return sum(
-        child.in_features * child.out_features
-        for child in model.modules()
+def packed(model: nn.Module) -> dict[str, int]:
+    """The modules whose weights are quantized, and how many weights each had before they were packed."""
+    return {
+        name: child.in_features * child.out_features
+        for name, child in model.named_modules()
         if type(getattr(child, "weight", None)).__name__ in ("Params4bit", "Int8Params")
-    )
+    }
 
 
 def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
     """Freeze a model and put an adapter on it, equal on every rank and under every engine.
 
-    The base keeps its dtypes: PEFT's own `prepare_model_for_kbit_training` would cast every weight that is not packed to
-    fp32. First values are rounded to the compute dtype, so that an engine which trains on a rounded copy begins where
-    one that does not begins.
+    The base keeps its dtypes: PEFT's own `prepare_model_for_kbit_training` would cast what is not packed to fp32. First
+    values are rounded to the compute dtype, so that engines which train on a rounded copy begin where the others do.
     """
     import torch
     from peft import LoraConfig, TaskType, get_peft_model
@@ -115,5 +117,13 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
 
 def kept_dtype(job: Job) -> str:
-    """torch's name of the dtype in which the engine holds trained parameters: with a separate master the compute dtype, else the master's."""
+    """torch's name of the dtype in which the engine holds trained parameters, masters apart."""
     return engine_of(job.strategy).account(job).dtypes["trainable"]
+
+
+def quiet(model: nn.Module) -> None:
+    """Evaluation mode, but for 4-bit layers: in it they pack CPU weights for good, and training after that is wrong."""
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.training = True

@@ -59,7 +59,7 @@ def train(flags: argparse.Namespace) -> None:
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
     from toolkit.finetune import Recipe, get_ready
-    from toolkit.folder import enter, new_path
+    from toolkit.folder import enter, new_path, new_token
     from toolkit.launching import check_ranks, supervise
 
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
@@ -67,7 +67,7 @@ def train(flags: argparse.Namespace) -> None:
     check_ranks(machine, flags.processes)
     get_ready(recipe, strategy, loop, flags.processes, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
-    with enter(path) as folder:
+    with enter(path, token=new_token()) as folder:
         arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         content = engine_of(strategy).to_yaml(strategy, flags.processes, 1)
         with _quiet(flags.json):
@@ -89,7 +89,9 @@ def compare(flags: argparse.Namespace) -> Shown:
     from toolkit.finetune import Recipe
 
     fields = given(flags, Strategy)
-    words = [sharding_word(word) for word in fields.pop("sharding", "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op").split(",")]
+    words = [
+        sharding_word(word) for word in fields.pop("sharding", "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op").split(",")
+    ]
     replicate = fields.pop("replicate", 2)
     strategies = [
         from_dict(Strategy, {**fields, "sharding": word, "replicate": replicate if SHARDINGS[word].replicate else 1})

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
 from toolkit.finetune import Recipe, get_ready
-from toolkit.folder import enter, new_path, read_events
+from toolkit.folder import enter, new_path, new_token, read_events
 from toolkit.launching import check_ranks, supervise
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table
@@ -86,7 +86,18 @@ class Comparison(Shown):
                     f"{'yes' if self.agrees(result) else 'NO'} ({self.difference(result):.0e})",
                 )
             )
-        columns = ("sharding", "engine", "ranks", "tokens/s", "parameters", "peak", *seen, "first loss", "last loss", "agree")
+        columns = (
+            "sharding",
+            "engine",
+            "ranks",
+            "tokens/s",
+            "parameters",
+            "peak",
+            *seen,
+            "first loss",
+            "last loss",
+            "agree",
+        )
         notes = (
             "Bytes are those of the rank that held most: parameters between steps; peak over all phases, and within each.",
             "agree: the largest relative difference of a step's loss from the first row's.",
@@ -128,7 +139,7 @@ def compare(
 
 def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path) -> Result:
     path = new_path(root, strategy.sharding)
-    with enter(path) as folder:
+    with enter(path, token=new_token()) as folder:
         arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         supervise(folder, "toolkit.finetune", arguments, engine_of(strategy).to_yaml(strategy, ranks, 1))
     return read_run(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -336,6 +335,8 @@ def _cuda(name: str, total: int, free: int, capability: tuple[int, int], *, name
 
 def _installed(kernel: str) -> bool:
     """As transformers' `is_flash_attn_2_available` and `is_flash_attn_3_available` ask, without importing torch."""
+    from importlib import metadata
+
     from packaging.version import Version
 
     module, distribution, least = {
@@ -343,7 +344,7 @@ def _installed(kernel: str) -> bool:
         "flash_attention_3": ("flash_attn_interface", "flash-attn-3", "3"),
     }[kernel]
     try:
-        version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return False
     return importlib.util.find_spec(module) is not None and Version(version) >= Version(least)

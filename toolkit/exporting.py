@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.adapting import quiet
 from toolkit.engines.job import Piece, Prepared, engine_of
 from toolkit.errors import RunError
 from toolkit.show import Shown, Table
-from toolkit.training import quiet
 from toolkit.units import BYTES_OF, DTYPE_OF, dtype_name, format_bytes
 
 if TYPE_CHECKING:
@@ -59,9 +59,13 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
     memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all.
     """
     module = prepared.accelerator.unwrap_model(prepared.model)
+    # FSDP2 shards again what a forward left whole when it is asked for its state, so all ranks have to ask.
+    known = set(module.state_dict())
     adapter = prepared.job.strategy.adapter != "none"
     wanted = {name for name, p in module.named_parameters() if p.requires_grad or not adapter}
     state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
+    if not adapter:
+        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
     if prepared.accelerator.is_main_process:
         _write(prepared, module, tokenizer, state, folder)
     prepared.accelerator.wait_for_everyone()
@@ -72,8 +76,6 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
 
     spec = prepared.job.spec
     if prepared.job.strategy.adapter == "none":
-        kept = module.state_dict().keys()
-        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in kept}
         # Training switches the cache off; whoever loads the result to generate wants what the checkpoint said.
         module.config.use_cache = spec.config.get("use_cache", True) if spec else True
         module.config.dtype = next(iter(state.values())).dtype

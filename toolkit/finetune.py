@@ -194,8 +194,14 @@ def run(flags: argparse.Namespace, folder: Folder) -> None:
         if recipe.tracker:
             accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
         if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
-            size = {"micro_batch": asked.loop.micro_batch, "attention": asked.strategy.attention}
-            loss = evaluate(ours, eval_batches(ready.eval_rows, rank=rank, ranks=ranks, **size))
+            held_out = eval_batches(
+                ready.eval_rows,
+                micro_batch=asked.loop.micro_batch,
+                rank=rank,
+                ranks=ranks,
+                attention=asked.strategy.attention,
+            )
+            loss = evaluate(ours, held_out)
             if accelerator.is_main_process:
                 folder.append_event({"step": step.step, "attempt": 0, "eval_loss": loss})
             accelerator.print(f"step {step.step}: evaluation loss {loss:.4f}")
@@ -248,7 +254,7 @@ def _headline(asked: Job) -> str:
 
 def _about(asked: Job, recipe: Recipe, rows: Rows, machine: Any) -> dict[str, Any]:
     """What `run.json` says."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.adapting import adapt, check_quantized, kept_dtype, packed_elements, quantization, require_libraries
+from toolkit.adapting import adapt, check_quantized, kept_dtype, packed, quantization, require_libraries
 from toolkit.engines.job import Job, engine_of
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
-from toolkit.model import ModelSpec, require_weights
+from toolkit.mastering import auto_class
+from toolkit.model import ModelSpec, embedded_config, require_weights
 from toolkit.runtime import job as job_of
 from toolkit.units import dtype_name, format_count
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,7 +40,8 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         A transformers model, or PEFT's around it, and the tokenizer with its pad token set.
 
     Raises:
-        StrategyError: for an Accelerator made without a spec.
+        StrategyError: for an Accelerator made without a spec, and for a model without activation checkpointing.
+        StrategyMismatch: where transformers chose another attention, or left tied weights apart.
         ModelError: for weights or a tokenizer that are missing, do not fit, or would mostly stay unquantized.
         MissingLibrary: for an adapter whose library is not installed.
     """
@@ -73,7 +73,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     return model, tokenizer
 
 
-# Reading ---------------------------------------------------------------------------------------------------------------
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def _base_dtype(job: Job) -> str:
@@ -85,19 +85,13 @@ def _attention(job: Job) -> str:
     return FLEX.get(job.strategy.attention, job.strategy.attention)
 
 
-def _auto(spec: ModelSpec) -> Any:
-    import transformers
-
-    return transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
-
-
 def _read(job: Job) -> PreTrainedModel:
     """The weights of the checkpoint, none of them missing."""
     import torch
 
     spec = cast("ModelSpec", job.spec)
     try:
-        model, info = _auto(spec).from_pretrained(
+        model, info = auto_class(spec).from_pretrained(
             spec.source,
             dtype=getattr(torch, _base_dtype(job)),
             attn_implementation=_attention(job),
@@ -113,27 +107,14 @@ def _read(job: Job) -> PreTrainedModel:
     wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + list(info["error_msgs"])
     if wrong:
         raise ModelError(
-            f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint or have another shape than its config says, "
-            f"the first: {wrong[0]}. Copy it again, or give another."
+            f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
+            f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
         )
     return cast("PreTrainedModel", model)
 
 
-def read_whole(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """All weights into this process's host memory, under any engine: ZeRO-3 would partition them."""
-    from transformers.integrations import deepspeed
-
-    active = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        model = _auto(spec).from_pretrained(spec.source, dtype=dtype, trust_remote_code=False, use_safetensors=True)
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = active
-    return cast("PreTrainedModel", model)
-
-
 def _by_broadcast() -> bool:
-    """Whether rank 0 alone is to read. transformers 5 knows the setting, and still reads the whole file on every rank."""
+    """Whether rank 0 alone is to read. transformers 5 knows the setting, and still reads the file on every rank."""
     from transformers.integrations import is_fsdp_enabled
 
     return bool(is_fsdp_enabled())
@@ -163,7 +144,7 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
     spec = cast("ModelSpec", job.spec)
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
     with init_empty_weights():
-        model = _auto(spec).from_config(
+        model = auto_class(spec).from_config(
             config, dtype=getattr(torch, _base_dtype(job)), attn_implementation=_attention(job), trust_remote_code=False
         )
     # `init_empty_weights` gives every name a parameter of its own.
@@ -195,21 +176,25 @@ def _quiet(main: bool, *, shown: bool) -> Iterator[None]:
 
 
 def _check(job: Job, model: PreTrainedModel) -> None:
-    """What was read is what was asked for.
-
-    Raises:
-        StrategyMismatch: where transformers chose another attention, or left tied weights apart.
-    """
+    """What was read is what was asked for."""
     spec = cast("ModelSpec", job.spec)
     used = model.config.get_text_config()._attn_implementation
     if used != _attention(job):
-        raise StrategyMismatch(f"attention {job.strategy.attention!r} was asked for, and transformers uses {used!r} for {spec.architecture}.")
+        raise StrategyMismatch(
+            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
+        )
     for group in spec.tied:
         if len({id(model.get_parameter(name)) for name in group}) > 1:
-            raise StrategyMismatch(f"model {spec.name!r}: tied weights came apart while loading: {', '.join(group)}.")
+            raise StrategyMismatch(f"model {spec.name!r}: tied weights came untied while loading: {', '.join(group)}.")
+    left = sorted(set(spec.linears) - set(packed(model))) if job.strategy.quantized else []
+    if left:
+        raise ModelError(
+            f"model {spec.name!r}: transformers leaves {len(left)} linear modules of {spec.architecture} unquantized, "
+            f"the first {left[0]}. Choose adapter 'lora'."
+        )
 
 
-# Setting up ------------------------------------------------------------------------------------------------------------
+# Setting up ----------------------------------------------------------------------------------------------------------
 
 
 def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -218,18 +203,24 @@ def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     text = model.config.get_text_config()
     model.config.use_cache = text.use_cache = False
     model.config.pad_token_id = text.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
     checkpointing = job.strategy.activation_checkpointing
     if checkpointing == "full":
+        if not model.supports_gradient_checkpointing:
+            raise StrategyError(
+                f"{spec.architecture} has no activation checkpointing. Choose activation_checkpointing 'none'."
+            )
         model.activation_checkpointing_enable({"use_reentrant": False})
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
     if spec.moe is not None:
-        notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {text._experts_implementation}")
+        experts = f"{spec.moe.experts} a layer, {spec.moe.active} active"
+        notes.append(f"experts: {experts}, computed by {text._experts_implementation}")
     if job.strategy.quantized:
-        left = 1 - packed_elements(model) / spec.elements
-        notes.append(
-            f"quantized: {'8 bits (LLM.int8)' if job.strategy.adapter == 'qlora8' else '4 bits (nf4, double quantization)'}; "
-            f"{left:.0%} of {format_count(spec.elements)} weights stay in {job.compute_dtype}"
-        )
+        bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
+        left = 1 - sum(packed(model).values()) / spec.elements
+        count = format_count(spec.elements)
+        notes.append(f"quantized: {bits}; {left:.0%} of {count} weights stay unquantized, in {job.compute_dtype}")
     return notes
 
 
@@ -257,14 +248,15 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(spec.source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         raise ModelError(
-            f"model {spec.name!r}: its tokenizer cannot be read ({error}). Copy tokenizer.json and tokenizer_config.json beside its weights."
+            f"model {spec.name!r}: its tokenizer cannot be read ({error}). "
+            "Copy tokenizer.json and tokenizer_config.json beside its weights."
         ) from error
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=-1)
     if largest >= spec.vocab:
         raise ModelError(
-            f"model {spec.name!r}: its tokenizer goes up to token {largest:,}, and the model embeds {spec.vocab:,}: token "
-            f"{spec.vocab - 1:,} is the last. Give the tokenizer that belongs to the model."
+            f"model {spec.name!r}: its tokenizer goes to token {largest:,}, its embedding only to {spec.vocab - 1:,}. "
+            "Give the tokenizer that belongs to the model."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = _pad_token(spec, tokenizer)
@@ -289,27 +281,28 @@ def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.eos_token)
 
 
-# The embedded model ----------------------------------------------------------------------------------------------------
+# The embedded model --------------------------------------------------------------------------------------------------
 
 
 def embedded_checkpoint(folder: Path) -> None:
     """Write the embedded model into a new folder: config.json and model.safetensors, fp32, drawn from seed 0.
 
-    Called before an engine is set up: under ZeRO-3 weights would be drawn otherwise. The folder is complete when it
-    exists.
+    Called before an engine is set up: under ZeRO-3 weights would be drawn otherwise. The folder appears whole.
     """
     import tempfile
 
     import torch
+    from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    from toolkit.model import embedded_config
-
     assert not is_deepspeed_zero3_enabled(), "the embedded model is made before ZeRO-3 is set up"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as made, torch.random.fork_rng(devices=[]):
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig.from_dict(embedded_config()))
-        model.save_pretrained(f"{made}/model")
-        (folder.parent / made / "model").rename(folder)
+        made = Path(partial) / "model"
+        made.mkdir()
+        model.config.save_pretrained(made)
+        save_file(model.state_dict(), made / "model.safetensors", metadata={"format": "pt"})
+        made.rename(folder)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.engines.job import Job, Piece, Prepared, engine_of
 from toolkit.errors import StrategyMismatch
-from toolkit.loading import read_whole
 from toolkit.model import ModelSpec, local_weights
-from toolkit.units import dtype_name
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 
 def restore_masters(prepared: Prepared) -> None:
     """Write the checkpoint's fp32 values into separate masters, and check them and the compute copies bit by bit.
 
     An engine with separate masters makes them from weights that were already rounded to the compute dtype (DeepSpeed's
-    bf16 and fp16). Where the checkpoint holds more than that dtype can say, rank 0 reads it again, tensor by tensor, and
-    broadcasts each. An adapter's first values are no checkpoint's, and were rounded when they were drawn.
+    bf16 and fp16). Where the checkpoint holds more than that dtype can say, rank 0 reads it again, tensor by tensor,
+    and broadcasts each. An adapter's first values are no checkpoint's, and were rounded when they were drawn.
 
     Raises:
         StrategyMismatch: where a master is not the checkpoint's value, or a compute copy not the rounded master.
@@ -40,24 +39,17 @@ def restore_masters(prepared: Prepared) -> None:
 
 
 def _rounded(job: Job) -> bool:
-    """Whether the engine keeps masters apart, and some tensor of the checkpoint is in another dtype than it was read in."""
+    """Whether the engine keeps masters apart, and some tensor of the checkpoint was cast when it was read."""
     kept = engine_of(job.strategy).account(job).dtypes
     if "master" not in kept or kept["master"] == kept["trainable"] or job.strategy.adapter != "none":
         return False
-    spec = cast("ModelSpec", job.spec)
-    return stored_dtypes(spec) != {job.compute_dtype}
-
-
-def stored_dtypes(spec: ModelSpec) -> set[str]:
-    """torch's names of the dtypes that a checkpoint's tensors have."""
     from safetensors import safe_open
 
-    found = set()
-    for path in local_weights(cast("str", spec.source)):
+    stored = set()
+    for path in local_weights(cast("str", cast("ModelSpec", job.spec).source)):
         with safe_open(path, framework="pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}
-    names = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    return {names.get(name, name) for name in found}
+            stored |= {file.get_slice(name).get_dtype() for name in list(file.keys())}
+    return stored != {{"bfloat16": "BF16", "float16": "F16"}[job.compute_dtype]}
 
 
 @contextlib.contextmanager
@@ -67,7 +59,6 @@ def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None
     A tensor at a time where the files use the model's own names. Where transformers converts them (fused experts), the
     model is read whole into host memory.
     """
-    import torch
     from safetensors import safe_open
 
     spec = cast("ModelSpec", prepared.job.spec)
@@ -75,16 +66,38 @@ def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None
         yield None
         return
     with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(safe_open(path, framework="pt")) for path in local_weights(cast("str", spec.source))]
-        where = {name: file for file in files for name in file.keys()}
-        if all(
-            parameter.name in where and tuple(where[parameter.name].get_slice(parameter.name).get_shape()) == parameter.shape
-            for parameter in spec.parameters
-        ):
+        paths = local_weights(cast("str", spec.source))
+        files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
+        where = {name: file for file in files for name in list(file.keys())}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
+        if all(shapes.get(parameter.name) == parameter.shape for parameter in spec.parameters):
             yield lambda name: where[name].get_tensor(name).float()
         else:
-            whole = dict(read_whole(spec, torch.float32).named_parameters())
+            whole = dict(_read_whole(spec).named_parameters())
             yield lambda name: whole[name].detach()
+
+
+def auto_class(spec: ModelSpec) -> Any:
+    """The class of transformers that reads this kind of model."""
+    import transformers
+
+    return transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
+
+
+def _read_whole(spec: ModelSpec) -> PreTrainedModel:
+    """All weights in fp32 into this process's host memory. By itself transformers would partition them under ZeRO-3."""
+    import torch
+    from transformers.integrations import deepspeed
+
+    active = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        model = auto_class(spec).from_pretrained(
+            spec.source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = active
+    return cast("PreTrainedModel", model)
 
 
 def _broadcast(prepared: Prepared, shape: tuple[int, ...], read: Callable[[], torch.Tensor] | None) -> torch.Tensor:
@@ -102,7 +115,9 @@ def _write(name: str, whole: torch.Tensor, masters: list[Piece]) -> None:
         part = whole[piece.start : piece.start + piece.tensor.numel()].to(piece.tensor.device)
         piece.tensor.copy_(part)
         if not _same(piece.tensor, part):
-            raise StrategyMismatch(f"the {dtype_name(piece.tensor.dtype)} master of {name} does not hold the checkpoint's values.")
+            raise StrategyMismatch(
+                f"the master of {name}, in {piece.tensor.dtype}, cannot hold the checkpoint's values."
+            )
 
 
 def _compare(name: str, masters: list[Piece], copies: list[Piece]) -> None:
@@ -113,9 +128,10 @@ def _compare(name: str, masters: list[Piece], copies: list[Piece]) -> None:
             start, stop = max(master.start, copy.start), min(end, copy.start + copy.tensor.numel())
             if start >= stop:
                 continue
-            rounded = master.tensor[start - master.start : stop - master.start].to(copy.tensor.device, copy.tensor.dtype)
+            exact = master.tensor[start - master.start : stop - master.start]
+            rounded = exact.to(copy.tensor.device, copy.tensor.dtype)
             if not _same(rounded, copy.tensor[start - copy.start : stop - copy.start]):
-                raise StrategyMismatch(f"{name} in {dtype_name(copy.tensor.dtype)} is not its {dtype_name(master.tensor.dtype)} master, rounded.")
+                raise StrategyMismatch(f"{name} in {copy.tensor.dtype} is not its master in {exact.dtype}, rounded.")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -123,4 +139,3 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     import torch
 
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-

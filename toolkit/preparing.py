@@ -94,7 +94,9 @@ def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
     model = next(item for item in found if isinstance(item, torch.nn.Module))
     optimizer = next((item for item in found if isinstance(item, torch.optim.Optimizer)), None)
     if optimizer is None:
-        raise StrategyMismatch("prepare got a model without its optimizer. Give both in one call: the engine needs them together.")
+        raise StrategyMismatch(
+            "prepare got a model without its optimizer. Give both in one call: the engine needs them together."
+        )
     return Prepared(job(accelerator), model, optimizer, accelerator)
 
 
@@ -161,7 +163,7 @@ def _ties(prepared: Prepared) -> list[str]:
     return wrong
 
 
-def _find(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
+def _find(module: Any, name: str) -> torch.nn.Parameter:
     """A parameter by its name in the base model, under an adapter too."""
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
     owner, _, leaf = name.rpartition(".")
@@ -180,4 +182,3 @@ def _check_uniform(model: torch.nn.Module) -> None:
     if len(kinds) > 1:
         named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
         raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
-

@@ -104,7 +104,9 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
     else:
         fields = dict(asked or {})
     if "sharding" in fields:
-        fields["sharding"] = from_dict(Strategy, {k: v for k, v in fields.items() if k in ("sharding", "replicate")}).sharding
+        fields["sharding"] = from_dict(
+            Strategy, {k: v for k, v in fields.items() if k in ("sharding", "replicate")}
+        ).sharding
     for name, value in fields.items():
         if name in bound and bound[name] != value:
             raise StrategyError(

@@ -58,9 +58,7 @@ SHARDINGS: dict[str, Sharding] = {
             word="ddp", engine="ddp", shards="nothing, every rank holds all", aliases=("NO_SHARD",), adapter=ADAPTERS
         ),
         Sharding(word="zero1", engine="deepspeed", shards="optimizer states", offload=("none", "optimizer")),
-        Sharding(
-            word="zero2", engine="deepspeed", shards="optimizer states, gradients", offload=("none", "optimizer")
-        ),
+        Sharding(word="zero2", engine="deepspeed", shards="optimizer states, gradients", offload=("none", "optimizer")),
         Sharding(
             word="zero3",
             engine="deepspeed",
@@ -259,7 +257,10 @@ def _values(owner: type[Any], name: str) -> tuple[str, ...]:
 
 
 def _fields_table(title: str, owner: Any) -> Table:
-    rows = [(f.name, "open" if getattr(owner, f.name) is None else getattr(owner, f.name)) for f in dataclasses.fields(owner)]
+    rows = [
+        (f.name, "open" if getattr(owner, f.name) is None else getattr(owner, f.name))
+        for f in dataclasses.fields(owner)
+    ]
     return Table(title=title, columns=("field", "value"), rows=rows)
 
 
@@ -289,7 +290,9 @@ def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tupl
             if f.name in without:
                 continue
             kind, values = _plain(kinds[f.name]), f.metadata.get("values")
-            told = f"{f.metadata['help']} (default: {_default(f)})" if "help" in f.metadata else f"default: {_default(f)}"
+            told = (
+                f"{f.metadata['help']} (default: {_default(f)})" if "help" in f.metadata else f"default: {_default(f)}"
+            )
             if kind is bool:
                 group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
             else:
@@ -300,7 +303,7 @@ def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tupl
 def _plain(kind: Any) -> type[Any]:
     """The type of a field that may be left open: `float | None` → `float`."""
     if isinstance(kind, types.UnionType):
-        return next(k for k in typing.get_args(kind) if k is not type(None))
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
     found: type[Any] = kind
     return found
 
@@ -339,5 +342,7 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            raise StrategyError(f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")
+            raise StrategyError(
+                f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
+            )
     return owner(**values)

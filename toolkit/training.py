@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Job, Prepared, engine_of
+from toolkit.adapting import quiet
+from toolkit.engines.job import Job, Prepared, Update, engine_of
 from toolkit.errors import NotFinite
 from toolkit.measuring import live_bytes
 from toolkit.phases import phase
@@ -109,7 +110,7 @@ def train(
         done = engine.update(prepared)
         schedule.step()
         skips = skips + 1 if done.skipped else 0
-        _check(prepared, done.norm, skips, step, samples)
+        _check(job, done, skips, step, samples)
         yield Step(
             step=step,
             loss=float(total) / tokens,
@@ -141,14 +142,6 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch]) -> float:
     return float(total / tokens) if tokens else math.nan
 
 
-def quiet(model: torch.nn.Module) -> None:
-    """Evaluation mode, but for 4-bit layers: in it they pack CPU weights for good, and training after that is wrong."""
-    model.eval()
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.training = True
-
-
 def trained_tokens(batch: Batch, job: Job) -> int:
     """Labels that count in the loss. A causal model predicts none for the first position of a row."""
     labels = batch["labels"]
@@ -172,7 +165,9 @@ def _agree_on(prepared: Prepared, tokens: int) -> tuple[int, tuple[dict[str, int
     return sum(row[0] for row in every), memory
 
 
-def _finite_everywhere(prepared: Prepared, loss: torch.Tensor, step: int, samples: Callable[[int], str]) -> torch.Tensor:
+def _finite_everywhere(
+    prepared: Prepared, loss: torch.Tensor, step: int, samples: Callable[[int], str]
+) -> torch.Tensor:
     """The micro-batch's summed loss over all ranks, before a backward could spoil anything."""
     total: torch.Tensor = prepared.accelerator.reduce(loss, reduction="sum")
     if prepared.job.strategy.precision != "fp16" and not math.isfinite(float(total)):
@@ -183,22 +178,15 @@ def _finite_everywhere(prepared: Prepared, loss: torch.Tensor, step: int, sample
     return total
 
 
-def _check(prepared: Prepared, norm: float, skips: int, step: int, samples: Callable[[int], str]) -> None:
-    if prepared.job.strategy.precision != "fp16":
-        if skips:
+def _check(job: Job, done: Update, skips: int, step: int, samples: Callable[[int], str]) -> None:
+    if job.strategy.precision != "fp16":
+        if done.skipped:
             raise NotFinite(
-                f"step {step}: the gradient norm is {norm}, and the step was not taken. Weights are those of step "
+                f"step {step}: the gradient norm is {done.norm}, and the step was not taken. Weights are those of step "
                 f"{step - 1}. Samples: {samples(step)}. Look at these samples, or lower --lr."
             )
-    elif skips >= SKIPS or (skips and _scale(prepared) <= 1):
+    elif skips >= SKIPS or (done.skipped and done.scale <= 1):
         raise NotFinite(
-            f"step {step}: fp16 overflowed in {skips} steps in a row, at loss scale {_scale(prepared):g}. Weights are "
-            f"those of step {step - skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
+            f"step {step}: fp16 overflowed in {skips} steps in a row, at loss scale {done.scale:g}. Weights are those of "
+            f"step {step - skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
         )
-
-
-def _scale(prepared: Prepared) -> float:
-    scaler = prepared.accelerator.scaler
-    if scaler is not None:
-        return float(scaler.get_scale())
-    return float(prepared.model.optimizer.loss_scaler.loss_scale)

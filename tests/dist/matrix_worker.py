@@ -1,4 +1,4 @@
-"""One process group, many cells: each loads, prepares and trains three steps, and says what came of it."""
+"""One process group, many cells: each loads, prepares and trains a few steps, and says what came of it."""
 
 from __future__ import annotations
 
@@ -6,94 +6,143 @@ import gc
 import json
 import os
 import sys
+import time
+import traceback
+from pathlib import Path
 from typing import Any
+
+LAUNCHED = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "ACCELERATE_MIXED_PRECISION",
+)
 
 
 def reset() -> None:
     """Forget the last cell's Accelerator, so that the next one is made as in a new process."""
-    import torch
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_MIXED_PRECISION"):
+    for name in LAUNCHED:
         os.environ.pop(name, None)
-    torch.set_default_dtype(torch.float32)
-    gc.collect()
 
 
-def run(words: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Three steps of one cell, or the sentence that refuses it."""
+def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The steps of one cell, or the sentence that refuses it."""
     import torch
 
-    from toolkit.engines.job import Prepared, engine_of
-    from toolkit.errors import StrategyError
+    from toolkit.engines.job import engine_of
+    from toolkit.errors import ToolkitError
     from toolkit.loading import load
     from toolkit.model import describe
-    from toolkit.preparing import prepare
+    from toolkit.preparing import prepare, prepared
     from toolkit.runtime import accelerator as make
     from toolkit.runtime import job as job_of
     from toolkit.strategy import Loop, Strategy
 
+    options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder") if name in cell}
+    steps, folder = options.get("steps", 3), options.get("folder", folder)
     spec = describe(folder)
-    options = {name: words.pop(name) for name in ("steps", "allow_unquantized") if name in words}
-    steps = options.get("steps", 3)
-    try:
-        accelerator = make(Strategy(**words), Loop(steps=steps, micro_batch=2, seq_len=16), spec)
-    except StrategyError as error:
-        return {"refused": str(error)}
-    job = job_of(accelerator)
-    engine = engine_of(job.strategy)
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     said: list[str] = []
-    accelerator.print = lambda *lines: said.extend(map(str, lines))  # type: ignore[method-assign]
-    model, _ = load(accelerator, allow_unquantized=options.get("allow_unquantized", False))
+    try:
+        loop = Loop(steps=steps, micro_batch=8 // ranks, seq_len=16)
+        accelerator = make(Strategy(**cell), loop, spec)
+        accelerator.print = lambda *lines: said.extend(map(str, lines))
+        model, tokenizer = load(accelerator, allow_unquantized=options.get("allow_unquantized", False))
+    except ToolkitError as error:
+        return {"refused": str(error), "kind": type(error).__name__}
+    job = job_of(accelerator)
+    loaded = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-    trainable = {name: str(p.dtype) for name, p in model.named_parameters() if p.requires_grad}
-    model, optimizer = prepare(accelerator, model, optimizer)
-    prepared = Prepared(job, model, optimizer, accelerator)
-    generator = torch.Generator().manual_seed(7)
-    batch = torch.randint(3, spec.vocab, (8, 16), generator=generator)
-    mine = batch[accelerator.process_index % 4 :: 4].contiguous().to(accelerator.device)
-    losses, norms = [], []
+    ours = prepared(accelerator, prepare(accelerator, model, optimizer))
+    engine = engine_of(job.strategy)
+    exact = same_as(folder, engine.pieces(ours)) if job.strategy.adapter == "none" else None
+    # The same eight rows, however many ranks share them.
+    batch = torch.randint(3, spec.vocab - 6, (8, 16), generator=torch.Generator().manual_seed(7))[rank::ranks]
+    batch = batch.contiguous().to(accelerator.device)
+    losses, norms, skipped = [], [], 0
     for _ in range(steps):
-        loss = model(input_ids=mine, labels=mine).loss
-        engine.backward(prepared, loss, True)
-        norms.append(engine.update(prepared).norm)
+        loss = ours.model(input_ids=batch, labels=batch, use_cache=False).loss
+        engine.backward(ours, loss, True)
+        update = engine.update(ours)
+        norms.append(update.norm)
+        skipped += update.skipped
         losses.append(float(accelerator.gather(loss.detach().float().reshape(1)).mean()))
-    held, expected = engine.audit(prepared), engine.account(job)
+    held, expected = engine.audit(ours), engine.account(job)
     return {
-        "engine": type(model).__name__,
+        "engine": type(ours.model).__name__,
         "losses": losses,
         "norms": norms,
+        "skipped": skipped,
         "said": said,
-        "dtypes": sorted(set(trainable.values())),
+        "loaded": sorted(loaded),
+        "training": all(module.training for module in ours.model.modules()),
+        "exact": exact,
+        "pad": tokenizer.pad_token_id,
         "held": {**held.to_dict(), "dtypes": dict(held.dtypes)},
         "expected": {**expected.to_dict(), "dtypes": dict(expected.dtypes)},
     }
 
 
+def same_as(folder: str, pieces: Any) -> bool:
+    """Whether this rank's masters, or its parameters where they are their own, are the checkpoint's values bit by bit."""
+    import torch
+
+    whole = reference(folder)
+    found = [piece for piece in pieces if piece.kind in ("master", "parameter")]
+    kind = "master" if any(piece.kind == "master" for piece in found) else "parameter"
+    return all(
+        torch.equal(piece.tensor, whole[piece.name].reshape(-1)[piece.start : piece.start + piece.tensor.numel()])
+        for piece in found
+        if piece.kind == kind
+    )
+
+
+_references: dict[str, dict[str, Any]] = {}
+
+
+def reference(folder: str) -> dict[str, Any]:
+    """The checkpoint in fp32 as plain transformers reads it. Called first before any engine is set up."""
+    if folder not in _references:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+        seq2seq = AutoConfig.from_pretrained(folder).is_encoder_decoder
+        auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=torch.float32)
+        _references[folder] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return _references[folder]
+
+
 def main(cells: str, folder: str, out: str) -> None:
     """Run every cell of a JSON file; rank 0 writes what each gave into another."""
-    import time
-    import traceback
+    from transformers.utils import logging
 
+
+    logging.disable_progress_bar()
+    asked = json.loads(Path(cells).read_text(encoding="utf-8"))
+    for source in {cell.get("folder", folder) for cell in asked}:
+        reference(source)
+    # DeepSpeed collects garbage for every engine, which takes a second over all that was imported.
+    gc.collect()
+    gc.freeze()
     found = []
-    with open(cells, encoding="utf-8") as file:
-        asked = json.load(file)
-    for words in asked:
+    for cell in asked:
         reset()
         begin = time.perf_counter()
         try:
-            got = run(dict(words), folder)
-        except Exception:  # the test shows it; the other cells run on
+            got = run(dict(cell), folder)
+        except Exception:  # the test shows it, and the other cells run on
             traceback.print_exc()
             got = {"error": traceback.format_exc()}
-        found.append({"cell": words, "seconds": time.perf_counter() - begin, **got})
-        if int(os.environ.get("RANK", "0")) == 0:
-            with open(out, "w", encoding="utf-8") as file:
-                json.dump(found, file)
+        found.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
+        if os.environ.get("RANK", "0") == "0":
+            Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

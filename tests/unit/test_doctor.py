@@ -23,7 +23,7 @@ import pytest
 
 from toolkit.devices import hardware
 from toolkit.doctor import Diagnosis, Finding
-from toolkit.doctor.abilities import abilities
+from toolkit.doctor.abilities import judge
 from toolkit.doctor.examining import examine, run_apart
 from toolkit.doctor.finding import STATUSES
 from toolkit.doctor.libraries import absent
@@ -216,7 +216,7 @@ def judged(diagnosis: Diagnosis, **changed: str) -> dict[tuple[str, str], tuple[
         dataclasses.replace(finding, status=names.get(finding.check, "ok"), detail="not installed")
         for finding in diagnosis.findings
     )
-    return {(one.field, one.value): (one.runs, one.reason) for one in abilities(tuple(findings))}
+    return {(one.field, one.value): (one.runs, one.reason) for one in judge(tuple(findings))}
 
 
 def test_without_deepspeed_no_zero(diagnosis: Diagnosis) -> None:

@@ -213,7 +213,11 @@ def test_the_launch_environment_fills_in_and_flags_add() -> None:
 @pytest.mark.parametrize(
     ("asked", "environ", "said"),
     [
-        ({"sharding": "fsdp"}, ZERO3, "sharding 'fsdp' was asked for, but the Accelerate launch environment says 'zero3'"),
+        (
+            {"sharding": "fsdp"},
+            ZERO3,
+            "sharding 'fsdp' was asked for, but the Accelerate launch environment says 'zero3'",
+        ),
         (Strategy(sharding="zero2"), ZERO3, "'zero2' was asked for"),
         ({"offload": "cpu"}, ZERO3, "offload 'cpu' was asked for"),
         ({"precision": "fp16"}, ZERO3 | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "precision 'fp16' was asked for"),

@@ -372,48 +372,38 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_offline(saved: Path, tmp_path: Path) -> None:
-    """In a process of its own: the Hub's library reads its settings at import."""
-    snapshot = tmp_path / "hub" / "models--somebody--tiny" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    refs = snapshot.parents[1] / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0" * 40)
-    for path in saved.iterdir():
-        (snapshot / path.name).write_bytes(path.read_bytes())
+    """Cached, cached without weights, and not at all; in a process of its own, where the Hub's settings are read."""
+    for name, files in (("tiny", list(saved.iterdir())), ("bare", [saved / "config.json"])):
+        snapshot = tmp_path / f"models--somebody--{name}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        refs = snapshot.parents[1] / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("0" * 40)
+        for path in files:
+            (snapshot / path.name).write_bytes(path.read_bytes())
     script = """
 import sys
+import toolkit.model
+assert not {"torch", "transformers", "huggingface_hub", "numpy"} & set(sys.modules)
 from toolkit.errors import ModelError
 from toolkit.model import checkpoint_dtype, describe, require_weights
-for name in sys.argv[1:]:
+for name in ("tiny", "bare", "absent"):
     try:
-        spec = describe(name)
-        print(spec.source, spec.architecture, len(require_weights(spec)), checkpoint_dtype(name))
+        spec = describe(f"somebody/{name}")
+        print(spec.source, spec.architecture, checkpoint_dtype(spec.source), end=" ")
+        print(len(require_weights(spec)))
     except ModelError as error:
         print("refused:", error)
+assert not {"deepspeed", "bitsandbytes", "peft"} & set(sys.modules)
 """
-
-    def say(*names: str) -> list[str]:
-        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
-        command = [sys.executable, "-c", script, *names]
-        return subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
-
-    cached, absent = say("somebody/tiny", "somebody/absent")
-    assert cached == f"somebody/tiny Qwen3ForCausalLM {len(local_weights(saved))} bfloat16"
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, capture_output=True, text=True)
+    cached, bare, absent = done.stdout.splitlines()
+    assert cached == f"somebody/tiny Qwen3ForCausalLM bfloat16 {len(local_weights(saved))}"
+    assert bare.startswith(
+        "somebody/bare Qwen3ForCausalLM None refused: model 'somebody/bare' is not in the local cache"
+    )
     assert absent.startswith(
         "refused: model 'somebody/absent' is not in the local cache and the Hugging Face Hub cannot"
     )
-    assert "hf download somebody/absent --local-dir FOLDER" in absent
-    for path in snapshot.glob("*.safetensors*"):
-        path.unlink()
-    assert "hf download somebody/tiny" in say("somebody/tiny")[0]
-
-
-def test_describing_imports_nothing_heavy_beforehand() -> None:
-    """`import toolkit.model` alone costs no torch; describing pulls neither deepspeed, bitsandbytes nor peft."""
-    script = """
-import sys, toolkit.model
-assert not {"torch", "transformers", "huggingface_hub", "numpy"} & set(sys.modules)
-toolkit.model.describe()
-assert not {"deepspeed", "bitsandbytes", "peft"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert "`hf download somebody/absent --local-dir FOLDER`" in absent

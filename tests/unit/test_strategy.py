@@ -56,17 +56,14 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
     ],
 )
 def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(StrategyError, match="(?s).*") as found:
+    with pytest.raises(StrategyError) as found:
         Strategy(**fields)  # type: ignore[arg-type]
     assert said in str(found.value)
 
 
 @pytest.mark.parametrize(
     ("owner", "fields"),
-    [
-        (Strategy, {name: 2})
-        for name in ("tensor", "context", "expert", "pipeline")
-    ]
+    [(Strategy, {name: 2}) for name in ("tensor", "context", "expert", "pipeline")]
     + [
         (Strategy, {"precision": "fp8"}),
         (Strategy, {"offload": "nvme"}),
@@ -110,15 +107,13 @@ def test_every_cell_of_the_table_is_made_or_refused_in_one_sentence() -> None:
         for adapter in ADAPTERS:
             for precision in PRECISIONS:
                 fields = {"sharding": word, "adapter": adapter, "precision": precision}
-                able = adapter in row.adapter and precision in row.precision
-                try:
-                    Strategy(**fields, replicate=2 if row.replicate else 1)  # type: ignore[arg-type]
-                except StrategyError as error:
-                    assert not able
-                    assert str(error).endswith(".")
-                else:
-                    assert able
+                fields["replicate"] = 2 if row.replicate else 1  # type: ignore[assignment]
+                if adapter in row.adapter and precision in row.precision:
+                    Strategy(**fields)  # type: ignore[arg-type]
                     made += 1
+                else:
+                    with pytest.raises(StrategyError, match=r"\.$"):
+                        Strategy(**fields)  # type: ignore[arg-type]
     assert made == sum(len(row.adapter) * len(row.precision) for row in SHARDINGS.values())
 
 

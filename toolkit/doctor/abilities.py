@@ -22,7 +22,7 @@ class Ability:
     """Why not, or on which condition; empty where there is nothing to say."""
 
 
-def abilities(findings: Sequence[Finding]) -> Iterator[Ability]:
+def judge(findings: Sequence[Finding]) -> Iterator[Ability]:
     """Every value of sharding, offload, adapter, precision and attention, in the order of the Strategy's own lists."""
     found = {finding.check: finding for finding in findings}
     try:

@@ -12,11 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from toolkit.doctor import libraries, machine
-from toolkit.doctor.abilities import Ability, abilities
+from toolkit.doctor.abilities import Ability, judge
 from toolkit.doctor.finding import Finding
 from toolkit.show import Shown, Table
 
@@ -63,6 +62,8 @@ def examine(*, compile_ops: bool = False) -> Diagnosis:
     Args:
         compile_ops: also compile DeepSpeed's operator for this machine, which can take minutes. Nothing is otherwise.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     groups = [_with_compiling(group) if compile_ops else group for group in _GROUPS]
     stop = threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -74,7 +75,7 @@ def examine(*, compile_ops: bool = False) -> Diagnosis:
             # Where somebody interrupts, the pool would else wait for every child.
             stop.set()
     findings = tuple(sorted([*here, *found], key=_rank))
-    return Diagnosis(findings=findings, abilities=tuple(abilities(findings)))
+    return Diagnosis(findings=findings, abilities=tuple(judge(findings)))
 
 
 def _with_compiling(group: Sequence[str]) -> tuple[str, ...]:

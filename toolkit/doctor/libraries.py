@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ _EXTRAS = {"deepspeed": "deepspeed", "bitsandbytes": "qlora", "datasets": "data"
 
 def library(name: str) -> Finding:
     """A library that has only to be there, be new enough and import."""
+    from importlib import metadata
+
     missing = absent(name)
     if missing:
         return missing
@@ -55,6 +56,8 @@ def absent(name: str) -> Finding | None:
 
 def _bound(name: str) -> Any:
     """The versions of a library that this distribution asks for; None where it is not installed as one."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
     try:
@@ -212,6 +215,8 @@ def bitsandbytes_packs() -> Finding:
 
 def flash_attention() -> Finding:
     """FlashAttention, for GPUs of compute capability 8.0 and more. One built for another torch fails at import."""
+    from importlib import metadata
+
     capability = hardware().device.capability
     if capability is None or capability < (8, 0):
         detail = "needs a GPU of compute capability 8.0 or more; sdpa serves"

@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 from toolkit.devices import hardware, host_memory, torch_build
@@ -99,6 +98,8 @@ def widgets() -> Finding:
     if importlib.util.find_spec("ipywidgets") is None:
         fix = "`pip install 'accelerate-toolkit[notebook]'`"
         return Finding(check="ipywidgets", status="missing", detail="not installed: no live view in notebooks", fix=fix)
+    from importlib import metadata
+
     return Finding(check="ipywidgets", status="ok", detail=metadata.version("ipywidgets"))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import holdings, moments, states
+from toolkit.engines.states import holdings, moments, parameters_of
 from toolkit.engines.stepping import clip_and_step
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
@@ -27,7 +27,9 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     if strategy.sharding == "none" and ranks != 1:
         raise StrategyError(f"sharding 'none' is one process; got {ranks} ranks. Choose sharding 'ddp', or 1 process.")
     if strategy.sharding == "ddp" and ranks < 2:
-        raise StrategyError(f"sharding 'ddp' needs at least 2 ranks; got {ranks}. Choose sharding 'none', or 2 processes.")
+        raise StrategyError(
+            f"sharding 'ddp' needs at least 2 ranks; got {ranks}. Choose sharding 'none', or 2 processes."
+        )
     if strategy.precision == "fp16" and device.kind == "cpu":
         raise StrategyError(
             f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on a CPU, where loss scaling does not exist "
@@ -77,7 +79,7 @@ def arrange(job: Job, model: torch.nn.Module) -> None:
 
 def account(job: Job) -> Holdings:
     """All parameters, and two moments of each trained one in its own dtype (Rajbhandari et al. 2020, section 3.1)."""
-    found = list(states(job))
+    found = list(parameters_of(job))
     trained = sum(state.elements for state in found if state.trainable)
     return Holdings(
         trainable=sum(state.bytes for state in found if state.trainable),
@@ -119,4 +121,3 @@ def pieces(prepared: Prepared) -> Iterator[Piece]:
     """Every parameter, whole."""
     for name, parameter in prepared.accelerator.unwrap_model(prepared.model).named_parameters():
         yield Piece(name, "parameter", tuple(parameter.shape), 0, parameter.detach().view(-1))
-

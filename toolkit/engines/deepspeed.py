@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import holdings, moments, states
+from toolkit.engines.states import holdings, moments, parameters_of
 from toolkit.errors import MissingLibrary, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
@@ -111,6 +113,9 @@ def plugin(job: Job) -> dict[str, Any]:
 
     from toolkit.engines import cpu
 
+    _free_builds()
+    # DeepSpeed calls ninja by name; it lies beside this interpreter, whether its environment is active or not.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     logger.setLevel(logging.WARNING)
     # torch 2.13 renamed collectives that DeepSpeed calls; its warning comes once for every call site and rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -127,6 +132,25 @@ def plugin(job: Job) -> dict[str, Any]:
         "kwargs_handlers": handlers,
         "gradient_accumulation_steps": job.loop.accumulation,
     }
+
+
+def _free_builds() -> None:
+    """Remove locks that a killed process left where torch compiles DeepSpeed's operators: it would wait for them for ever.
+
+    torch's `FileBaton` keeps its lock file open while it holds it, so a lock that no process has open is nobody's.
+    """
+    import psutil
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = {str(path) for path in root.glob("**/lock")}
+    if not locks:
+        return
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            locks -= {file.path for file in process.open_files()}
+    for lock in locks:
+        Path(lock).unlink(missing_ok=True)
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -187,7 +211,7 @@ def loading(job: Job) -> AbstractContextManager[str]:
     if _stage(job.strategy) < 3:
         return nullcontext("every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters")
     if job.strategy.quantized:
-        # transformers skips zero.Init for quantized models (modeling_utils.py, `is_deepspeed_zero3_enabled() and not is_quantized`).
+        # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
         return nullcontext("every rank reads and quantizes the whole model, then keeps its shard")
     return nullcontext("every rank reads the file and keeps its shard of each parameter (zero.Init)")
 
@@ -206,7 +230,7 @@ def account(job: Job) -> Holdings:
 
     Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
     """
-    found, ranks = list(states(job)), job.ranks
+    found, ranks = list(parameters_of(job)), job.ranks
     compute, weight = BYTES_OF[job.compute_dtype], BYTES_OF[job.weight_dtype]
     trained = [state.elements for state in found if state.trainable]
     if _stage(job.strategy) < 3:
@@ -327,6 +351,7 @@ def update(prepared: Prepared) -> Update:
         norm=norm,
         skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm),
         gradients=dtype_name(engine.optimizer.gradient_accumulation_dtype),
+        scale=float(engine.optimizer.loss_scaler.loss_scale),
     )
 
 

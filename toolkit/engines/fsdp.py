@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import holdings, moments, states
+from toolkit.engines.states import State, holdings, moments, parameters_of
 from toolkit.engines.stepping import clip_and_step
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
@@ -174,8 +174,8 @@ def loading(job: Job) -> Iterator[str]:
 def arrange(job: Job, model: torch.nn.Module) -> None:
     """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
 
-    The wrap policy names the layers; Accelerate puts the input and the output embedding into one group by itself, but not
-    the encoder's and the decoder's of a T5.
+    Accelerate puts the input and the output embedding into one group by itself, but not the encoder's and the decoder's
+    of a T5.
     """
     import torch
 
@@ -192,9 +192,9 @@ def account(job: Job) -> Holdings:
 
     torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
     """
-    found = list(states(job))
+    found = list(parameters_of(job))
 
-    def shard(state: Any) -> int:
+    def shard(state: State) -> int:
         rows = state.shape[0] if state.shape else 1
         return ceil_div(rows, job.shard_ranks) * (state.elements // rows)
 
@@ -212,14 +212,16 @@ def check(prepared: Prepared) -> list[str]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(prepared.model, FSDPModule):
-        return [f"engine is {type(prepared.model).__name__}, expected an FSDPModule"]
-    whole = [name for name, parameter in prepared.model.named_parameters() if not isinstance(parameter, DTensor)]
+    model: Any = prepared.model
+    if not isinstance(model, FSDPModule):
+        return [f"engine is {type(model).__name__}, expected an FSDPModule"]
+    parameters = dict(prepared.model.named_parameters())
+    whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
     if whole:
         return [f"{len(whole)} parameters are not sharded, the first is {whole[0]}"]
     ours = prepared.job.settings
     expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
-    meshes = {tuple(parameter.device_mesh.shape) for parameter in prepared.model.parameters()}
+    meshes = {tuple(parameter.device_mesh.shape) for parameter in parameters.values()}
     return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
 
 

@@ -58,7 +58,8 @@ class Prepared:
     """What `accelerator.prepare` gave back, with the job that it was made for."""
 
     job: Job
-    model: torch.nn.Module
+    model: Any
+    """The module that is called: bare, DDP, a DeepSpeedEngine, or an FSDPModule."""
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
 
@@ -73,6 +74,8 @@ class Update:
     """Whether the weights stayed as they were: fp16's scaler met an overflow, or the norm is not finite."""
     gradients: str
     """torch's names of the dtypes of the gradients that were stepped with."""
+    scale: float = 1.0
+    """What the loss was multiplied by, under fp16."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,9 @@ class Holdings(Shown):
 class Engine(Protocol):
     """The functions that every module in `toolkit.engines` has: everything about one way of sharding, in one file."""
 
-    def settings(self, strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
+    def settings(
+        self, strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device
+    ) -> dict[str, Any]:
         """The resolved configuration; refuses what this device, model or number of ranks cannot do."""
 
     def plugin(self, job: Job) -> dict[str, Any]:
@@ -166,7 +171,7 @@ class Engine(Protocol):
 
 def engine_of(strategy: Strategy) -> Engine:
     """The module in `toolkit.engines` that runs a strategy."""
-    module: Engine = importlib.import_module(f"toolkit.engines.{strategy.engine}")  # type: ignore[assignment]
+    module: Engine = importlib.import_module(f"toolkit.engines.{strategy.engine}")
     return module
 
 

@@ -27,10 +27,12 @@ class State:
 
     @property
     def elements(self) -> int:
+        """Elements as stored."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
+        """Bytes as stored."""
         return self.elements * BYTES_OF[self.dtype]
 
 
@@ -45,7 +47,7 @@ def adapted(spec: ModelSpec, targets: str) -> list[str]:
     return [name for name in spec.linears if any(name == word or name.endswith("." + word) for word in wanted)]
 
 
-def states(job: Job) -> Iterator[State]:
+def parameters_of(job: Job) -> Iterator[State]:
     """Every parameter that the job's model holds, tied ones once.
 
     Without an adapter all are trainable. With one the base is frozen in the compute dtype, or packed: 4 bits an element
@@ -77,7 +79,9 @@ def states(job: Job) -> Iterator[State]:
             yield State(shape=(out_features,), trainable=True, dtype=job.weight_dtype)
 
 
-def holdings(found: Iterable[tuple[torch.Tensor, bool]], *, master: int = 0, optimizer: int | None, dtypes: dict[str, str]) -> Holdings:
+def holdings(
+    found: Iterable[tuple[torch.Tensor, bool]], *, master: int = 0, optimizer: int | None, dtypes: dict[str, str]
+) -> Holdings:
     """An audit's result from the tensors that hold parameters: unique storages, trainable and frozen apart.
 
     `found` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.

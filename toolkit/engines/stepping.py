@@ -26,7 +26,8 @@ def clip_and_step(prepared: Prepared) -> Update:
             prepared.optimizer.step()
         skipped = prepared.accelerator.optimizer_step_was_skipped if scaled else not math.isfinite(norm)
         prepared.optimizer.zero_grad()
-    return Update(norm=norm, skipped=skipped, gradients=gradients)
+    scale = prepared.accelerator.scaler.get_scale() if scaled else 1.0
+    return Update(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
 
 
 def _clipped_norm(prepared: Prepared) -> float:

@@ -80,6 +80,7 @@ class _Recording:
 
         None where another profiler has taken the events; that one is left running.
         """
+        assert threading.get_ident() == self._thread, "the profiler belongs to the thread that started it"
         self.note("stop")
         self._flag.value = False
         if self._lost:

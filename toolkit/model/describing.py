@@ -36,17 +36,17 @@ def describe(model: str | Path | PretrainedConfig | nn.Module | None = None) -> 
         ModelError: for a model that cannot be found, and for one that transformers cannot build as a causal or
             sequence-to-sequence language model.
     """
-    from torch import nn
-    from transformers import PretrainedConfig
-
-    if isinstance(model, nn.Module):
-        module = _language_model(model)
-        return _spec(module, module.config, name=type(model).__name__, source=None)
-    if isinstance(model, PretrainedConfig):
-        name, source, config = type(model).__name__, None, model
-    else:
+    if model is None or isinstance(model, str | Path):
+        # Before torch and transformers are imported: a wrong name is refused at once.
         name = EMBEDDED if model is None else str(model)
         source, config = find(name)
+    else:
+        from torch import nn
+
+        if isinstance(model, nn.Module):
+            module = _language_model(model)
+            return _spec(module, module.config, name=type(model).__name__, source=None)
+        name, source, config = type(model).__name__, None, model
     values = config.to_dict()
     check_known(name, values)
     check_generates(name, values)
@@ -257,6 +257,7 @@ def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: tuple[
     head = _head(module)
     embedding = module.get_input_embeddings()
     heads = {name for name, child in module.named_modules() if child is head}
+    embeddings = {name for name, child in module.named_modules() if child is embedding}
     layers = {name for name, child in module.named_modules() if type(child).__name__ in blocks}
     experts = {name for one in routed for name in one.experts}
     routers = {name for one in routed for name in one.routers}
@@ -268,11 +269,12 @@ def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: tuple[
             return "expert"
         if parents & routers:
             return "router"
-        if "Norm" in type(held := module.get_submodule(owner)).__name__:
+        # Some embeddings carry a norm in their class's name.
+        if owner not in embeddings and "Norm" in type(held := module.get_submodule(owner)).__name__:
             return "norm"
         if parents & layers:
             return "layer"
-        if held is embedding or isinstance(held, nn.Embedding):
+        if parents & embeddings or isinstance(held, nn.Embedding):
             return "embedding"
         return "head" if parents & heads else "other"
 

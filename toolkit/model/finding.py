@@ -39,9 +39,9 @@ def embedded_config() -> dict[str, Any]:
 
 def find(name: str) -> tuple[str | None, PretrainedConfig]:
     """What a name names: where its weights are, and its config."""
-    from transformers import LlamaConfig
-
     if name == EMBEDDED:
+        from transformers import LlamaConfig
+
         return None, LlamaConfig.from_dict(embedded_config())
     path = Path(name).expanduser()
     if path.is_dir():
@@ -63,8 +63,6 @@ def _folder_source(folder: Path) -> str | None:
 
 def _read_config(name: str, path: Path) -> PretrainedConfig:
     """A config object from a file."""
-    from transformers import AutoConfig
-
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         fix = (
@@ -84,6 +82,8 @@ def _read_config(name: str, path: Path) -> PretrainedConfig:
             f"model {name!r}: {path.name} holds a {type(values).__name__}, expected a JSON object with a model_type."
         )
     check_known(name, values)
+    from transformers import AutoConfig
+
     try:
         # A file, not a folder: nothing is asked of the Hub.
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)

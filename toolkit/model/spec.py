@@ -59,7 +59,11 @@ class ModelSpec(Shown):
     tied: tuple[tuple[str, ...], ...]
     """Groups of names that share one tensor; the first of each is the one in `parameters`."""
     linears: tuple[str, ...] = field(repr=False)
-    """Names of the linear modules, the head excepted: what `all-linear` adapts and 4 bits quantize."""
+    """Names of the linear modules, the head excepted: what `all-linear` adapts and 4 bits quantize.
+
+    Of some mixtures PEFT adapts fused experts and the router too, and leaves out dense MLPs and shared experts whose
+    modules have the names of expert weights (peft/utils/transformers_weight_conversion.py).
+    """
     blocks: tuple[str, ...]
     """Classes of the repeated layers: what FSDP wraps (transformers' `_no_split_modules`)."""
     attentions: tuple[str, ...]

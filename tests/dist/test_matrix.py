@@ -1,0 +1,107 @@
+"""Every cell of sharding × adapter × precision: it trains and holds what its engine's account says, or a sentence says why not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from toolkit.devices import hardware
+from toolkit.errors import StrategyError
+from toolkit.strategy import ADAPTERS, SHARDINGS, Strategy
+
+pytestmark = pytest.mark.dist
+
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
+RANKS = {"none": 1, "hsdp": 4}
+CLOSE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3, "bf16_pure": 2e-3}
+"""Largest relative difference between the losses of two engines."""
+
+Key = tuple[str, str, str]
+CELLS: list[Key] = list(itertools.product(SHARDINGS, ADAPTERS, PRECISIONS))
+
+
+def words(key: Key) -> dict[str, Any]:
+    """A cell as a Strategy spells it."""
+    sharding, adapter, precision = key
+    found: dict[str, Any] = {"sharding": sharding, "adapter": adapter, "precision": precision}
+    return {**found, "replicate": 2} if sharding == "hsdp" else found
+
+
+def possible(key: Key) -> bool:
+    """Whether the table has such a Strategy."""
+    try:
+        Strategy(**words(key))
+    except StrategyError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, dict[str, Any]]:
+    """What each cell that the table has gave, with 1, 2 and 4 ranks."""
+    root = tmp_path_factory.mktemp("matrix")
+    folder = tiny.llama(root / "llama")
+    results = {}
+    for ranks in (1, 2, 4):
+        keys = [key for key in CELLS if RANKS.get(key[0], 2) == ranks and possible(key)]
+        for key, result in zip(keys, tiny.run_cells([words(key) for key in keys], ranks, folder, root / str(ranks)), strict=True):
+            assert "error" not in result, f"{key}: {result['error']}"
+            results[key] = result
+    return results
+
+
+def trained(found: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    return {key: result for key, result in found.items() if "refused" not in result}
+
+
+def test_every_cell_is_run_or_refused(found: dict[Key, dict[str, Any]]) -> None:
+    """Only 8 bits outside of none and ddp, and fp16 where this processor cannot compute it, are refused."""
+    for key in CELLS:
+        sharding, adapter, precision = key
+        if adapter == "qlora8" and sharding not in ("none", "ddp"):
+            with pytest.raises(StrategyError, match="qlora8' runs with sharding none, ddp"):
+                Strategy(**words(key))
+            continue
+        deepspeed = SHARDINGS[sharding].engine == "deepspeed"
+        fp16 = precision == "fp16" and not (deepspeed and "fp16" in hardware().device.dtypes)
+        assert ("refused" in found[key]) == fp16, f"{key}: {found[key].get('refused')}"
+        if fp16:
+            assert found[key]["kind"] == "StrategyError"
+            assert "'fp16'" in found[key]["refused"] and "Choose precision 'bf16'" in found[key]["refused"]
+
+
+def test_losses_are_finite_and_fall(found: dict[Key, dict[str, Any]]) -> None:
+    for key, result in trained(found).items():
+        assert all(map(math.isfinite, result["losses"] + result["norms"])) or result["skipped"], (key, result["losses"])
+        assert result["losses"][-1] < result["losses"][0] or result["skipped"], (key, result["losses"])
+        assert result["training"], key
+
+
+def test_losses_agree_between_engines(found: dict[Key, dict[str, Any]]) -> None:
+    """All start from one checkpoint and one adapter, see the same rows, and take the same steps."""
+    for (sharding, adapter, precision), result in trained(found).items():
+        if result["skipped"] or (sharding, adapter, precision) not in found:
+            continue
+        reference = found[("none", adapter, "fp32" if precision == "fp16" else precision)]
+        assert result["losses"] == pytest.approx(reference["losses"], rel=CLOSE[precision]), (sharding, adapter, precision)
+
+
+def test_bytes_and_dtypes_are_the_accounts(found: dict[Key, dict[str, Any]]) -> None:
+    for key, result in trained(found).items():
+        held, expected = result["held"], result["expected"]
+        for part in ("trainable", "frozen", "master", "optimizer"):
+            assert held[part] == pytest.approx(expected[part], rel=0.02), (key, part)
+        for part in ("trainable", "master", "optimizer"):
+            assert held["dtypes"].get(part) == expected["dtypes"].get(part), (key, part)
+
+
+def test_masters_are_exactly_the_checkpoints(found: dict[Key, dict[str, Any]]) -> None:
+    """Also where DeepSpeed rounds them at load: the checkpoint's values are no bf16 values (`test_loading.py` asks that)."""
+    exact = {key: result["exact"] for key, result in trained(found).items() if key[1] == "none" and key[2] != "bf16_pure"}
+    assert len(exact) >= 2 * len(SHARDINGS)
+    assert all(exact.values()), exact

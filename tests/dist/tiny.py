@@ -1,0 +1,83 @@
+"""Tiny models with a tokenizer, saved as checkpoints, and many cells of the matrix run in one process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 256
+
+
+def llama(folder: Path, **changes: Any) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    return _save(LlamaForCausalLM, LlamaConfig, folder, **{**shape, "num_attention_heads": 4, **changes})
+
+
+def mixtral(folder: Path, **changes: Any) -> Path:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return _save(MixtralForCausalLM, MixtralConfig, folder, **{**shape, **experts, "num_attention_heads": 4, **changes})
+
+
+def t5(folder: Path, **changes: Any) -> Path:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    # Dropout would make each engine draw its own masks.
+    return _save(T5ForConditionalGeneration, T5Config, folder, **{**shape, "dropout_rate": 0.0, **changes})
+
+
+def _save(model: Any, config: Any, folder: Path, **shape: Any) -> Path:
+    import torch
+
+    torch.manual_seed(0)
+    model(config(vocab_size=VOCABULARY, **shape)).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), **special: str) -> None:
+    """A word-level tokenizer of 250 words; by default with the special tokens that a T5 has."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    special = special or {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*dict.fromkeys([*special.values(), "<unk>"]), *extra]
+    words += [f"w{index}" for index in range(250 - len(words))]
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    if extra:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(extra)})
+    tokenizer.save_pretrained(folder)
+
+
+def run_cells(cells: list[dict[str, Any]], ranks: int, folder: Path, scratch: Path) -> list[dict[str, Any]]:
+    """What every cell gave, in order. One start of the processes for all of them."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    asked, out = scratch / "cells.json", scratch / "found.json"
+    asked.write_text(json.dumps(cells), encoding="utf-8")
+    worker = [str(Path(__file__).with_name("matrix_worker.py")), str(asked), str(folder), str(out)]
+    command = [sys.executable, *worker]
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        many = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+        command = [sys.executable, *many, *worker]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    assert len(found) == len(cells)
+    return found
