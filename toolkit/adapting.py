@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.engines.job import Job, engine_of
@@ -105,7 +106,9 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
         target_modules=adapted(spec, strategy.lora_targets),
         task_type=TaskType.CAUSAL_LM if spec.kind == "causal" else TaskType.SEQ_2_SEQ_LM,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
+        warnings.simplefilter("ignore", FutureWarning)
         # PEFT draws on the CPU, whatever the device: module by module, in the model's order.
         torch.default_generator.manual_seed(job.loop.seed)
         made = get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.adapting import quiet
 from toolkit.engines.job import Piece, Prepared, engine_of
 from toolkit.errors import RunError
+from toolkit.loading import quiet_bars
 from toolkit.show import Shown, Table
 from toolkit.units import BYTES_OF, DTYPE_OF, dtype_name, format_bytes
 
@@ -67,7 +68,8 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
     if not adapter:
         state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
     if prepared.accelerator.is_main_process:
-        _write(prepared, module, tokenizer, state, folder)
+        with quiet_bars(True, shown=False):
+            _write(prepared, module, tokenizer, state, folder)
     prepared.accelerator.wait_for_everyone()
 
 
@@ -172,7 +174,8 @@ def verify(prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor]) 
             empty = [name for name, _, elements in headers if not elements]
             if empty:
                 raise RunError(f"tensors of size zero: {', '.join(empty[:3])}")
-            model = reopen(job, folder).to(accelerator.device)
+            with quiet_bars(True, shown=False):
+                model = reopen(job, folder).to(accelerator.device)
             error = _error(model, probe, trained, job.strategy.precision, sharding=job.strategy.sharding)
         except RunError as found:
             problem = str(found)

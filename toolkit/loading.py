@@ -17,6 +17,7 @@ from toolkit.units import dtype_name, format_count
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONG = 500_000_000
@@ -58,7 +59,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
-    with _quiet(accelerator.is_main_process, shown=spec.elements >= LONG), engine.loading(job) as way:
+    with quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG), engine.loading(job) as way:
         model = _read_once(job, accelerator) if _by_broadcast() else _read(job)
     _check(job, model)
     notes = [f"loading: {way}", *_set_up(job, model, tokenizer)]
@@ -110,7 +111,19 @@ def _read(job: Job) -> PreTrainedModel:
             f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
             f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
         )
+    if job.device.kind == "cpu":
+        _own(model)
     return cast("PreTrainedModel", model)
+
+
+def _own(model: nn.Module) -> None:
+    """On CPU ranks copy tensors that still lie in the mapped file into memory that torch allocated.
+
+    They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
 
 
 def _by_broadcast() -> bool:
@@ -158,7 +171,7 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def _quiet(main: bool, *, shown: bool) -> Iterator[None]:
+def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
     """One rank speaks, and shows progress only where reading takes a while."""
     from transformers.utils import logging
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -58,6 +60,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         return {"refused": str(error), "kind": type(error).__name__}
     job = job_of(accelerator)
     loaded = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    bytes_read = accelerator.gather(torch.tensor([held_bytes(model)], device=accelerator.device)).tolist()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     ours = prepared(accelerator, prepare(accelerator, model, optimizer))
     engine = engine_of(job.strategy)
@@ -81,12 +84,20 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         "skipped": skipped,
         "said": said,
         "loaded": sorted(loaded),
+        "bytes_read": bytes_read,
         "training": all(module.training for module in ours.model.modules()),
         "exact": exact,
         "pad": tokenizer.pad_token_id,
         "held": {**held.to_dict(), "dtypes": dict(held.dtypes)},
         "expected": {**expected.to_dict(), "dtypes": dict(expected.dtypes)},
     }
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of the parameters that a rank holds after loading: its shards under ZeRO-3, else their storages."""
+    tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def same_as(folder: str, pieces: Any) -> bool:
@@ -119,20 +130,13 @@ def reference(folder: str) -> dict[str, Any]:
     return _references[folder]
 
 
-def main(cells: str, folder: str, out: str) -> None:
-    """Run every cell of a JSON file; rank 0 writes what each gave into another."""
-    from transformers.utils import logging
-
-
-    logging.disable_progress_bar()
-    asked = json.loads(Path(cells).read_text(encoding="utf-8"))
-    for source in {cell.get("folder", folder) for cell in asked}:
-        reference(source)
-    # DeepSpeed collects garbage for every engine, which takes a second over all that was imported.
-    gc.collect()
-    gc.freeze()
+def work(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], folder: str, out: Path) -> None:
+    """One rank: every cell in turn; rank 0 writes what each gave."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    if ranks > 1:
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     found = []
-    for cell in asked:
+    for cell in cells:
         reset()
         begin = time.perf_counter()
         try:
@@ -141,8 +145,44 @@ def main(cells: str, folder: str, out: str) -> None:
             traceback.print_exc()
             got = {"error": traceback.format_exc()}
         found.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
-        if os.environ.get("RANK", "0") == "0":
-            Path(out).write_text(json.dumps(found), encoding="utf-8")
+    if rank == 0:
+        out.write_text(json.dumps(found), encoding="utf-8")
+    # Not through the interpreter's end, where libraries that were imported before the fork wait for the parent's threads.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main(scratch: str, folder: str) -> None:
+    """Fork the ranks of each group of cells from this process, which has imported everything once."""
+    import importlib
+
+    for name in ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed"):
+        importlib.import_module(name)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    groups = json.loads((Path(scratch) / "cells.json").read_text(encoding="utf-8"))
+    for source in {cell.get("folder", folder) for cells in groups.values() for cell in cells}:
+        reference(source)
+    # DeepSpeed collects garbage for every engine, which takes a second over all that was imported.
+    gc.collect()
+    gc.freeze()
+    for ranks, cells in groups.items():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        out = Path(scratch) / f"found-{ranks}.json"
+        fork = multiprocessing.get_context("fork")
+        started = [
+            fork.Process(target=work, args=(rank, int(ranks), port, cells, folder, out)) for rank in range(int(ranks))
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+        if any(process.exitcode for process in started):
+            sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in started]}")
 
 
 if __name__ == "__main__":

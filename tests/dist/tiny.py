@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,24 +59,23 @@ def save_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), **special: str)
     tokenizer.save_pretrained(folder)
 
 
-def run_cells(cells: list[dict[str, Any]], ranks: int, folder: Path, scratch: Path) -> list[dict[str, Any]]:
-    """What every cell gave, in order. One start of the processes for all of them."""
+def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Path) -> dict[int, list[dict[str, Any]]]:
+    """Number of ranks → cells, to what each gave, in order. The libraries are imported once for all ranks."""
     scratch.mkdir(parents=True, exist_ok=True)
-    asked, out = scratch / "cells.json", scratch / "found.json"
-    asked.write_text(json.dumps(cells), encoding="utf-8")
-    worker = [str(Path(__file__).with_name("matrix_worker.py")), str(asked), str(folder), str(out)]
-    command = [sys.executable, *worker]
-    if ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        many = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-        command = [sys.executable, *many, *worker]
-    root = Path(__file__).parents[2]
+    (scratch / "cells.json").write_text(json.dumps(groups), encoding="utf-8")
+    worker = Path(__file__).with_name("matrix_worker.py")
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, worker, scratch, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": str(worker.parents[2])},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
-    assert len(found) == len(cells)
+    found = {ranks: json.loads((scratch / f"found-{ranks}.json").read_text(encoding="utf-8")) for ranks in groups}
+    errors = [
+        (result["cell"], result["error"]) for results in found.values() for result in results if "error" in result
+    ]
+    assert not errors, errors[0]
     return found

@@ -119,6 +119,8 @@ def test_buckets_follow_the_model_and_never_deepspeeds_defaults(spec: ModelSpec)
     assert zero["reduce_bucket_size"] == 1024**2
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 1024**2)
     assert zero["stage3_param_persistence_threshold"] == 10 * 1024
+    small = job("zero3", dataclasses.replace(spec, hidden=256)).settings["zero_optimization"]
+    assert small["reduce_bucket_size"] == 2**20
     open_ = job("zero3", None).settings["zero_optimization"]
     assert open_["reduce_bucket_size"] == "auto"
 

@@ -29,6 +29,11 @@ ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
 
 
+FLOOR = 2**20
+"""Least elements of a bucket. For a small model Accelerate's rule makes a collective for nearly every tensor: with hidden 256
+on two gloo ranks ZeRO-3 then trains at 0.4 of the speed, for 4 MiB less."""
+
+
 def _stage(strategy: Strategy) -> int:
     return int(strategy.sharding.removeprefix("zero"))
 
@@ -36,8 +41,8 @@ def _stage(strategy: Strategy) -> int:
 def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
     """DeepSpeed's configuration, word for word.
 
-    Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`):
-    DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
+    Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`), the
+    first two at least `FLOOR`: DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
     """
     if strategy.offload != "none" and strategy.precision == "bf16_pure" and device.kind == "cpu":
         raise StrategyError(
@@ -74,18 +79,18 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
 
 def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[str, Any]:
     stage = _stage(strategy)
-    square = spec.hidden**2 if spec else "auto"
+    square = max(spec.hidden**2, FLOOR) if spec else 0
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
         "overlap_comm": stage == 3 and device.kind == "cuda",
-        "reduce_bucket_size": square,
+        "reduce_bucket_size": square or "auto",
     }
     if stage < 3:
-        zero["allgather_bucket_size"] = round_up(spec.hidden**2, 2) if spec else int(5e8)
+        zero["allgather_bucket_size"] = round_up(square, 2) or int(5e8)
     else:
         zero |= {
-            "stage3_prefetch_bucket_size": int(0.9 * spec.hidden**2) if spec else "auto",
+            "stage3_prefetch_bucket_size": int(0.9 * square) or "auto",
             "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
             "stage3_gather_16bit_weights_on_model_save": False,
         }

@@ -1,0 +1,116 @@
+"""`toolkit compare` and `accelerate launch`, as a user types them: real processes, all six strategies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
+SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "2")
+PARAMETERS = 5_048_576 * 4
+
+
+def toolkit(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "toolkit.cli", *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, env=environ)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def compared(folder: Path) -> dict[str, Any]:
+    """The JSON of one comparison; standard output holds nothing else."""
+    done = toolkit("compare", "--sharding", ",".join(SHARDINGS), "--processes", "2", *SIZE, "--json", "-", folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_each_strategy_runs_its_own_engine_on_two_ranks(compared: dict[str, Any]) -> None:
+    engines = {row["sharding"]: row["engine"] for row in compared["results"]}
+    assert list(engines) == list(SHARDINGS)
+    assert engines["ddp"] == "DistributedDataParallel"
+    assert {engines[word] for word in ("zero1", "zero2", "zero3")} == {"DeepSpeedEngine"}
+    assert {engines[word] for word in ("fsdp", "fsdp_grad_op")} == {"FSDPLlamaForCausalLM"}
+    assert all(row["ranks"] == 2 for row in compared["results"])
+    assert all(row["strategy"]["precision"] == "fp32" for row in compared["results"])
+    assert all(row["forecast"] is None for row in compared["results"])
+
+
+def test_losses_and_norms_agree_and_fall(compared: dict[str, Any]) -> None:
+    first = compared["results"][0]
+    assert first["losses"][-1] < first["losses"][0]
+    for row in compared["results"]:
+        assert row["losses"] == pytest.approx(first["losses"], rel=1e-4), row["sharding"]
+        assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=1e-3), row["sharding"]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "share"), [("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 0.5), ("fsdp", 0.5), ("fsdp_grad_op", 0.5)]
+)
+def test_each_rank_holds_its_share_of_the_parameters(compared: dict[str, Any], sharding: str, share: float) -> None:
+    row = next(row for row in compared["results"] if row["sharding"] == sharding)
+    assert row["parameter_bytes_per_rank"] == pytest.approx([share * PARAMETERS] * 2, rel=0.02)
+
+
+def test_measured_memory_adds_up(compared: dict[str, Any]) -> None:
+    for row in compared["results"]:
+        measured = row["measured"]
+        assert sum(measured["parts"].values()) == measured["peak_bytes"], row["sharding"]
+        assert max(measured["phases"].values()) == measured["peak_bytes"], row["sharding"]
+        assert set(measured["phases"]) == {"load", "prepare", "forward", "backward", "step", "save"}, row["sharding"]
+        assert len(measured["per_rank"]) == 2
+        assert measured["parts"]["transient"] > 0, row["sharding"]
+
+
+def test_zero_shards_what_ddp_does_not(compared: dict[str, Any]) -> None:
+    live = {row["sharding"]: row["measured"]["per_rank"][1]["live_bytes"] for row in compared["results"]}
+    # Bytes a parameter and rank: ddp 4 + 8 and DDP's buckets 4; ZeRO-1 and 2 4 + 2 + 4; ZeRO-3 2 + 2 + 4; FSDP 2 + 4.
+    for sharding, each in (("ddp", 16), ("zero1", 10), ("zero2", 10), ("fsdp", 6), ("fsdp_grad_op", 6)):
+        assert live[sharding] == pytest.approx(each * PARAMETERS / 4, rel=0.03), sharding
+    # ZeRO-3 keeps buffers for its gradients' shards too.
+    assert 8 * PARAMETERS / 4 <= live["zero3"] <= 11 * PARAMETERS / 4
+
+
+def test_a_runs_folder_is_whole(compared: dict[str, Any], folder: Path) -> None:
+    for row in compared["results"]:
+        run = folder / row["run"]
+        about = json.loads((run / "run.json").read_text())
+        assert about["loop"]["steps"] == 6
+        assert about["data"]["fingerprint"]
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        assert [event["step"] for event in events] == [1, 2, 3, 4, 5, 6]
+        assert all(len(event["bytes"]) == 2 and event["samples"] for event in events)
+        assert (run / "export" / "model.safetensors").exists()
+        assert (run / "logs" / "rank-1.log").exists()
+    runs = [folder / row["run"] / "events.jsonl" for row in compared["results"]]
+    orders = {tuple(json.loads(line)["samples"] for line in run.read_text().splitlines()) for run in runs}
+    assert len(orders) == 1
+
+
+@pytest.mark.parametrize("name", ["zero3", "hsdp"])
+def test_accelerate_launch_runs_the_recipe_with_a_config_file(name: str, folder: Path, compared: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "-m", "toolkit.finetune"]
+    command += ["--run-dir", name, *SIZE, "--no-save"]
+    if name == "hsdp":  # four ranks: the same global batch in half as large micro-batches
+        command += ["--micro-batch", "1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environ)
+    assert done.returncode == 0, done.stderr[-4000:]
+    events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
+    losses = compared["results"][0]["losses"]
+    assert [event["loss"] for event in events] == pytest.approx(losses, rel=1e-4)
+    assert not (folder / name / "export").exists()

@@ -1,0 +1,168 @@
+"""Loading on real ranks: quantized weights train right, every kind of model loads, and no rank reads what it need not hold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+pytestmark = pytest.mark.dist
+
+SHARDED = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each kind, and what 4 and 8 bits make of the first one, as plain fp32 weights."""
+    root = tmp_path_factory.mktemp("models")
+    made = {
+        "llama": tiny.llama(root / "llama"),
+        "tied": tiny.llama(root / "tied", tie_word_embeddings=True),
+        "mixtral": tiny.mixtral(root / "mixtral"),
+        "t5": tiny.t5(root / "t5"),
+    }
+    made["nf4"] = dequantized(made["llama"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    made["int8"] = dequantized(made["llama"], root / "int8", load_in_8bit=True)
+    return made
+
+
+def dequantized(source: Path, folder: Path, **options: Any) -> Path:
+    """A checkpoint whose linear weights went through bitsandbytes and back."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if "load_in_4bit" in options:
+        options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.float32}
+    packed = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options)
+    )
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, parameter in packed.named_parameters():
+        if type(parameter).__name__ == "Params4bit":
+            whole = dequantize_4bit(parameter.data, parameter.quant_state)
+        elif type(parameter).__name__ == "Int8Params":
+            whole = int8_vectorwise_dequant(parameter.data, parameter.SCB)
+        else:
+            continue
+        assert not torch.equal(whole, plain.get_parameter(name))
+        plain.get_parameter(name).data.copy_(whole)
+    plain.save_pretrained(folder)
+    tiny.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What every cell gave, by its name."""
+    cells: dict[str, dict[str, Any]] = {}
+
+    def ask(kind: str, sharding: str, adapter: str, precision: str, **more: Any) -> None:
+        words = {"sharding": sharding, "adapter": adapter, "precision": precision, **more}
+        cells[f"{kind} {sharding} {adapter} {precision}"] = {"folder": str(models[kind]), **words}
+
+    ask("nf4", "ddp", "lora", "fp32", steps=5)
+    ask("int8", "ddp", "lora", "fp32", steps=5)
+    ask("llama", "ddp", "qlora8", "fp32", steps=5)
+    for sharding in SHARDED:
+        ask("llama", sharding, "qlora", "fp32", steps=5)
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        for kind in ("tied", "mixtral", "t5"):
+            ask(kind, sharding, "none", "fp32")
+            ask(kind, sharding, "lora", "fp32")
+        ask("mixtral", sharding, "none", "bf16")
+    ask("mixtral", "ddp", "qlora", "fp32", allow_unquantized=True)
+    ask("mixtral", "ddp", "qlora", "bf16")
+    ask("t5", "ddp", "qlora", "fp32", allow_unquantized=True)
+    scratch = tmp_path_factory.mktemp("loading")
+    gave = tiny.run_cells({2: list(cells.values())}, models["llama"], scratch)[2]
+    return dict(zip(cells, gave, strict=True))
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_qlora_trains_as_its_dequantized_weights_do(found: dict[str, dict[str, Any]], sharding: str) -> None:
+    """Weights that are packed again by a shard's first forward would be right once and wrong from then on."""
+    reference = found["nf4 ddp lora fp32"]
+    quantized = found[f"llama {sharding} qlora fp32"]
+    assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert quantized["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    assert quantized["losses"][-1] < quantized["losses"][0]
+
+
+def test_qlora8_trains_as_its_dequantized_weights_do(found: dict[str, dict[str, Any]]) -> None:
+    """On a CPU bitsandbytes multiplies by dequantized weights; on a GPU LLM.int8 rounds activations to 8 bits too."""
+    reference, quantized = found["int8 ddp lora fp32"], found["llama ddp qlora8 fp32"]
+    assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert quantized["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+
+
+def test_quantized_share_is_said(found: dict[str, dict[str, Any]]) -> None:
+    """Of 131,392 weights the embedding and the head are 32,768, the norms 320."""
+    said = found["llama zero3 qlora fp32"]["said"]
+    assert any("4 bits (nf4, double quantization); 25% of 131" in line for line in said), said
+    assert any(line.startswith("adapter: qlora, rank 16; ") for line in said), said
+
+
+def test_mostly_unquantized_models_are_refused(found: dict[str, dict[str, Any]]) -> None:
+    refused = found["mixtral ddp qlora bf16"]
+    assert refused["kind"] == "ModelError"
+    assert "unquantized: fused experts, 7" in refused["refused"]
+    assert "--allow-unquantized" in refused["refused"]
+    allowed = found["mixtral ddp qlora fp32"]
+    assert allowed["losses"][-1] < allowed["losses"][0]
+
+
+def test_linear_modules_that_transformers_keeps_are_no_surprise(found: dict[str, dict[str, Any]]) -> None:
+    """T5's `wo` is never quantized."""
+    assert "leaves 4 linear modules of T5ForConditionalGeneration unquantized" in found["t5 ddp qlora fp32"]["refused"]
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("kind", ["tied", "mixtral", "t5"])
+def test_every_kind_of_model_trains_alike(found: dict[str, dict[str, Any]], kind: str, adapter: str) -> None:
+    reference = found[f"{kind} ddp {adapter} fp32"]
+    assert reference["losses"][-1] < reference["losses"][0]
+    for sharding in ("zero2", "zero3", "fsdp"):
+        result = found[f"{kind} {sharding} {adapter} fp32"]
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), sharding
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), sharding
+        for part in ("trainable", "frozen", "master", "optimizer"):
+            assert result["held"][part] == pytest.approx(result["expected"][part], rel=0.02), (sharding, part)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
+def test_fused_experts_train_in_bf16_with_exact_masters(found: dict[str, dict[str, Any]], sharding: str) -> None:
+    """transformers fuses the experts while reading, so the masters cannot be read tensor by tensor."""
+    result = found[f"mixtral {sharding} none bf16"]
+    assert all(map(math.isfinite, result["losses"]))
+    assert result["losses"] == pytest.approx(found["mixtral ddp none fp32"]["losses"], rel=2e-3)
+    assert result["exact"]
+    assert "experts: 4 a layer, 2 active, computed by grouped_mm" in result["said"]
+
+
+def test_checkpoints_hold_more_than_bf16_can(models: dict[str, Path]) -> None:
+    """So that masters which are exactly the checkpoint's were not simply rounded."""
+    import torch
+    from safetensors.torch import load_file
+
+    for kind in ("llama", "mixtral"):
+        whole = load_file(models[kind] / "model.safetensors")
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())
+
+
+def test_no_rank_reads_what_it_need_not_hold(found: dict[str, dict[str, Any]]) -> None:
+    whole = found["tied ddp none fp32"]["bytes_read"]
+    assert whole[0] == whole[1]
+    assert found["tied fsdp none fp32"]["bytes_read"][0] == whole[0]
+    assert found["tied fsdp none fp32"]["bytes_read"][1] < 0.01 * whole[0]
+    assert all(size < 0.6 * whole[0] for size in found["tied zero3 none fp32"]["bytes_read"])
+    assert "loading: rank 0 reads the whole model" in found["tied fsdp none fp32"]["said"][0]
+
+
+def test_what_was_set_up_is_said(found: dict[str, dict[str, Any]]) -> None:
+    said = found["tied zero3 none fp32"]["said"]
+    assert said[1] == "attention: sdpa; activation checkpointing: full; KV cache off"
+    assert found["tied zero3 none fp32"]["pad"] == 0

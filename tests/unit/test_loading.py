@@ -1,0 +1,316 @@
+"""Loading in one process: what the model and its tokenizer come out as, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.adapting import adapt, check_quantized, require_libraries, unquantized_share
+from toolkit.devices import Device
+from toolkit.engines.job import Job, resolve
+from toolkit.errors import MissingLibrary, ModelError, StrategyError
+from toolkit.loading import embedded_checkpoint, load, load_tokenizer
+from toolkit.model import ModelSpec, describe, embedded_config
+from toolkit.runtime import accelerator as make
+from toolkit.strategy import Loop, Strategy
+
+CPU = Device(
+    kind="cpu",
+    name="cpu",
+    total_bytes=1 << 34,
+    free_bytes=1 << 34,
+    dtypes=("fp32", "bf16"),
+    attentions=("sdpa", "eager"),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_accelerator() -> Iterator[None]:
+    """Each test makes its own; Accelerate keeps the last one's state."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small Llama with a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer(tmp_path / "model", pad_token="<pad>")
+    return tmp_path / "model"
+
+
+def tokenizer(folder: Path, *reserved: str, words: int = 50, **special: str) -> None:
+    """Save a tokenizer with these special tokens, `reserved` ones without a role."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<unk>", *special.values(), *reserved, *(f"w{index}" for index in range(words))]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
+    if reserved:
+        made.add_tokens(list(reserved), special_tokens=True)
+    made.save_pretrained(folder)
+
+
+def loaded(folder: Path, **words: Any) -> tuple[Any, Any]:
+    return load(make(Strategy(**words), Loop(seq_len=16), describe(folder)))
+
+
+def job(folder: Path, seed: int = 0, **words: Any) -> Job:
+    return resolve(Strategy(**words), Loop(seq_len=16, seed=seed), describe(folder), 1, CPU)
+
+
+# The model
+
+
+def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    model, words = loaded(folder)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert model.config.use_cache is False
+    assert model.config.pad_token_id == words.pad_token_id == model.generation_config.pad_token_id
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert capsys.readouterr().out.splitlines() == [
+        "loading: every rank reads the whole model, which it keeps",
+        "attention: sdpa; activation checkpointing: full; KV cache off",
+    ]
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_the_named_attention_is_used(folder: Path, kernel: str) -> None:
+    model, _ = loaded(folder, attention=kernel)
+    assert model.config._attn_implementation == kernel
+
+
+def test_checkpointing_is_not_reentrant_or_off(folder: Path) -> None:
+    from accelerate.state import AcceleratorState
+
+    model, _ = loaded(folder)
+    layers = model.model.layers
+    assert all(layer.gradient_checkpointing for layer in layers)
+    assert layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, _ = loaded(folder, activation_checkpointing="none")
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("words", "trained", "frozen"),
+    [
+        ({"precision": "bf16"}, "float32", None),
+        ({"precision": "bf16_pure"}, "bfloat16", None),
+        ({"precision": "bf16", "adapter": "lora"}, "float32", "bfloat16"),
+        ({"precision": "bf16_pure", "adapter": "lora"}, "bfloat16", "bfloat16"),
+        ({"precision": "fp32", "adapter": "dora"}, "float32", "float32"),
+    ],
+)
+def test_dtypes(folder: Path, words: dict[str, str], trained: str, frozen: str | None) -> None:
+    model, _ = loaded(folder, **words)
+    found = {
+        flag: {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad is flag}
+        for flag in (True, False)
+    }
+    assert found == {True: {trained}, False: {frozen} if frozen else set()}
+
+
+def test_an_accelerator_without_a_model(folder: Path) -> None:
+    with pytest.raises(StrategyError, match="made without a model"):
+        load(make(Strategy()))
+
+
+def test_a_config_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="weights"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("damage", ["missing", "other shape"])
+def test_weights_that_do_not_fit_are_never_drawn_at_random(folder: Path, damage: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:8].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"1 of its weights are missing.*{name}"):
+        loaded(folder)
+
+
+# Adapters
+
+
+def adapter_values(folder: Path, seed: int = 0, **words: Any) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    asked = job(folder, seed, **words)
+    model = adapt(asked, AutoModelForCausalLM.from_pretrained(folder))
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_an_adapter_depends_on_the_seed_alone(folder: Path) -> None:
+    import torch
+
+    first = adapter_values(folder, adapter="lora")
+    torch.rand(100)
+    again, other = adapter_values(folder, adapter="lora"), adapter_values(folder, 1, adapter="lora")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_an_adapter_leaves_the_generator_alone(folder: Path) -> None:
+    import torch
+
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    adapter_values(folder, adapter="lora")
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_an_adapter_begins_on_values_of_the_compute_dtype(folder: Path) -> None:
+    import torch
+
+    for values in (adapter_values(folder, adapter=kind, precision="bf16") for kind in ("lora", "dora")):
+        assert all(tensor.dtype == torch.float32 for tensor in values.values())
+        assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in values.values())
+
+
+def test_all_linear_layers_but_the_head_are_adapted(folder: Path) -> None:
+    names = {
+        name.split(".lora_")[0].removeprefix("base_model.model.") for name in adapter_values(folder, adapter="lora")
+    }
+    assert names == set(describe(folder).linears)
+    assert len(names) == 14
+    some = adapter_values(folder, adapter="lora", lora_targets="q_proj,mlp.up_proj", lora_rank=4)
+    assert len(some) == 8
+    assert {min(tensor.shape) for tensor in some.values()} == {4}
+
+
+def test_rank_alpha_and_task_of_an_adapter(folder: Path) -> None:
+    model, _ = loaded(folder, adapter="dora", lora_rank=8)
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.use_dora) == (8, 16, 0.0, True)
+    assert config.task_type == "CAUSAL_LM"
+    assert not config.modules_to_save
+
+
+@pytest.mark.parametrize(("library", "adapter"), [("peft", "lora"), ("peft", "dora"), ("bitsandbytes", "qlora")])
+def test_a_missing_library(folder: Path, monkeypatch: pytest.MonkeyPatch, library: str, adapter: str) -> None:
+    found: Callable[..., Any] = importlib.util.find_spec
+    asked = job(folder, adapter=adapter)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == library else found(name, *more)
+    )
+    with pytest.raises(MissingLibrary, match=f"adapter '{adapter}' needs {library}.*pip install"):
+        require_libraries(asked)
+    require_libraries(job(folder))
+
+
+def test_the_unquantized_share(folder: Path) -> None:
+    """Embedding 64 · 32 (tied with the head), norms 5 · 32; a layer's linear weights are 3,072 + 6,144."""
+    spec = describe(folder)
+    other, linear = 64 * 32 + 5 * 32, 2 * (3072 + 6144)
+    assert unquantized_share(spec) == pytest.approx(other / (other + linear))
+    check_quantized(spec, allow_unquantized=False)
+
+
+def test_a_mostly_unquantized_model_is_refused_before_it_is_read() -> None:
+    from transformers import MixtralConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    spec: ModelSpec = describe(MixtralConfig(num_local_experts=8, **shape, **heads))
+    with pytest.raises(ModelError, match=r"leave 9\d% of .*fused experts, .*--allow-unquantized"):
+        check_quantized(spec, allow_unquantized=False)
+    check_quantized(spec, allow_unquantized=True)
+
+
+# The tokenizer
+
+
+@pytest.mark.parametrize(
+    ("reserved", "special", "expected"),
+    [
+        ((), {"pad_token": "<pad>", "eos_token": "</s>"}, "<pad>"),
+        (("<|right_pad|>", "<|reserved_special_token_0|>"), {"eos_token": "</s>"}, "<|right_pad|>"),
+        (("<|other|>", "<|reserved_special_token_0|>"), {"eos_token": "</s>"}, "<|reserved_special_token_0|>"),
+        (("<|other|>",), {"eos_token": "</s>"}, "</s>"),
+    ],
+)
+def test_the_pad_token(folder: Path, reserved: tuple[str, ...], special: dict[str, str], expected: str) -> None:
+    tokenizer(folder, *reserved, **special)
+    assert load_tokenizer(describe(folder)).pad_token == expected
+
+
+def test_the_configs_pad_token_comes_before_a_reserved_one(folder: Path) -> None:
+    tokenizer(folder, "<|reserved|>", eos_token="</s>")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 5}))
+    assert load_tokenizer(describe(folder)).pad_token_id == 5
+
+
+def test_nothing_to_pad_with(folder: Path) -> None:
+    tokenizer(folder)
+    with pytest.raises(ModelError, match="no pad token, none in reserve"):
+        load_tokenizer(describe(folder))
+
+
+def test_a_vocabulary_larger_than_the_embedding(folder: Path) -> None:
+    tokenizer(folder, words=70, pad_token="<pad>")
+    with pytest.raises(ModelError, match="goes to token 71, its embedding only to 63"):
+        load_tokenizer(describe(folder))
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+        load_tokenizer(describe(folder))
+
+
+# The embedded model
+
+
+def test_the_embedded_checkpoint(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    for name in ("one", "two"):
+        embedded_checkpoint(tmp_path / name)
+    assert torch.equal(torch.rand(1), expected)
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    spec = describe(tmp_path / "one")
+    assert spec.source is not None
+    assert spec.elements == describe().elements
+    assert embedded_config().items() <= spec.config.items()
