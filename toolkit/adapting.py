@@ -6,9 +6,10 @@ import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.engines import deepspeed
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import adapted
-from toolkit.errors import MissingLibrary, ModelError
+from toolkit.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.units import format_count
 
@@ -44,11 +45,13 @@ def check_quantized(spec: ModelSpec, allow_unquantized: bool) -> None:
 
 
 def require_libraries(job: Job) -> None:
-    """Refuse an adapter whose library is not installed.
+    """Refuse an engine or an adapter whose library is not installed.
 
     Raises:
         MissingLibrary: with the command that installs it.
     """
+    if job.strategy.engine == "deepspeed":
+        deepspeed.require_library(job.strategy)
     adapter = job.strategy.adapter
     if adapter != "none" and importlib.util.find_spec("peft") is None:
         raise MissingLibrary(
@@ -93,17 +96,21 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
     The base keeps its dtypes: PEFT's own `prepare_model_for_kbit_training` would cast what is not packed to fp32. First
     values are rounded to the compute dtype, so that engines which train on a rounded copy begin where the others do.
+
+    Raises:
+        StrategyError: where PEFT would adapt something else than was asked.
     """
     import torch
     from peft import LoraConfig, TaskType, get_peft_model
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
+    asked = adapted(spec, strategy.lora_targets)
     config = LoraConfig(
         r=strategy.lora_rank,
         lora_alpha=2 * strategy.lora_rank,
         lora_dropout=0.0,
         use_dora=strategy.adapter == "dora",
-        target_modules=adapted(spec, strategy.lora_targets),
+        target_modules=asked,
         task_type=TaskType.CAUSAL_LM if spec.kind == "causal" else TaskType.SEQ_2_SEQ_LM,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -112,11 +119,32 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
         # PEFT draws on the CPU, whatever the device: module by module, in the model's order.
         torch.default_generator.manual_seed(job.loop.seed)
         made = get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False)
+    _check_adapted(made, asked)
     compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(compute).to(kept)
     return cast("PeftModel", made)
+
+
+def _check_adapted(model: nn.Module, asked: list[str]) -> None:
+    """PEFT turns some names of linear modules into a mixture's fused experts, and adapts those instead.
+
+    Raises:
+        StrategyError: with the names that it leaves alone.
+    """
+    found = {
+        name.removeprefix("base_model.model.")
+        for name, child in model.named_modules()
+        if len(getattr(child, "lora_A", ()))
+    }
+    if found != set(asked):
+        lost = sorted({name.rpartition(".")[2] for name in set(asked) - found})
+        left = sorted({name.rpartition(".")[2] for name in asked} - set(lost))
+        raise StrategyError(
+            f"lora_targets: PEFT adapts fused experts in the place of {', '.join(lost)}. "
+            f"Choose --lora-targets {','.join(left)}."
+        )
 
 
 def kept_dtype(job: Job) -> str:

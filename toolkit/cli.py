@@ -6,15 +6,29 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.launching import Stopped
 from toolkit.show import Shown
-from toolkit.strategy import SHARDINGS, Loop, Strategy, add_flags, catalog, from_dict, given, sharding_word, to_flags
+from toolkit.strategy import (
+    SHARDINGS,
+    Loop,
+    Parser,
+    Strategy,
+    add_flags,
+    catalog,
+    from_dict,
+    given,
+    sharding_word,
+    to_flags,
+)
 
 
 def doctor(flags: argparse.Namespace) -> Shown:
@@ -31,54 +45,47 @@ def describe(flags: argparse.Namespace) -> Shown:
     return describe(flags.model)
 
 
-def config(flags: argparse.Namespace) -> None:
+def config(flags: argparse.Namespace) -> dict[str, Any]:
     """Write the Accelerate config file that a strategy is, or all of them."""
     import yaml
 
     from toolkit.engines.job import engine_of
 
     if flags.all:
-        folder = Path(flags.all)
-        folder.mkdir(parents=True, exist_ok=True)
+        written = {}
         for name, strategy in catalog().items():
             ranks = 1 if strategy.sharding == "none" else 2 * strategy.replicate
-            content = engine_of(strategy).to_yaml(strategy, ranks, 1)
-            (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
-        return
+            written[name] = engine_of(strategy).to_yaml(strategy, ranks, 1)
+            _write(Path(flags.all, f"{name}.yaml"), yaml.safe_dump(written[name]))
+        return written
     strategy = from_dict(Strategy, given(flags, Strategy))
     content = engine_of(strategy).to_yaml(strategy, flags.processes, flags.nodes)
     if flags.output:
-        Path(flags.output).write_text(yaml.safe_dump(content))
+        _write(Path(flags.output), yaml.safe_dump(content))
     elif flags.json != "-":
         print(yaml.safe_dump(content), end="")
-    _write_json(content, flags.json)
+    return content
 
 
-def train(flags: argparse.Namespace) -> None:
+def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model, in processes of its own."""
+    from toolkit.comparing import read_run
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
     from toolkit.finetune import Recipe, get_ready
-    from toolkit.folder import enter, new_path, new_token
+    from toolkit.folder import check_new, enter, new_path, new_token
     from toolkit.launching import check_ranks, supervise
 
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     check_ranks(machine, flags.processes)
+    check_new(flags.run_dir or "runs/new")
     get_ready(recipe, strategy, loop, flags.processes, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
     with enter(path, token=new_token()) as folder:
         arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         content = engine_of(strategy).to_yaml(strategy, flags.processes, 1)
-        with _quiet(flags.json):
-            supervise(folder, "toolkit.finetune", arguments, content, output=sys.stderr if flags.json == "-" else None)
-    _write_json(_outcome(path), flags.json)
-
-
-def _outcome(path: Path) -> dict[str, Any]:
-    """What `train --json` says: the run's folder, as `compare` reads it."""
-    from toolkit.comparing import read_run
-
+        supervise(folder, "toolkit.finetune", arguments, content)
     return dataclasses.asdict(read_run(path))
 
 
@@ -104,16 +111,16 @@ def compare(flags: argparse.Namespace) -> Shown:
     )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Every verb, with the flags that it takes."""
     from toolkit.finetune import Recipe
 
-    made = argparse.ArgumentParser(prog="toolkit", description="One word switches how a model is trained.")
+    made = Parser(prog="toolkit", description="One word switches how a model is trained.")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(function: Any, *owners: type[Any], without: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    def verb(function: Any, *owners: type[Any], without: tuple[str, ...] = ()) -> Parser:
         told = (function.__doc__ or "").strip()
-        added = verbs.add_parser(function.__name__, help=told, description=told)
+        added: Parser = verbs.add_parser(function.__name__, help=told, description=told)
         added.set_defaults(run=function)
         added.add_argument("--json", metavar="FILE", help="write the result as JSON; `-` for standard output alone")
         add_flags(added, *owners, without=without)
@@ -134,36 +141,95 @@ def parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _quiet(target: str | None) -> Any:
-    """With `--json -` standard output belongs to the JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if target == "-" else contextlib.nullcontext():
+def _quiet(target: str | None) -> Iterator[None]:
+    """With `--json -` standard output belongs to the JSON: what this process and its children print goes to the other."""
+    if target != "-":
         yield
-
-
-def _write_json(value: Any, target: str | None) -> None:
-    if target is None:
         return
-    text = json.dumps(value, indent=2)
-    if target == "-":
-        print(text)
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _check_target(target: str | None) -> None:
+    """Before hours of work: whether its result can be written."""
+    if target is None or target == "-":
+        return
+    folder = Path(target).absolute().parent
+    if Path(target).is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = f"there is no folder {folder}"
     else:
-        Path(target).write_text(text + "\n")
+        why = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written"
+    if why:
+        raise ToolkitError(f"--json {target}: {why}. Name a file in a folder that exists, or - for standard output.")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ToolkitError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def _show(result: Shown | dict[str, Any], target: str | None) -> None:
+    value = result.to_dict() if isinstance(result, Shown) else result
+    if target is not None:
+        text = json.dumps(value, indent=2) + "\n"
+        if target == "-":
+            print(text, end="")
+        else:
+            _write(Path(target), text)
+    if isinstance(result, Shown) and target != "-":
+        print(result)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends this process as an exception does, so that drafts are removed, with exit code 143."""
+
+    def stop(number: int, _: object) -> None:
+        print("toolkit: stopped by SIGTERM", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `toolkit`. Exit codes: 0 done, 2 a user's mistake, 130 and 143 stopped, 1 anything else."""
-    flags = parser().parse_args(arguments)
     try:
-        shown = flags.run(flags)
+        with _terminable():
+            flags = parser().parse_args(arguments)
+            _check_target(flags.json)
+            with _quiet(flags.json):
+                result = flags.run(flags)
+            _show(result, flags.json)
     except (ToolkitError, Stopped) as error:
         print(f"toolkit: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        print("toolkit: stopped by SIGINT", file=sys.stderr)
         return 130
-    if shown is not None:
-        _write_json(shown.to_dict(), flags.json)
-        if flags.json != "-":
-            print(shown)
+    except BrokenPipeError:
+        # Whoever read has read enough. The interpreter would write what is left once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
 from toolkit.finetune import Recipe, get_ready
-from toolkit.folder import enter, new_path, new_token, read_events
+from toolkit.folder import check_new, enter, new_path, new_token, read_events
 from toolkit.launching import check_ranks, supervise
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table
@@ -131,6 +131,7 @@ def compare(
         ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
         plans.append((strategy, ours, 1 if alone else ranks))
     check_ranks(machine, ranks)
+    check_new(root / "new")
     for strategy, ours, count in plans:
         get_ready(recipe, strategy, ours, count, machine.device)
     results = tuple(_run(recipe, strategy, ours, count, root) for strategy, ours, count in plans)

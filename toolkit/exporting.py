@@ -60,12 +60,11 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
     memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all.
     """
     module = prepared.accelerator.unwrap_model(prepared.model)
-    # FSDP2 shards again what a forward left whole when it is asked for its state, so all ranks have to ask.
-    known = set(module.state_dict())
     adapter = prepared.job.strategy.adapter != "none"
     wanted = {name for name, p in module.named_parameters() if p.requires_grad or not adapter}
     state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
     if not adapter:
+        known = set(module.state_dict())
         state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
     if prepared.accelerator.is_main_process:
         with quiet_bars(True, shown=False):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import measuring
+from toolkit.adapting import check_quantized, require_libraries
 from toolkit.cache import cache_folder
 from toolkit.data import (
     Rows,
@@ -37,20 +38,23 @@ from toolkit.data import (
 from toolkit.devices import Device, hardware
 from toolkit.engines import cpu
 from toolkit.engines.job import Job, Prepared, resolve
-from toolkit.errors import RunError, ToolkitError
+from toolkit.errors import ToolkitError
 from toolkit.exporting import save, verify
 from toolkit.folder import Folder, enter, run_token, supervised, write_json
 from toolkit.loading import embedded_checkpoint, load, load_tokenizer
 from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.runtime import accelerator as make_accelerator
-from toolkit.runtime import agree, job
-from toolkit.strategy import Loop, Strategy, add_flags, from_dict, given
+from toolkit.runtime import agree, check_trackers, job
+from toolkit.strategy import Loop, Parser, Strategy, add_flags, from_dict, given
 from toolkit.training import Step, adamw, evaluate, train, warmup_cosine
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+ALONE = 3.0
+"""Seconds after which a rank that found a mistake is the only one that did."""
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
 """Whose versions `run.json` records."""
@@ -104,11 +108,15 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
     """
     if device.kind == "cpu":
         cpu.say_so_to_deepspeed()
+    check_trackers(recipe.tracker)
+    require_libraries(resolve(strategy, loop, None, ranks, device))
     for source in filter(None, (recipe.data, recipe.eval_data)):
         if source != EMBEDDED:
             check_source(source, text_column=recipe.text_column)
     spec = described(recipe.model)
     asked = resolve(strategy, loop, spec, ranks, device)
+    if strategy.quantized:
+        check_quantized(spec, recipe.allow_unquantized)
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
 
@@ -156,11 +164,21 @@ def embedded_model() -> Path:
     return folder
 
 
+def understand(flags: argparse.Namespace) -> tuple[Recipe, Loop, Strategy]:
+    """What the flags and the launch environment say together.
+
+    Raises:
+        StrategyError: for a value that cannot be, and where the two contradict each other.
+    """
+    recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
+    return recipe, loop, agree(given(flags, Strategy), os.environ)
+
+
 def run(flags: argparse.Namespace, folder: Folder) -> None:
     """One rank's part of a run, from the description of the model to the saved result."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
-    strategy, machine = agree(given(flags, Strategy), os.environ), hardware()
+    recipe, loop, strategy = understand(flags)
+    machine = hardware()
     window = measuring.start(machine.device.kind, recipe.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
     ready = get_ready(recipe, strategy, loop, ranks, machine.device)
@@ -309,7 +327,7 @@ def _record(accelerator: Any, folder: Folder, window: measuring.Window, found: A
 
 def parser() -> argparse.ArgumentParser:
     """The recipe's command line: every field of Recipe, Strategy and Loop."""
-    made = argparse.ArgumentParser(prog="toolkit.finetune", description="Train a model on ranks that were launched.")
+    made = Parser(prog="toolkit.finetune", description="Train a model on ranks that were launched.")
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/…)")
     add_flags(made, Recipe, Strategy, Loop)
     return made
@@ -317,28 +335,38 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as one rank. Exit code 2 after a user's mistake."""
-    flags = parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
-    # Without a supervisor and a name the ranks agree on one through what only they share.
-    path = flags.run_dir or f"runs/launched-{hashlib.sha256(run_token().encode()).hexdigest()[:8]}"
     try:
+        flags = parser().parse_args(arguments)
+        if not supervised():
+            understand(flags)  # what is wrong here is said before there is a folder
+        # Without a supervisor and a name the ranks agree on one through what only they share.
+        path = flags.run_dir or f"runs/launched-{hashlib.sha256(run_token().encode()).hexdigest()[:8]}"
         folder = enter(path)
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    except ToolkitError as error:
+        return _tell(rank, error)
     with folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised())
         try:
             run(flags, folder)
         except ToolkitError as error:
-            folder.record_error(rank, error)
-            if not supervised():
-                print(f"rank {rank}: {error}", file=sys.stderr)
-            return error.exit_code
+            if supervised():
+                folder.record_error(rank, error)
+                return error.exit_code
+            folder.discard(shared=True)
+            return _tell(rank, error)
         except BaseException as error:
             folder.record_error(rank, error)
             raise
     return 0
+
+
+def _tell(rank: int, error: ToolkitError) -> int:
+    """Say what is wrong, once: most mistakes are every rank's, and the launcher ends the others after the first."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(ALONE)
+    print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -97,10 +97,17 @@ class Folder:
         """Let the next run in."""
         os.close(self.lock)
 
-    def discard(self) -> None:
-        """Remove a new run that has nothing to show: made here, and no step and no checkpoint in it."""
-        if self.created and not self.events.exists() and not self.checkpoints.exists():
-            shutil.rmtree(self.path)
+    def discard(self, *, shared: bool = False) -> None:
+        """Remove a new run that has nothing to show: made here, and no step and no checkpoint in it.
+
+        Args:
+            shared: another rank of the run may have made the folder, and may be removing it at the same time.
+        """
+        if (shared or self.created) and not self.events.exists() and not self.checkpoints.exists():
+            shutil.rmtree(self.path, ignore_errors=shared)
+            with contextlib.suppress(OSError):  # where it was the only run
+                if self.path.parent == Path("runs"):
+                    self.path.parent.rmdir()
 
     def __enter__(self) -> Folder:
         """Itself."""
@@ -147,6 +154,20 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         os.close(lock)
         raise
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
+
+
+def check_new(path: str | Path) -> None:
+    """Refuse early a folder in which `enter` could not make a new run. Writes nothing.
+
+    Raises:
+        RunError: for a folder that holds a run or other files, and for a place that cannot be written.
+    """
+    path = Path(path)
+    _refuse_old(path)
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    why = "it is a file" if not there.is_dir() else "" if os.access(there, os.W_OK) else "it cannot be written"
+    if why:
+        raise RunError(f"the run folder {path} cannot be made in {there}: {why}. Choose another folder with --run-dir.")
 
 
 def supervised() -> bool:
@@ -269,10 +290,7 @@ def _refuse_old(path: Path) -> None:
         raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
     found = {entry.name for entry in path.iterdir()} - {"lock", "logs", "accelerate.yaml"}
     if "run.json" in found or "events.jsonl" in found:
-        raise RunError(
-            f"{path} holds a run already. Go on with it by `toolkit resume {path}`, choose another folder with "
-            "--run-dir, or remove it."
-        )
+        raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
     if found:
         raise RunError(
             f"{path} is not empty (it has {min(found)}): expected a new or an empty folder. "

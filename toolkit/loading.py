@@ -141,7 +141,15 @@ def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
     dtypes = [{name: dtype_name(p.dtype) for name, p in model.named_parameters()} if model is not None else None]
     broadcast_object_list(dtypes, from_process=0)
-    return _hollow(job, cast("dict[str, str]", dtypes[0])) if model is None else model
+    model = _hollow(job, cast("dict[str, str]", dtypes[0])) if model is None else model
+    # Accelerate's `fsdp2_load_full_state_dict` takes everything in a state dict for a sharded parameter.
+    buffers = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    if buffers:
+        raise StrategyError(
+            f"sharding {job.strategy.sharding!r} cannot broadcast the buffers that {type(model).__name__} keeps in its "
+            f"checkpoint, the first {buffers[0]}. Choose sharding 'zero3'."
+        )
+    return model
 
 
 def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
@@ -240,10 +248,11 @@ def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _adapter_note(job: Job, model: PreTrainedModel) -> str:
     spec = cast("ModelSpec", job.spec)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return (
-        f"adapter: {job.strategy.adapter}, rank {job.strategy.lora_rank}; {format_count(trained)} trainable, "
-        f"{trained / (spec.elements + trained):.2%} of all"
-    )
+    share = f"{format_count(trained)} trainable, {trained / (spec.elements + trained):.2%} of all"
+    linear = {f"{name}.weight" for name in spec.linears}
+    fused = any(parameter.role == "expert" and parameter.name not in linear for parameter in spec.parameters)
+    experts = "; fused experts have none" if fused else ""
+    return f"adapter: {job.strategy.adapter}, rank {job.strategy.lora_rank}; {share}{experts}"
 
 
 # The tokenizer -------------------------------------------------------------------------------------------------------

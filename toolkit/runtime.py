@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from toolkit.devices import hardware
 from toolkit.engines.job import Job, engine_of, resolve
-from toolkit.errors import StrategyError
+from toolkit.errors import MissingLibrary, StrategyError, nearest
 from toolkit.model import ModelSpec
 from toolkit.strategy import SHARDINGS, Loop, Strategy, from_dict
 
@@ -45,12 +45,13 @@ def accelerator(
 
     Raises:
         StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
-        MissingLibrary: for an engine that is not installed.
+        MissingLibrary: for an engine or a tracker that is not installed.
     """
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
     asked = agree(strategy, os.environ)
+    check_trackers(log_with)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     job = resolve(asked, loop or Loop(), spec, ranks, hardware().device)
     made = Accelerator(
@@ -64,6 +65,29 @@ def accelerator(
     )
     _jobs[made] = job
     return made
+
+
+def check_trackers(names: str | None) -> None:
+    """Refuse trackers that Accelerate does not know, and those that it would leave out without a word.
+
+    Raises:
+        StrategyError: for an unknown name, with the nearest one.
+        MissingLibrary: for a tracker whose library is not installed.
+    """
+    if not names:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = [str(name) for name in get_available_trackers()]
+    for name in names.split(","):
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(LOGGER_TYPE_TO_CLASS)
+            raise StrategyError(f"tracker {name!r} is unknown.{nearest(name, LOGGER_TYPE_TO_CLASS)} Known: {known}.")
+        if name not in installed:
+            raise MissingLibrary(
+                f"tracker {name!r} needs its library, which is not installed. Install it with `pip install {name}`, "
+                f"or choose one that is: {', '.join(installed) or 'none'}."
+            )
 
 
 def job(accelerator: Accelerator) -> Job:

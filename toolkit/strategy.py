@@ -281,6 +281,27 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class Parser(argparse.ArgumentParser):
+    """A command line whose flags are written out whole, and whose mistakes are one sentence.
+
+    Raises:
+        StrategyError: for a flag or value that is not known, in place of a usage text and the interpreter's end.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise StrategyError(f"{message}. See `{self.prog} --help`.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = nearest(unknown[0], self._option_string_actions)
+            self.error(f"{self.prog} does not know {unknown[0]!r}.{near}".removesuffix("?").removesuffix("."))
+        return found, unknown
+
+
 def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = ()) -> None:
     """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing."""
     for owner in owners:

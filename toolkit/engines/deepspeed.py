@@ -102,17 +102,27 @@ def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[st
     return zero
 
 
-def plugin(job: Job) -> dict[str, Any]:
-    """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device."""
-    import copy
+def require_library(strategy: Strategy) -> None:
+    """Refuse where DeepSpeed is not installed. A forecast needs none, so `settings` does not ask.
+
+    Raises:
+        MissingLibrary: with the command that installs it.
+    """
     import importlib.util
-    import logging
 
     if importlib.util.find_spec("deepspeed") is None:
         raise MissingLibrary(
-            f"sharding {job.strategy.sharding!r} needs DeepSpeed, which is not installed. "
+            f"sharding {strategy.sharding!r} needs DeepSpeed, which is not installed. "
             "Install it with `pip install 'accelerate-toolkit[deepspeed]'`, or choose sharding 'fsdp'."
         )
+
+
+def plugin(job: Job) -> dict[str, Any]:
+    """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device."""
+    import copy
+    import logging
+
+    require_library(job.strategy)
     from accelerate.utils import DeepSpeedPlugin
     from deepspeed.utils import logger
 

@@ -251,9 +251,14 @@ def update(prepared: Prepared) -> Update:
 
 def pieces(prepared: Prepared) -> Iterator[Piece]:
     """Rows of each parameter: this rank's part of the first dimension."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    for module in prepared.model.modules():
+        if isinstance(module, FSDPModule):
+            # A forward without a backward leaves the last group whole, and then its parameters are no shards.
+            module.reshard()
     for name, parameter in prepared.model.named_parameters():
         shape = tuple(parameter.shape)
         if not isinstance(parameter, DTensor):

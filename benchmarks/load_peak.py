@@ -1,0 +1,190 @@
+"""What each rank holds at the most while a model is loaded and prepared, and which way of loading that was.
+
+    python benchmarks/load_peak.py                     # results into benchmarks/results/load_peak.json and .md
+
+Each line is one launch, over a Llama of about 200 MiB in fp32. Three figures a rank: the CPU allocator's highest total
+in the phases load and prepare, and the process's own memory (RssAnon: pages of a file that is only mapped, which all
+ranks of a machine share, are not in it), above what it had before the first tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from machine import about
+
+from toolkit.show import Table
+from toolkit.units import KiB, MiB, format_bytes
+
+RESULTS = Path(__file__).parent / "results"
+
+CASES = [
+    {"sharding": sharding, "precision": precision, "stored": stored, "ranks": ranks, "way": way}
+    for precision, stored in (("fp32", "float32"), ("bf16", "bfloat16"))
+    for sharding, way in (("ddp", "toolkit"), ("zero3", "toolkit"), ("fsdp", "toolkit"), ("fsdp", "transformers"))
+    for ranks in (2, 4)
+]
+"""`way`: `transformers` is FSDP with `fsdp_cpu_ram_efficient_loading` as transformers itself reads it."""
+
+
+def checkpoint(folder: Path, dtype: str) -> Path:
+    """A Llama with a tokenizer, drawn from a seed."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, max_position_embeddings=512, **shape))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+class Resident:
+    """The process's own memory, looked at every few milliseconds in a thread."""
+
+    def __init__(self) -> None:
+        self.base = self.peak = self.now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def now() -> int:
+        """Bytes of RssAnon."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * KiB for line in lines if line.startswith("RssAnon:"))
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.003):
+            self.peak = max(self.peak, self.now())
+
+    def stop(self) -> int:
+        """The highest, above what it was at the start."""
+        self._done.set()
+        self._thread.join()
+        return max(self.peak, self.now()) - self.base
+
+
+def worker(case: dict[str, Any], folder: str, out: Path) -> None:
+    """One rank: load, make an optimizer, prepare, and say what that took."""
+    import torch
+
+    from toolkit import loading, measuring
+    from toolkit.model import describe
+    from toolkit.preparing import prepare
+    from toolkit.runtime import accelerator as make
+    from toolkit.strategy import Loop, Strategy
+
+    if case["way"] == "transformers":
+        loading._by_broadcast = lambda: False
+    spec = describe(folder)
+    accelerator = make(
+        Strategy(sharding=case["sharding"], precision=case["precision"]), Loop(micro_batch=1, seq_len=64), spec
+    )
+    said: list[str] = []
+    accelerator.print = said.append
+    accelerator.wait_for_everyone()
+    resident, window = Resident(), measuring.start("cpu")
+    model, _ = loading.load(accelerator)
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(accelerator, model, optimizer)
+    window.close()
+    measured = window.result()
+    found = {"phases": measured.phases, "resident": resident.stop(), "reason": measured.reason, "said": said[:1]}
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+
+
+def launch(case: dict[str, Any], folder: Path, out: Path) -> dict[str, Any]:
+    """One case in new processes: its figures by rank, in bytes."""
+    out.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [f"--nproc_per_node={case['ranks']}", f"--master_port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *ranks, __file__, "--worker", json.dumps(case)]
+    done = subprocess.run(
+        [*command, "--model", str(folder), "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-4000:])
+    found = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(case["ranks"])]
+    return {
+        **case,
+        "loading": (found[0]["said"][0] if found[0]["said"] else "").removeprefix("loading: "),
+        "reason": found[0]["reason"],
+        "load_peak_bytes": [one["phases"].get("load") for one in found],
+        "prepare_peak_bytes": [one["phases"].get("prepare") for one in found],
+        "resident_peak_bytes": [one["resident"] for one in found],
+    }
+
+
+def table(results: list[dict[str, Any]], weights: int) -> Table:
+    """A row a case: rank 0, and the most of the others."""
+
+    def cell(sizes: list[int | None]) -> str:
+        known = [size or 0 for size in sizes]
+        return f"{known[0] / MiB:.0f} / {max(known[1:]) / MiB:.0f}"
+
+    columns = ("sharding", "read by", "checkpoint", "ranks", "load", "prepare", "own memory")
+    rows = [
+        (
+            row["sharding"],
+            row["way"],
+            row["stored"],
+            row["ranks"],
+            cell(row["load_peak_bytes"]),
+            cell(row["prepare_peak_bytes"]),
+            cell(row["resident_peak_bytes"]),
+        )
+        for row in results
+    ]
+    title = f"Load peaks, MiB: rank 0 / the most of the others; {format_bytes(weights * 4)} in fp32"
+    return Table(title=title, columns=columns, rows=rows)
+
+
+def main() -> None:
+    """Run every case and write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker, given.model, given.out)
+        return
+    from toolkit.model import describe
+
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        folders = {dtype: checkpoint(root / dtype, dtype) for dtype in ("float32", "bfloat16")}
+        weights = describe(folders["float32"]).elements
+        results = [launch(case, folders[case["stored"]], root / str(index)) for index, case in enumerate(CASES)]
+    whole = {**about(), "model": {"parameters": weights, "bytes_fp32": weights * 4}, "results": results}
+    (RESULTS / "load_peak.json").write_text(json.dumps(whole, indent=2) + "\n")
+    text = table(results, weights).text()
+    ways = {f"{row['sharding']}, read by {row['way']}": row["loading"] for row in results if row["way"] == "toolkit"}
+    head = f"{whole['date']}, {whole['machine']}\n{json.dumps(whole['versions'])}"
+    said = "\n".join(f"- {name}: {way}" for name, way in ways.items())
+    (RESULTS / "load_peak.md").write_text(f"# Load peaks\n\n{head}\n\n```\n{text}\n```\n\n{said}\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

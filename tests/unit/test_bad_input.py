@@ -1,0 +1,229 @@
+"""What a user can get wrong, through the shell: one sentence with the fix, exit code 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import cli
+from toolkit.devices import hardware
+from toolkit.errors import RunError
+from toolkit.launching import check_ranks
+
+ROOT = Path(__file__).parents[2]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
+    "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files and folders with one thing wrong each."""
+    root = tmp_path_factory.mktemp("things")
+
+    def model(name: str, **changes: Any) -> Path:
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return root / name
+
+    model("weightless")
+    model("unknown", model_type="lama", architectures=["LamaForCausalLM"])
+    _with_large_vocabulary(model("overfull"))
+    for name, text in {
+        "malformed": '{"text": "one"}\n{"text": "two"\n',
+        "hollow": '{"text": "one"}\n\n{"text": "two"}\n',
+        "blank": '{"text": "one"}\n{"text": "  "}\n',
+        "columnless": '{"text": "one"}\n{"txt": "two"}\n',
+        "misnamed": '{"body": "one"}\n',
+        "chat": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n' * 9,
+        "short": '{"text": "one"}\n',
+    }.items():
+        (root / f"{name}.jsonl").write_text(text)
+    (root / "old").mkdir()
+    (root / "old" / "run.json").write_text("{}")
+    (root / "full").mkdir()
+    (root / "full" / "letter.txt").write_text("dear reader")
+    (root / "file").write_text("a file")
+    return root
+
+
+def _with_large_vocabulary(folder: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    with torch.random.fork_rng(devices=[]):
+        AutoModelForCausalLM.from_config(LlamaConfig.from_dict(LLAMA)).save_pretrained(folder)
+    words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(90))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+
+
+CASES: dict[str, tuple[str, list[str]]] = {
+    # Strategy
+    "sharding": ("train --sharding zer3", ["'zer3'", "Did you mean 'zero3'?", "fsdp"]),
+    "alias": ("train --sharding FULLSHARD", ["'FULLSHARD'", "Did you mean 'full_shard'?", "FULL_SHARD"]),
+    "one of several": ("compare --sharding ddp,zero9", ["'zero9'", "Did you mean 'zero"]),
+    "no engine": ("train --sharding fsdp --offload optimizer", ["'fsdp'", "'optimizer'", "zero1, zero2, zero3"]),
+    "no engine 8 bit": ("train --sharding zero3 --adapter qlora8", ["'zero3'", "'qlora8'", "none, ddp"]),
+    "precision": ("train --precision bf15", ["'bf15'", "Did you mean 'bf16'?"]),
+    "fp16": ("train --sharding ddp --processes 2 --precision fp16", ["'fp16'", "precision 'bf16'"]),
+    "not available": ("train --offload nvme", ["'nvme'", "not available yet"]),
+    "degree": ("train --tensor 2", ["tensor 2", "not available yet"]),
+    "attention": ("train --attention flash_attention_2", ["'flash_attention_2'", "Works here:"]),
+    "groups": ("train --sharding hsdp", ["replicate of at least 2", "'fsdp'"]),
+    "uneven groups": ("train --sharding hsdp --replicate 2 --processes 3", ["got 3 ranks", "4 processes"]),
+    "offload on gloo": ("train --sharding fsdp --offload cpu --processes 2", ["'cpu'", "zero3"]),
+    "one rank": ("train --sharding ddp --processes 1", ["at least 2 ranks", "'none'"]),
+    "two ranks": ("train --sharding none --processes 2", ["one process", "'ddp'"]),
+    "no rank": ("train --processes 0", ["processes 0", "at least 1"]),
+    "less than no rank": ("compare --processes -1", ["processes -1", "at least 1"]),
+    "written for no rank": ("config --sharding ddp --processes 0", ["processes 0", "at least 1"]),
+    "written for one rank": ("config --sharding ddp --processes 1", ["at least 2 ranks"]),
+    # Loop and flags
+    "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
+    "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
+    "sequence": ("train --seq-len 100000", ["100000", "2048"]),
+    "learning rate": ("train --lr nan", ["lr nan", "above 0"]),
+    "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
+    "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
+    "verb": ("trian", ["'trian'", "train"]),
+    "no verb": ("", ["VERB", "toolkit --help"]),
+    "tracker": ("train --tracker tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
+    "missing tracker": ("train --tracker tensorboard,clearml", ["'clearml'", "pip install clearml"]),
+    # Model
+    "no model": ("train --model {things}/nothing", ["nothing", "no such folder"]),
+    "hub": ("train --model organisation/model", ["organisation/model", "hf download"]),
+    "hub, described": ("describe organisation/model", ["organisation/model", "hf download"]),
+    "no config": ("describe {things}/full", ["config.json", "save_pretrained"]),
+    "no weights": ("train --model {things}/weightless", ["weightless", "holds no weights", "model.safetensors"]),
+    "config alone": ("train --model {things}/weightless/config.json", ["config without weights", "folder"]),
+    "architecture": ("train --model {things}/unknown", ["'lama'", "Did you mean 'llama'?", "upgrade transformers"]),
+    "vocabulary": ("train --model {things}/overfull", ["token 92", "only to 63", "tokenizer"]),
+    "over its limit": ("train --model {things}/overfull --seq-len 129", ["129", "128"]),
+    "targets": ("train --adapter lora --lora-targets q_prj", ["'q_prj'", "q_proj", "all-linear"]),
+    # Data
+    "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
+    "no evaluation": ("train --eval-data nothing.jsonl", ["nothing.jsonl", "no such file"]),
+    "malformed": ("train --data {things}/malformed.jsonl", ["malformed.jsonl, line 2", "malformed JSON", "column"]),
+    "empty row": ("train --data {things}/hollow.jsonl", ["hollow.jsonl, line 2", "empty", "Remove it"]),
+    "empty column": ("train --data {things}/blank.jsonl", ["blank.jsonl, line 2", "'text' is empty"]),
+    "no column": ("train --data {things}/columnless.jsonl", ["columnless.jsonl, line 2", "lacks the column 'text'"]),
+    "other column": ("train --data {things}/misnamed.jsonl", ["line 1", "'body'", "--text-column"]),
+    "bad evaluation": ("train --eval-data {things}/malformed.jsonl", ["malformed.jsonl, line 2"]),
+    "no template": ("train --data {things}/chat.jsonl", ["no chat template", "--chat-template FILE"]),
+    "no such template": ("train --chat-template no.jinja", ["no.jinja", "No such file", "Jinja"]),
+    "too little": ("train --data {things}/short.jsonl", ["too little data", "global batch takes 4", "--micro-batch"]),
+    # Places
+    "old run": ("train --run-dir {things}/old", ["old", "holds a run already", "--run-dir"]),
+    "full folder": ("train --run-dir {things}/full", ["not empty", "letter.txt", "--run-dir"]),
+    "file for a run": ("train --run-dir {things}/file", ["is a file", "--run-dir"]),
+    "run in a file": ("train --run-dir {things}/file/run", ["is a file", "--run-dir"]),
+    "runs in a file": ("compare --run-dir {things}/file", ["is a file", "--run-dir"]),
+    "no place for JSON": ("train --json {things}/nothing/x.json", ["x.json", "there is no folder"]),
+    "JSON in a folder": ("describe --json {things}", ["it is a folder"]),
+    "no place for YAML": ("config --sharding ddp -o {things}/file/x.yaml", ["x.yaml", "cannot be written"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence_and_nothing_left(
+    name: str, things: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, expected = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    before = sorted(things.rglob("*"))
+    code = cli.main([word.format(things=things) for word in line.split()])
+    out, err = capfd.readouterr()
+    assert code == 2, (out, err)
+    assert out == ""
+    said = err.strip()
+    assert said.startswith("toolkit: ") and said.count("\n") == 0, said
+    assert said.endswith(".") or said.endswith("1 -t UTF-8"), said
+    for words in expected:
+        assert words in said, said
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(things.rglob("*")) == before
+
+
+def test_two_ranks_where_one_device_is() -> None:
+    machine = hardware("1x H100-80GB")
+    check_ranks(machine, 1)
+    with pytest.raises(RunError, match=r"processes 2: this machine has 1 cuda device.*--processes 1"):
+        check_ranks(machine, 2)
+
+
+LIBRARIES = {
+    "deepspeed": ("--sharding zero3 --processes 2", "needs DeepSpeed, which is not installed", "[deepspeed]"),
+    "bitsandbytes": ("--adapter qlora", "needs bitsandbytes, which is not installed", "[qlora]"),
+    "peft": ("--adapter lora", "needs peft, which is not installed", "pip install peft"),
+    "datasets": ("--data organisation/set", "needs the library `datasets`", "pip install"),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_missing_library(library: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Its import and its search fail, as on a machine without it."""
+    import importlib.util
+
+    search = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == library else search(name, *rest)
+    )
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.chdir(tmp_path)
+    flags, why, fix = LIBRARIES[library]
+    assert cli.main(["train", *flags.split()]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and why in err and fix in err, err
+    assert err.strip().count("\n") == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def shell(*words: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "toolkit.cli", *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=environ, **{**pipes, **options})
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = shell("config", "--sharding", "ddp", cwd=tmp_path, stdout=writing)
+    os.close(writing)
+    _, err = ended.communicate(timeout=60)
+    assert (ended.returncode, err) == (1, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_stopped_while_it_reads_data(number: str, code: int, tmp_path: Path) -> None:
+    """A pipe as the data file: reading it is where the signal comes."""
+    import signal
+
+    work, pipe = tmp_path / "work", tmp_path / "data.txt"
+    work.mkdir()
+    os.mkfifo(pipe)
+    started = shell("train", "--data", str(pipe), cwd=work)
+    with pipe.open("wb"):  # opens when the command does
+        started.send_signal(getattr(signal, number))
+        out, err = started.communicate(timeout=60)
+    assert started.returncode == code, err
+    assert (out, err.strip()) == ("", f"toolkit: stopped by {number}")
+    assert list(work.iterdir()) == []
+
+
+def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["describe", "--json", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["architecture"] == "LlamaForCausalLM"
+    assert cli.main(["config", "--sharding", "zero3", "--json", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["distributed_type"] == "DEEPSPEED"
