@@ -59,12 +59,30 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
             _write(Path(flags.all, f"{name}.yaml"), yaml.safe_dump(written[name]))
         return written
     strategy = from_dict(Strategy, given(flags, Strategy))
-    content = engine_of(strategy).to_yaml(strategy, flags.processes, flags.nodes)
+    ranks = flags.processes
+    if ranks is None:
+        ranks = flags.nodes if strategy.sharding == "none" else 2 * strategy.replicate * flags.nodes
+    _check_file(strategy, ranks, flags.nodes)
+    content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
     if flags.output:
         _write(Path(flags.output), yaml.safe_dump(content))
     elif flags.json != "-":
         print(yaml.safe_dump(content), end="")
     return content
+
+
+def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
+    """Refuse what no machine could run: a config file may be for another one than this."""
+    from toolkit.devices import hardware
+    from toolkit.engines.job import resolve
+
+    for name, value in (("processes", ranks), ("nodes", nodes)):
+        if value < 1:
+            raise ToolkitError(f"{name} {value}: expected at least 1.")
+    if ranks % nodes:
+        raise ToolkitError(f"processes {ranks}: expected a multiple of {nodes} nodes, since each runs as many.")
+    open_ones = dataclasses.replace(strategy, precision="auto", attention="auto")
+    resolve(open_ones, Loop(), None, ranks, hardware("1x H100-80GB").device)
 
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
@@ -129,7 +147,7 @@ def parser() -> Parser:
     verb(doctor).add_argument("--compile", action="store_true", help="compile DeepSpeed's operators now")
     verb(describe).add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     written = verb(config, Strategy)
-    written.add_argument("--processes", type=int, default=2, help="ranks in all (default: 2)")
+    written.add_argument("--processes", type=int, help="ranks in all (default: the fewest that shard)")
     written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     written.add_argument("--all", metavar="DIR", help="write a file for every strategy into this folder")
     written.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")

@@ -38,7 +38,7 @@ from toolkit.data import (
 from toolkit.devices import Device, hardware
 from toolkit.engines import cpu
 from toolkit.engines.job import Job, Prepared, resolve
-from toolkit.errors import ToolkitError
+from toolkit.errors import StrategyError, ToolkitError
 from toolkit.exporting import save, verify
 from toolkit.folder import Folder, enter, run_token, supervised, write_json
 from toolkit.loading import embedded_checkpoint, load, load_tokenizer
@@ -88,6 +88,10 @@ class Recipe:
     """Where fused experts stay in the compute dtype."""
     save: bool = field(default=True, metadata={"help": "save and check the trained model at the end"})
     """Into the run's folder, `export/`."""
+
+    def __post_init__(self) -> None:
+        if self.eval_every < 0:
+            raise StrategyError(f"eval_every {self.eval_every}: expected a whole number of at least 0.")
 
 
 @dataclass(frozen=True, kw_only=True)

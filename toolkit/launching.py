@@ -234,8 +234,8 @@ def _failure(folder: Folder, code: int) -> ToolkitError:
     if error:
         how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
     log = folder.log(rank)
-    early = not log.exists() or not log.stat().st_size  # it had not come to its own log
-    return RankDied(f"rank {rank} {how}. {_last_lines(folder.logs / 'launcher.log' if early else log)}")
+    shown = log if log.exists() else folder.logs / "launcher.log"  # where it had not come to its own log
+    return RankDied(f"rank {rank} {how}. {_last_lines(shown)}")
 
 
 def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:

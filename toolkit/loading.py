@@ -102,7 +102,10 @@ def _read(job: Job) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        # Under ZeRO-3 a wrong shape is such an error; others, say of the network, are no mistake of the user's.
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise
         raise ModelError(f"model {spec.name!r}: transformers cannot read its weights: {error}") from error
     # What is missing or of another shape transformers would draw at random, and only warn.
     wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + list(info["error_msgs"])
@@ -137,11 +140,19 @@ def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
     from accelerate.utils import broadcast_object_list
 
-    model = _read(job) if accelerator.is_main_process else None
+    model, failed = None, None
+    if accelerator.is_main_process:
+        try:
+            model = _read(job)
+        except ModelError as error:
+            failed = str(error)
     # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
-    dtypes = [{name: dtype_name(p.dtype) for name, p in model.named_parameters()} if model is not None else None]
-    broadcast_object_list(dtypes, from_process=0)
-    model = _hollow(job, cast("dict[str, str]", dtypes[0])) if model is None else model
+    dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters()} if model is not None else {}
+    told: list[Any] = [failed, dtypes]
+    broadcast_object_list(told, from_process=0)
+    if told[0] is not None:
+        raise ModelError(told[0])
+    model = _hollow(job, told[1]) if model is None else model
     # Accelerate's `fsdp2_load_full_state_dict` takes everything in a state dict for a sharded parameter.
     buffers = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if buffers:
@@ -180,14 +191,13 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
-    """One rank speaks, and shows progress only where reading takes a while."""
+    """No warnings of missing weights, which are errors here, and progress only where reading takes a while."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    if not (main and shown):
+    if not shown:
         logging.disable_progress_bar()
-    if not main:
-        logging.set_verbosity_error()
+    logging.set_verbosity_error()
     try:
         yield
     finally:

@@ -295,10 +295,11 @@ class Parser(argparse.ArgumentParser):
         raise StrategyError(f"{message}. See `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = nearest(unknown[0], self._option_string_actions)
-            self.error(f"{self.prog} does not know {unknown[0]!r}.{near}".removesuffix("?").removesuffix("."))
+            raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
         return found, unknown
 
 

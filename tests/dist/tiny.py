@@ -27,6 +27,20 @@ def mixtral(folder: Path, **changes: Any) -> Path:
     return _save(MixtralForCausalLM, MixtralConfig, folder, **{**shape, **experts, "num_attention_heads": 4, **changes})
 
 
+def deepseek(folder: Path, **changes: Any) -> Path:
+    """Fused experts beside a dense layer and shared experts, and a buffer in the checkpoint."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    low = {"q_lora_rank": None, "kv_lora_rank": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    groups = {"n_group": 1, "topk_group": 1}
+    return _save(
+        DeepseekV3ForCausalLM, DeepseekV3Config, folder, **{**shape, **heads, **low, **experts, **groups, **changes}
+    )
+
+
 def t5(folder: Path, **changes: Any) -> Path:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -70,7 +84,8 @@ def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Pa
         text=True,
         check=False,
         timeout=280,
-        env={**os.environ, "PYTHONPATH": str(worker.parents[2])},
+        # Up to four ranks, of which each would need a GPU of its own.
+        env={**os.environ, "PYTHONPATH": str(worker.parents[2]), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     found = {ranks: json.loads((scratch / f"found-{ranks}.json").read_text(encoding="utf-8")) for ranks in groups}

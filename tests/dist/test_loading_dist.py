@@ -23,10 +23,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": tiny.llama(root / "tied", tie_word_embeddings=True),
         "mixtral": tiny.mixtral(root / "mixtral"),
         "t5": tiny.t5(root / "t5"),
+        "deepseek": tiny.deepseek(root / "deepseek"),
+        "broken": tiny.llama(root / "broken"),
     }
+    without(made["broken"], "model.norm.weight")
     made["nf4"] = dequantized(made["llama"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
     made["int8"] = dequantized(made["llama"], root / "int8", load_in_8bit=True)
     return made
+
+
+def without(folder: Path, name: str) -> None:
+    """Take one tensor out of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def dequantized(source: Path, folder: Path, **options: Any) -> Path:
@@ -77,6 +89,12 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     ask("mixtral", "ddp", "qlora", "fp32", allow_unquantized=True)
     ask("mixtral", "ddp", "qlora", "bf16")
     ask("t5", "ddp", "qlora", "fp32", allow_unquantized=True)
+    ask("broken", "fsdp", "none", "fp32")
+    ask("broken", "zero3", "none", "fp32")
+    for sharding in ("ddp", "zero3", "fsdp"):
+        ask("deepseek", sharding, "none", "fp32")
+    ask("deepseek", "ddp", "lora", "fp32")
+    ask("deepseek", "fsdp", "lora", "bf16", lora_targets="q_proj,o_proj")
     scratch = tmp_path_factory.mktemp("loading")
     gave = tiny.run_cells({2: list(cells.values())}, models["llama"], scratch)[2]
     return dict(zip(cells, gave, strict=True))
@@ -118,6 +136,35 @@ def test_mostly_unquantized_models_are_refused(found: dict[str, dict[str, Any]])
 def test_linear_modules_that_transformers_keeps_are_no_surprise(found: dict[str, dict[str, Any]]) -> None:
     """T5's `wo` is never quantized."""
     assert "leaves 4 linear modules of T5ForConditionalGeneration unquantized" in found["t5 ddp qlora fp32"]["refused"]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(
+    found: dict[str, dict[str, Any]], sharding: str
+) -> None:
+    """Every rank refuses: else the next cell would find no partner."""
+    refused = found[f"broken {sharding} none fp32"]
+    assert refused["kind"] == "ModelError"
+    assert "1 of its weights are missing" in refused["refused"]
+    assert "The first: model.norm.weight" in refused["refused"]
+
+
+def test_buffers_of_a_checkpoint_are_not_lost(found: dict[str, dict[str, Any]]) -> None:
+    """Accelerate cannot broadcast them under FSDP2; DeepSpeed can."""
+    reference = found["deepseek ddp none fp32"]
+    assert found["deepseek zero3 none fp32"]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    for cell in ("deepseek fsdp none fp32", "deepseek fsdp lora bf16"):
+        assert found[cell]["kind"] == "StrategyError"
+        assert "mlp.gate.e_score_correction_bias. Choose sharding 'zero3'" in found[cell]["refused"]
+
+
+def test_fused_experts_are_not_adapted_behind_ones_back(found: dict[str, dict[str, Any]]) -> None:
+    """PEFT takes the dense layer's and the shared experts' modules for names of the fused experts."""
+    refused = found["deepseek ddp lora fp32"]
+    assert refused["kind"] == "StrategyError"
+    assert "in the place of down_proj, gate_proj, up_proj" in refused["refused"]
+    assert "--lora-targets kv_a_proj_with_mqa,kv_b_proj,o_proj,q_proj" in refused["refused"]
+    assert any(line.endswith("; fused experts have none") for line in found["mixtral ddp lora fp32"]["said"])
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

@@ -1,0 +1,152 @@
+"""What goes wrong in processes: it is said once, the whole run ends, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+
+# Read by every interpreter that starts with this folder on its path: a rank that is asked to raises, wherever it is.
+FAULT = """
+import os, signal
+
+def fail(*_):
+    raise RuntimeError("a fault in the middle")
+
+if os.environ.get("RANK") == "1":
+    signal.signal(signal.SIGUSR1, fail)
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, text for it, and the fault."""
+    root = tmp_path_factory.mktemp("runs")
+    tiny.llama(root / "llama")
+    (root / "text.jsonl").write_text("".join(f'{{"text": "w{index % 240}"}}\n' for index in range(2_000)))
+    (root / "fault").mkdir()
+    (root / "fault" / "sitecustomize.py").write_text(FAULT)
+    return root
+
+
+@dataclass
+class Ended:
+    """A run whose rank 1 was given a signal after two steps."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """From the signal to the end."""
+    left: list[psutil.Process]
+    run: Path
+
+
+def start(work: Path, name: str) -> subprocess.Popen[str]:
+    flags = ["--sharding", "ddp", "--processes", "2", "--steps", "100000", "--seq-len", "32", "--no-memory-window"]
+    things = ["--model", str(work / "llama"), "--data", str(work / "text.jsonl"), "--run-dir", str(work / name)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "toolkit.cli", "train", *things, *flags],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{work / 'fault'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def strike(running: subprocess.Popen[str], run: Path, number: int) -> tuple[float, list[psutil.Process]]:
+    """Give rank 1 a signal once the run is at its second step."""
+    deadline, events = time.monotonic() + 100, run / "events.jsonl"
+    while not events.exists() or events.read_bytes().count(b"\n") < 2:
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(running.pid).children(recursive=True)
+    rank = next(one for one in family if "toolkit.finetune" in one.cmdline() and one.environ().get("RANK") == "1")
+    rank.send_signal(number)
+    return time.monotonic(), family
+
+
+@pytest.fixture(scope="module")
+def ended(work: Path) -> Iterator[dict[str, Ended]]:
+    """Both at once: most of the time is the imports of four processes."""
+    signals = {"killed": signal.SIGKILL, "raised": signal.SIGUSR1}
+    running = {name: start(work, name) for name in signals}
+    found: dict[str, Ended] = {}
+    try:
+        struck = {name: strike(running[name], work / name, number) for name, number in signals.items()}
+        for name, (since, family) in struck.items():
+            out, err = running[name].communicate(timeout=60)
+            seconds = time.monotonic() - since
+            _, left = psutil.wait_procs(family, timeout=1)
+            found[name] = Ended(running[name].returncode, out, err, seconds, left, work / name)
+        yield found
+    finally:
+        for process in running.values():
+            process.kill()
+
+
+@pytest.mark.parametrize("name", ["killed", "raised"])
+def test_a_rank_that_fails_ends_the_whole_run(name: str, ended: dict[str, Ended]) -> None:
+    one = ended[name]
+    assert one.code == 1
+    assert one.seconds < 60
+    assert one.left == []
+    assert not (one.run / "export").exists()
+
+
+def test_what_a_killed_rank_was_doing_is_shown(ended: dict[str, Ended]) -> None:
+    err = ended["killed"].err
+    assert err.startswith("toolkit: rank 1 was killed by SIGKILL")
+    assert "rank-1.log" in err
+    assert "launcher.log" not in err
+
+
+def test_what_a_rank_raised_is_shown(ended: dict[str, Ended]) -> None:
+    err = ended["raised"].err
+    assert err.startswith("toolkit: rank 1 ended with RuntimeError: a fault in the middle. Its last lines (")
+    assert err.rstrip().endswith("RuntimeError: a fault in the middle")
+    assert str(ended["raised"].run / "logs" / "rank-1.log") in err
+
+
+def launch(folder: Path, config: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Accelerate's own launcher, without ours."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml"), "-m", "toolkit.finetune", *flags]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "sentence"),
+    [
+        (
+            "zero3",
+            ["--sharding", "fsdp"],
+            "sharding 'fsdp' was asked for, but the Accelerate launch environment says 'zero3'",
+        ),
+        ("ddp", ["--data", "nothing.jsonl"], "data nothing.jsonl: no such file or folder"),
+    ],
+)
+def test_a_mistake_under_accelerate_launch_is_said_once(
+    config: str, flags: list[str], sentence: str, tmp_path: Path
+) -> None:
+    done = launch(tmp_path, config, *flags)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(sentence) == 1, done.stderr
+    assert "toolkit/" not in done.stderr, "a traceback through our own files"
+    assert list(tmp_path.iterdir()) == []
