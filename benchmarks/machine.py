@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from toolkit.devices import hardware
-from toolkit.finetune import LIBRARIES
+from toolkit.readying import versions
 from toolkit.units import format_bytes
 
 
 def about() -> dict[str, Any]:
     """Versions, machine and date."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     here = hardware()
     return {
-        "versions": {"python": sys.version.split()[0], **found},
+        "versions": versions(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(here.host_bytes)}; {here.device.name}",
         "date": time.strftime("%Y-%m-%d"),
     }

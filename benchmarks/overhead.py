@@ -69,10 +69,10 @@ def worker(arguments: argparse.Namespace) -> None:
     from toolkit import measuring
     from toolkit.data import batches, hash_ids, sample_ids
     from toolkit.devices import hardware
-    from toolkit.finetune import Recipe, get_ready
     from toolkit.folder import enter
     from toolkit.loading import load
     from toolkit.preparing import prepare, prepared
+    from toolkit.readying import Recipe, get_ready
     from toolkit.runtime import accelerator as make
     from toolkit.runtime import agree, job
     from toolkit.strategy import Loop

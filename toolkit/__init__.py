@@ -15,11 +15,11 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.exporting import Export, save, verify
-from toolkit.finetune import Recipe
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
+from toolkit.readying import Recipe
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train

@@ -90,9 +90,9 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.comparing import read_run
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
-    from toolkit.finetune import Recipe, get_ready
     from toolkit.folder import check_new, enter, new_path, new_token
     from toolkit.launching import check_ranks, supervise
+    from toolkit.readying import Recipe, get_ready
 
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
@@ -111,7 +111,7 @@ def compare(flags: argparse.Namespace) -> Shown:
     """The same work under several strategies, in one table."""
     from toolkit.comparing import compare
     from toolkit.devices import hardware
-    from toolkit.finetune import Recipe
+    from toolkit.readying import Recipe
 
     fields = given(flags, Strategy)
     words = [
@@ -131,7 +131,7 @@ def compare(flags: argparse.Namespace) -> Shown:
 
 def parser() -> Parser:
     """Every verb, with the flags that it takes."""
-    from toolkit.finetune import Recipe
+    from toolkit.readying import Recipe
 
     made = Parser(prog="toolkit", description="One word switches how a model is trained.")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")

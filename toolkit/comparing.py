@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
-from toolkit.finetune import Recipe, get_ready
 from toolkit.folder import check_new, enter, new_path, new_token, read_events
 from toolkit.launching import check_ranks, supervise
 from toolkit.phases import PHASES
+from toolkit.readying import Recipe, get_ready
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy, to_flags
 from toolkit.units import format_bytes
@@ -71,7 +70,8 @@ class Comparison(Shown):
         rows = []
         for result in self.results:
             measured = result.measured
-            phases = [format_bytes(measured["phases"].get(name, 0)) if measured else "–" for name in seen]
+            ranks = measured["per_rank"] if measured else ()
+            phases = [format_bytes(max(rank["phases"][name] for rank in ranks)) if ranks else "–" for name in seen]
             rows.append(
                 (
                     result.sharding,
@@ -99,7 +99,7 @@ class Comparison(Shown):
             "agree",
         )
         notes = (
-            "Bytes are those of the rank that held most: parameters between steps; peak over all phases, and within each.",
+            "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
             "agree: the largest relative difference of a step's loss from the first row's.",
         )
         return [Table(title=f"{self.model} on {self.data}", columns=columns, rows=rows, notes=notes)]
@@ -148,6 +148,8 @@ def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path)
 
 def read_run(path: Path) -> Result:
     """A finished run's folder as a row of the comparison."""
+    from statistics import median
+
     about, memory = json.loads((path / "run.json").read_text()), json.loads((path / "memory.json").read_text())
     steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
     timed = steps[WARM:] or steps
@@ -158,7 +160,7 @@ def read_run(path: Path) -> Result:
         ranks=about["ranks"],
         losses=tuple(event["loss"] for event in steps),
         grad_norms=tuple(event["grad_norm"] for event in steps),
-        tokens_per_second=statistics.median(event["tokens"] / event["seconds"] for event in timed),
+        tokens_per_second=median(event["tokens"] / event["seconds"] for event in timed),
         parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
         measured=memory["measured"],
         forecast=memory["forecast"],

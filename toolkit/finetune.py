@@ -11,41 +11,24 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import hashlib
-import importlib.metadata
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import measuring
-from toolkit.adapting import check_quantized, require_libraries
-from toolkit.cache import cache_folder
-from toolkit.data import (
-    Rows,
-    batches,
-    check_batch,
-    check_source,
-    embedded_tokenizer,
-    eval_batches,
-    hash_ids,
-    prepare_data,
-    sample_ids,
-)
-from toolkit.devices import Device, hardware
-from toolkit.engines import cpu
-from toolkit.engines.job import Job, Prepared, resolve
-from toolkit.errors import StrategyError, ToolkitError
+from toolkit.data import Rows, batches, eval_batches, hash_ids, sample_ids
+from toolkit.devices import hardware
+from toolkit.engines.job import Job, Prepared
+from toolkit.errors import ToolkitError
 from toolkit.exporting import save, verify
 from toolkit.folder import Folder, enter, run_token, supervised, write_json
-from toolkit.loading import embedded_checkpoint, load, load_tokenizer
-from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
+from toolkit.loading import load
 from toolkit.preparing import Audit, audit, prepare, prepared
+from toolkit.readying import Recipe, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
-from toolkit.runtime import agree, check_trackers, job
+from toolkit.runtime import agree, job
 from toolkit.strategy import Loop, Parser, Strategy, add_flags, from_dict, given
 from toolkit.training import Step, adamw, evaluate, train, warmup_cosine
 from toolkit.units import format_bytes
@@ -55,117 +38,6 @@ if TYPE_CHECKING:
 
 ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
-
-LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
-"""Whose versions `run.json` records."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What is trained, and on what."""
-
-    model: str = field(default=EMBEDDED, metadata={"help": "Hub id, folder, or the embedded 5M-parameter Llama"})
-    """A Hub id or a folder with weights."""
-    data: str = field(default=EMBEDDED, metadata={"help": "text, JSONL, folder, dataset, or the embedded text"})
-    """As `data.check_source` says."""
-    eval_data: str | None = field(default=None, metadata={"help": "data whose loss is reported"})
-    """Evaluated every `eval_every` steps, and at the end."""
-    eval_every: int = field(default=0, metadata={"help": "steps between evaluations; 0: at the end alone"})
-    """In optimizer steps."""
-    mask_prompts: bool = field(default=True, metadata={"help": "train on completions and assistant turns alone"})
-    """Plain text has no prompts."""
-    chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
-    """In place of the tokenizer's own."""
-    text_column: str = field(default="text", metadata={"help": "column of JSONL and dataset rows that holds a text"})
-    """Of JSONL and dataset rows."""
-    packing: bool = field(default=True, metadata={"help": "several documents a row, where the model keeps them apart"})
-    """Otherwise one document a row, padded."""
-    tracker: str | None = field(default=None, metadata={"help": "tensorboard, trackio, wandb, …; several by commas"})
-    """Accelerate's trackers by name."""
-    memory_window: bool = field(default=True, metadata={"help": "measure peaks on a CPU through the third step"})
-    """On CUDA measuring costs nothing and is always on."""
-    allow_unquantized: bool = field(default=False, metadata={"help": "QLoRA with most weights unquantized"})
-    """Where fused experts stay in the compute dtype."""
-    save: bool = field(default=True, metadata={"help": "save and check the trained model at the end"})
-    """Into the run's folder, `export/`."""
-
-    def __post_init__(self) -> None:
-        if self.eval_every < 0:
-            raise StrategyError(f"eval_every {self.eval_every}: expected a whole number of at least 0.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """All that can be known, and refused, before an engine is set up or a process started."""
-
-    job: Job
-    tokenizer: Any
-    rows: Rows
-    eval_rows: Rows | None
-
-
-def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device) -> Ready:
-    """Describe the model, resolve the job, tokenize the data. The parent does it first; in ranks the data are cached.
-
-    Raises:
-        ToolkitError: for everything that would stop the run: strategy, model, weights, data.
-    """
-    if device.kind == "cpu":
-        cpu.say_so_to_deepspeed()
-    check_trackers(recipe.tracker)
-    require_libraries(resolve(strategy, loop, None, ranks, device))
-    for source in filter(None, (recipe.data, recipe.eval_data)):
-        if source != EMBEDDED:
-            check_source(source, text_column=recipe.text_column)
-    spec = described(recipe.model)
-    asked = resolve(strategy, loop, spec, ranks, device)
-    if strategy.quantized:
-        check_quantized(spec, recipe.allow_unquantized)
-    require_weights(spec)
-    tokenizer = load_tokenizer(spec)
-
-    def rows(source: str) -> Rows:
-        return prepare_data(
-            None if source == EMBEDDED else source,
-            tokenizer,
-            spec,
-            seq_len=asked.loop.seq_len,
-            mask_prompts=recipe.mask_prompts,
-            chat_template=recipe.chat_template,
-            packing=None if recipe.packing else False,
-            text_column=recipe.text_column,
-        )
-
-    trained = rows(recipe.data)
-    check_batch(trained, asked.loop, ranks=ranks)
-    return Ready(
-        job=asked, tokenizer=tokenizer, rows=trained, eval_rows=rows(recipe.eval_data) if recipe.eval_data else None
-    )
-
-
-def described(model: str) -> ModelSpec:
-    """The model's spec; the embedded model is made first, once for this machine."""
-    if model != EMBEDDED:
-        return describe(model)
-    return dataclasses.replace(describe(None), source=str(embedded_model()))
-
-
-def embedded_model() -> Path:
-    """The folder of the embedded model and its tokenizer, made once from a seed: where every strategy starts."""
-    from filelock import FileLock
-
-    # The tokenizer comes from this Python's sources, the weights from this torch's generator.
-    versions = [sys.version, *(importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers"))]
-    root = cache_folder("embedded")
-    folder = root / hashlib.sha256(repr(versions).encode()).hexdigest()[:16]
-    with FileLock(root / f"{folder.name}.lock"):
-        if not folder.exists():
-            fresh = root / f".{folder.name}.partial"
-            shutil.rmtree(fresh, ignore_errors=True)
-            embedded_checkpoint(fresh)
-            embedded_tokenizer(fresh)
-            fresh.rename(folder)
-    return folder
 
 
 def understand(flags: argparse.Namespace) -> tuple[Recipe, Loop, Strategy]:
@@ -276,12 +148,6 @@ def _headline(asked: Job) -> str:
 
 def _about(asked: Job, recipe: Recipe, rows: Rows, machine: Any) -> dict[str, Any]:
     """What `run.json` says."""
-    versions: dict[str, str | None] = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return {
         "strategy": dataclasses.asdict(asked.strategy),
         "loop": dataclasses.asdict(asked.loop),
@@ -289,7 +155,7 @@ def _about(asked: Job, recipe: Recipe, rows: Rows, machine: Any) -> dict[str, An
         "ranks": asked.ranks,
         "settings": dict(asked.settings),
         "forecast": None,
-        "versions": {"python": sys.version.split()[0], **versions},
+        "versions": versions(),
         "hardware": machine.to_dict(),
         "seed": asked.loop.seed,
         "data": rows.to_dict(),

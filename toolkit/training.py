@@ -101,7 +101,7 @@ def train(
         total = torch.zeros((), device=accelerator.device)
         for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
             with phase("forward"):
-                mean = prepared.model(**batch, use_cache=False).loss
+                mean = mean_loss(prepared, batch)
             total += _finite_everywhere(prepared, mean.detach() * count, step, samples)
             # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
             # micro-batches the gradient of the mean over all tokens (transformers#34191).
@@ -134,12 +134,26 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch]) -> float:
     with torch.no_grad():
         for batch in loader:
             batch = _to(batch, accelerator.device)
-            mean, count = prepared.model(**batch, use_cache=False).loss, trained_tokens(batch, job)
+            mean, count = mean_loss(prepared, batch), trained_tokens(batch, job)
             if count:
                 sums += torch.tensor([float(mean) * count, count], dtype=torch.float64, device=accelerator.device)
     prepared.model.train()
     total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     return float(total / tokens) if tokens else math.nan
+
+
+def mean_loss(prepared: Prepared, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy over the trained tokens of a batch on this rank, in fp32 whatever the precision.
+
+    transformers' causal models compute it so; sequence-to-sequence ones (T5) do on logits in the compute dtype.
+    """
+    from torch.nn.functional import cross_entropy
+
+    found = prepared.model(**batch, use_cache=False)
+    if prepared.job.spec is None or prepared.job.spec.kind == "causal":
+        loss: torch.Tensor = found.loss
+        return loss
+    return cross_entropy(found.logits.float().flatten(0, 1), batch["labels"].flatten())
 
 
 def trained_tokens(batch: Batch, job: Job) -> int:

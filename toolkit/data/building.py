@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.cache import cache_folder
 from toolkit.data.encoding import Encoder, read_template
 from toolkit.data.packing import Counts, arrange, packs
 from toolkit.data.reading import Document, Source, documents, find_source
@@ -60,7 +60,7 @@ def prepare_data(
         text_column,
     }  # fmt: skip
     fingerprint = _fingerprint(found, tokenizer, settings)
-    folder = _cache() / fingerprint
+    folder = cache_folder("data") / fingerprint
     if not folder.exists():
         seq2seq = spec.kind == "seq2seq"
         encoder = Encoder(tokenizer=tokenizer, eos=eos, mask_prompts=mask_prompts, template=template, seq2seq=seq2seq)
@@ -100,17 +100,6 @@ def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) 
             " padded."
         )
     return can
-
-
-def _cache() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "accelerate-toolkit", "data")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"the cache {folder} cannot be made: {error.strerror}. Set XDG_CACHE_HOME to a folder that can be written."
-        ) from error
-    return folder
 
 
 def _fingerprint(source: Source, tokenizer: Any, settings: dict[str, Any]) -> str:

@@ -228,7 +228,7 @@ def loading(job: Job) -> AbstractContextManager[str]:
     if job.strategy.quantized:
         # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
         return nullcontext("every rank reads and quantizes the whole model, then keeps its shard")
-    return nullcontext("every rank reads the file and keeps its shard of each parameter (zero.Init)")
+    return nullcontext("rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)")
 
 
 def arrange(job: Job, model: torch.nn.Module) -> None:

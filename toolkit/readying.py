@@ -1,0 +1,149 @@
+"""All that can be known, and refused, before an engine is set up or a process started: model, job, weights, tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.adapting import check_quantized, require_libraries
+from toolkit.cache import cache_folder
+from toolkit.data import Rows, check_batch, check_source, embedded_tokenizer, prepare_data
+from toolkit.devices import Device
+from toolkit.engines import cpu
+from toolkit.engines.job import Job, resolve
+from toolkit.errors import StrategyError
+from toolkit.loading import embedded_checkpoint, load_tokenizer
+from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
+from toolkit.runtime import check_trackers
+from toolkit.strategy import Loop, Strategy
+
+LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
+"""Whose versions `run.json` records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, and on what."""
+
+    model: str = field(default=EMBEDDED, metadata={"help": "Hub id, folder, or the embedded 5M-parameter Llama"})
+    """A Hub id or a folder with weights."""
+    data: str = field(default=EMBEDDED, metadata={"help": "text, JSONL, folder, dataset, or the embedded text"})
+    """As `data.check_source` says."""
+    eval_data: str | None = field(default=None, metadata={"help": "data whose loss is reported"})
+    """Evaluated every `eval_every` steps, and at the end."""
+    eval_every: int = field(default=0, metadata={"help": "steps between evaluations; 0: at the end alone"})
+    """In optimizer steps."""
+    mask_prompts: bool = field(default=True, metadata={"help": "train on completions and assistant turns alone"})
+    """Plain text has no prompts."""
+    chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
+    """In place of the tokenizer's own."""
+    text_column: str = field(default="text", metadata={"help": "column of JSONL and dataset rows that holds a text"})
+    """Of JSONL and dataset rows."""
+    packing: bool = field(default=True, metadata={"help": "several documents a row, where the model keeps them apart"})
+    """Otherwise one document a row, padded."""
+    tracker: str | None = field(default=None, metadata={"help": "tensorboard, trackio, wandb, …; several by commas"})
+    """Accelerate's trackers by name."""
+    memory_window: bool = field(default=True, metadata={"help": "measure peaks on a CPU through the third step"})
+    """On CUDA measuring costs nothing and is always on."""
+    allow_unquantized: bool = field(default=False, metadata={"help": "QLoRA with most weights unquantized"})
+    """Where fused experts stay in the compute dtype."""
+    save: bool = field(default=True, metadata={"help": "save and check the trained model at the end"})
+    """Into the run's folder, `export/`."""
+
+    def __post_init__(self) -> None:
+        if self.eval_every < 0:
+            raise StrategyError(f"eval_every {self.eval_every}: expected a whole number of at least 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """All that can be known, and refused, before an engine is set up or a process started."""
+
+    job: Job
+    tokenizer: Any
+    rows: Rows
+    eval_rows: Rows | None
+
+
+def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device) -> Ready:
+    """Describe the model, resolve the job, tokenize the data. The parent does it first; in ranks the data are cached.
+
+    Raises:
+        ToolkitError: for everything that would stop the run: strategy, model, weights, data.
+    """
+    if device.kind == "cpu":
+        cpu.say_so_to_deepspeed()
+    check_trackers(recipe.tracker)
+    require_libraries(resolve(strategy, loop, None, ranks, device))
+    for source in filter(None, (recipe.data, recipe.eval_data)):
+        if source != EMBEDDED:
+            check_source(source, text_column=recipe.text_column)
+    spec = described(recipe.model)
+    asked = resolve(strategy, loop, spec, ranks, device)
+    if strategy.quantized:
+        check_quantized(spec, recipe.allow_unquantized)
+    require_weights(spec)
+    tokenizer = load_tokenizer(spec)
+
+    def rows(source: str) -> Rows:
+        return prepare_data(
+            None if source == EMBEDDED else source,
+            tokenizer,
+            spec,
+            seq_len=asked.loop.seq_len,
+            mask_prompts=recipe.mask_prompts,
+            chat_template=recipe.chat_template,
+            packing=None if recipe.packing else False,
+            text_column=recipe.text_column,
+        )
+
+    trained = rows(recipe.data)
+    check_batch(trained, asked.loop, ranks=ranks)
+    return Ready(
+        job=asked, tokenizer=tokenizer, rows=trained, eval_rows=rows(recipe.eval_data) if recipe.eval_data else None
+    )
+
+
+def described(model: str) -> ModelSpec:
+    """The model's spec; the embedded model is made first, once for this machine."""
+    if model != EMBEDDED:
+        return describe(model)
+    return dataclasses.replace(describe(None), source=str(embedded_model()))
+
+
+def embedded_model() -> Path:
+    """The folder of the embedded model and its tokenizer, made once from a seed: where every strategy starts."""
+    from importlib import metadata
+
+    from filelock import FileLock
+
+    # The tokenizer comes from this Python's sources, the weights from this torch's generator.
+    made_with = [sys.version, *(metadata.version(name) for name in ("torch", "transformers", "tokenizers"))]
+    root = cache_folder("embedded")
+    folder = root / hashlib.sha256(repr(made_with).encode()).hexdigest()[:16]
+    with FileLock(root / f"{folder.name}.lock"):
+        if not folder.exists():
+            fresh = root / f".{folder.name}.partial"
+            shutil.rmtree(fresh, ignore_errors=True)
+            embedded_checkpoint(fresh)
+            embedded_tokenizer(fresh)
+            fresh.rename(folder)
+    return folder
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of `LIBRARIES`; None for what is not installed."""
+    from importlib import metadata
+
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
