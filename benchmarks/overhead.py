@@ -33,6 +33,9 @@ STRATEGIES = {"none": 1, "ddp": 2, "zero3": 2, "fsdp": 2}
 SKIPPED = 5
 """Steps at the head of each turn that do not count."""
 
+WARM = 4
+"""Steps before the first turn: the memory window ends with the third."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -40,6 +43,7 @@ def by_hand(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule:
     """What Accelerate's documentation shows, and the loss brought to the host as every loop does to show it."""
     seconds, began = [], time.perf_counter()
     for batch in loader:
+        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
         if accelerator.sync_gradients:
@@ -81,7 +85,7 @@ def worker(arguments: argparse.Namespace) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     machine = hardware()
     window = measuring.start(machine.device.kind)
-    loop = Loop(steps=arguments.steps)
+    loop = Loop(steps=arguments.steps, micro_batch=arguments.micro_batch)
     strategy = agree({}, os.environ)
     ready = get_ready(Recipe(), strategy, loop, ranks, machine.device)
     accelerator = make(strategy, loop, ready.job.spec)
@@ -100,7 +104,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
     for step in train(made, loader(), schedule, samples=samples):
         window.step_done(step.step)
-        if step.step == measuring.STEPS + 1:
+        if step.step == WARM:
             break
     window.close()
     with enter(arguments.folder) as folder:
@@ -137,6 +141,7 @@ def launch(sharding: str, ranks: int, arguments: argparse.Namespace) -> dict[str
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         command += ["--main_process_port", "0", __file__, "--worker", str(result), "--folder", f"{made}/run"]
         command += ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
+        command += ["--micro-batch", str(arguments.micro_batch)]
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         subprocess.run(command, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
         found: dict[str, Any] = json.loads(result.read_text())
@@ -148,6 +153,7 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--pairs", type=int, default=5)
     made.add_argument("--steps", type=int, default=55, help="of each turn")
+    made.add_argument("--micro-batch", type=int, default=4)
     made.add_argument("--sharding", default=",".join(STRATEGIES))
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--folder", help=argparse.SUPPRESS)
@@ -173,7 +179,8 @@ def main() -> None:
         )
     columns = ("sharding", "ranks", "by hand, tokens/s", "toolkit, tokens/s", "ratio", "of the pairs", "window, s")
     notes = (
-        f"ratio: median of {arguments.pairs} pairs; a turn is {arguments.steps} steps, medians after step {SKIPPED}.",
+        f"ratio: median of {arguments.pairs} pairs; a turn is {arguments.steps} steps, medians after step {SKIPPED};"
+        f" micro-batch {arguments.micro_batch} x 256 tokens.",
         "window: what starting, stopping and reading the memory window costs once a run.",
     )
     table = Table(title="The toolkit's loop beside a hand-written one", columns=columns, rows=rows, notes=notes)
