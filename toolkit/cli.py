@@ -91,8 +91,9 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
     from toolkit.folder import check_new, enter, new_path, new_token
-    from toolkit.launching import check_ranks, supervise
+    from toolkit.launching import supervise
     from toolkit.readying import Recipe, get_ready
+    from toolkit.runtime import check_ranks
 
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()

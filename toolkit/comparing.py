@@ -11,9 +11,10 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
 from toolkit.folder import check_new, enter, new_path, new_token, read_events
-from toolkit.launching import check_ranks, supervise
+from toolkit.launching import supervise
 from toolkit.phases import PHASES
 from toolkit.readying import Recipe, get_ready
+from toolkit.runtime import check_ranks
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy, to_flags
 from toolkit.units import format_bytes
@@ -58,7 +59,9 @@ class Comparison(Shown):
 
     def difference(self, result: Result) -> float:
         """The largest relative difference of a step's loss from the first strategy's."""
-        pairs = zip(result.losses, self.results[0].losses, strict=True)
+        pairs = list(zip(result.losses, self.results[0].losses, strict=True))
+        if any(loss is None for pair in pairs for loss in pair):  # fp16 overflowed, and events say null
+            return float("inf")
         return max(abs(mine - first) / abs(first) for mine, first in pairs)
 
     def agrees(self, result: Result) -> bool:

@@ -14,6 +14,8 @@ from toolkit.adapting import quiet
 from toolkit.engines.job import Piece, Prepared, engine_of
 from toolkit.errors import RunError
 from toolkit.loading import quiet_bars
+from toolkit.reading import auto_class
+from toolkit.reopening import reopen
 from toolkit.show import Shown, Table
 from toolkit.units import BYTES_OF, DTYPE_OF, dtype_name, format_bytes
 
@@ -37,8 +39,8 @@ class Export(Shown):
     tensors: int
     size_bytes: int
     """Of the safetensors files."""
-    logits_error: float
-    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch."""
+    logits_error: float | None
+    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None where a second model fits nowhere beside the first."""
     load: str
     """The Python that loads it."""
 
@@ -47,10 +49,16 @@ class Export(Shown):
         rows = [
             ("folder", self.folder),
             ("holds", f"{what}, {self.tensors} tensors, {format_bytes(self.size_bytes)}"),
-            ("logits against the trained model", f"{self.logits_error:.1e} relative"),
+            ("logits against the trained model", _shown(self.logits_error)),
             ("load it with", self.load),
         ]
         return [Table(title="Saved and checked", columns=("what", "value"), rows=rows)]
+
+
+def _shown(error: float | None) -> str:
+    return (
+        "not compared: a second model fits nowhere beside the trained one" if error is None else f"{error:.1e} relative"
+    )
 
 
 def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
@@ -78,14 +86,15 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
     spec = prepared.job.spec
     if prepared.job.strategy.adapter == "none":
         # Training switches the cache off; whoever loads the result to generate wants what the checkpoint said.
-        module.config.use_cache = spec.config.get("use_cache", True) if spec else True
+        cached = spec.config.get("use_cache", True) if spec else True
+        module.config.use_cache = module.config.get_text_config().use_cache = cached
         module.config.dtype = next(iter(state.values())).dtype
     fresh = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     module.save_pretrained(fresh, state_dict=state)
     if prepared.job.strategy.adapter == "none":
-        module.config.use_cache = False
+        module.config.use_cache = module.config.get_text_config().use_cache = False
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
     shutil.rmtree(folder, ignore_errors=True)
@@ -157,9 +166,7 @@ def verify(prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor]) 
     """
     import torch
 
-    from toolkit.reopening import reopen
-
-    accelerator, job = prepared.accelerator, prepared.job
+    accelerator = prepared.accelerator
     probe = {name: tensor[:1, :PROBE_TOKENS].to(accelerator.device) for name, tensor in batch.items()}
     quiet(prepared.model)
     with torch.no_grad():
@@ -169,16 +176,47 @@ def verify(prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor]) 
     problem = ""
     if accelerator.is_main_process:
         try:
-            headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
-            empty = [name for name, _, elements in headers if not elements]
-            if empty:
-                raise RunError(f"tensors of size zero: {', '.join(empty[:3])}")
-            with quiet_bars(True, shown=False):
-                model = reopen(job, folder).to(accelerator.device)
-            error = _error(model, probe, trained, job.strategy.precision, sharding=job.strategy.sharding)
-        except RunError as found:
-            problem = str(found)
+            error = _compare(prepared, folder, probe, trained)
+        except Exception as found:  # the other ranks wait for the verdict
+            problem = f"{type(found).__name__}: {found}"
     return _verdict(prepared, folder, problem, error)
+
+
+def _compare(
+    prepared: Prepared, folder: Path, probe: Mapping[str, torch.Tensor], trained: torch.Tensor
+) -> float | None:
+    """The logits' error on rank 0: on its device where the model fits there again, else on the host, else not at all."""
+    job = prepared.job
+    headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
+    empty = [name for name, _, elements in headers if not elements]
+    if empty:
+        raise RunError(f"tensors of size zero: {', '.join(empty[:3])}")
+    place = _place(prepared)
+    if place is None:
+        return None
+    with quiet_bars(True, shown=False):
+        model = reopen(job, folder).to(place)
+    here = {name: tensor.to(place) for name, tensor in probe.items()}
+    return _error(model, here, trained, job.strategy.precision, sharding=job.strategy.sharding)
+
+
+def _place(prepared: Prepared) -> torch.device | None:
+    """Where there is memory for the whole model a second time, with a fifth to spare."""
+    import psutil
+    import torch
+
+    job = prepared.job
+    device: torch.device = prepared.accelerator.device
+    assert job.spec is not None
+    each = 1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]
+    needed = 1.2 * each * job.spec.elements
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device)[0] > needed:
+            return device
+        if job.strategy.quantized:  # bitsandbytes would quantize on the device
+            return None
+    return torch.device("cpu") if psutil.virtual_memory().available > needed else None
 
 
 def _verdict(prepared: Prepared, folder: Path, problem: str, error: float | None) -> Export | None:
@@ -193,12 +231,12 @@ def _verdict(prepared: Prepared, folder: Path, problem: str, error: float | None
         broadcast_object_list(said)
     if said[0]:
         raise RunError(f"the saved model in {folder} is not what was trained: {said[0]}. Do not use it.")
-    if error is None:
+    if not prepared.accelerator.is_main_process:
         return None
     headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
     adapter = job.strategy.adapter != "none"
-    auto = "AutoModelForSeq2SeqLM" if job.spec and job.spec.kind == "seq2seq" else "AutoModelForCausalLM"
-    source = job.spec.source if job.spec else None
+    assert job.spec is not None
+    auto, source = auto_class(job.spec).__name__, job.spec.source
     load = f"{auto}.from_pretrained({str(folder)!r})"
     if adapter:
         load = f"PeftModel.from_pretrained({auto}.from_pretrained({source!r}), {str(folder)!r})"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import measuring
 from toolkit.data import Rows, batches, eval_batches, hash_ids, sample_ids
 from toolkit.devices import hardware
-from toolkit.engines.job import Job, Prepared
+from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.errors import ToolkitError
 from toolkit.exporting import save, verify
 from toolkit.folder import Folder, enter, run_token, supervised, write_json
@@ -98,6 +98,8 @@ def run(flags: argparse.Namespace, folder: Folder) -> None:
             loss = evaluate(ours, held_out)
             if accelerator.is_main_process:
                 folder.append_event({"step": step.step, "attempt": 0, "eval_loss": loss})
+            if recipe.tracker:
+                accelerator.log({"eval_loss": loss}, step=step.step)
             accelerator.print(f"step {step.step}: evaluation loss {loss:.4f}")
     assert found is not None, "a loop has at least one step"
     window.close()
@@ -182,13 +184,15 @@ def _show(bar: tqdm[Any], step: Step) -> None:
         refresh=False,
     )
     bar.update()
+    if step.skipped:
+        bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
 
 
 def _record(accelerator: Any, folder: Folder, window: measuring.Window, found: Audit) -> None:
     """`memory.json`: every rank's peaks and holdings."""
     from accelerate.utils import gather_object
 
-    memory = measuring.collect(window.result(), found.held, gather_object)
+    memory = measuring.collect(window.result(), on_device(job(accelerator), found.held), gather_object)
     audits = gather_object([found.to_dict()])
     if accelerator.is_main_process:
         write_json(folder.memory, {**memory.to_dict(), "forecast": None, "audits": audits})

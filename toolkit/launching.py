@@ -22,7 +22,6 @@ from toolkit.lifetime import LAUNCHER, die_with_parent
 if TYPE_CHECKING:
     import psutil
 
-    from toolkit.devices import Hardware
 
 STOP_SECONDS = 40.0
 """What ranks have to end by themselves: torch elastic gives them 30 s, then kills them."""
@@ -44,22 +43,6 @@ class Stopped(Exception):
         """`number`: the signal's."""
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
-
-
-def check_ranks(hardware: Hardware, ranks: int) -> None:
-    """One rank a device, on accelerators; a CPU takes any number.
-
-    Raises:
-        RunError: for more ranks than devices, or none.
-    """
-    if ranks < 1:
-        raise RunError(f"processes {ranks}: expected at least 1.")
-    if hardware.device.kind != "cpu" and ranks > hardware.ranks:
-        raise RunError(
-            f"processes {ranks}: this machine has {hardware.ranks} {hardware.device.kind} device(s) "
-            f"({hardware.device.name}), and each takes one rank. Try --processes {hardware.ranks}, or hide the devices "
-            "(CUDA_VISIBLE_DEVICES='') to run on the CPU."
-        )
 
 
 def supervise(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.adapting import adapt, check_quantized, kept_dtype, packed, quantization, require_libraries
 from toolkit.engines.job import Job, engine_of
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
-from toolkit.mastering import auto_class
 from toolkit.model import ModelSpec, embedded_config, require_weights
+from toolkit.reading import attention_word, auto_class
 from toolkit.runtime import job as job_of
 from toolkit.units import dtype_name, format_count
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 LONG = 500_000_000
 """Weights from which reading takes long enough to show its progress."""
-
-FLEX = {"flex": "flex_attention"}
-"""What transformers calls an attention kernel, where that is another word."""
 
 
 def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -82,10 +79,6 @@ def _base_dtype(job: Job) -> str:
     return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
 
 
-def _attention(job: Job) -> str:
-    return FLEX.get(job.strategy.attention, job.strategy.attention)
-
-
 def _read(job: Job) -> PreTrainedModel:
     """The weights of the checkpoint, none of them missing."""
     import torch
@@ -95,7 +88,7 @@ def _read(job: Job) -> PreTrainedModel:
         model, info = auto_class(spec).from_pretrained(
             spec.source,
             dtype=getattr(torch, _base_dtype(job)),
-            attn_implementation=_attention(job),
+            attn_implementation=attention_word(job.strategy.attention),
             quantization_config=quantization(job),
             trust_remote_code=False,
             use_safetensors=True,
@@ -177,7 +170,10 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
     with init_empty_weights():
         model = auto_class(spec).from_config(
-            config, dtype=getattr(torch, _base_dtype(job)), attn_implementation=_attention(job), trust_remote_code=False
+            config,
+            dtype=getattr(torch, _base_dtype(job)),
+            attn_implementation=attention_word(job.strategy.attention),
+            trust_remote_code=False,
         )
     # `init_empty_weights` gives every name a parameter of its own.
     model.tie_weights()
@@ -210,7 +206,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
     """What was read is what was asked for."""
     spec = cast("ModelSpec", job.spec)
     used = model.config.get_text_config()._attn_implementation
-    if used != _attention(job):
+    if used != attention_word(job.strategy.attention):
         raise StrategyMismatch(
             f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from toolkit.engines.job import Job, Piece, Prepared, engine_of
 from toolkit.errors import StrategyMismatch
 from toolkit.model import ModelSpec, local_weights
+from toolkit.reading import auto_class, without_engine
 
 if TYPE_CHECKING:
     import torch
@@ -77,26 +78,14 @@ def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None
             yield lambda name: whole[name].detach()
 
 
-def auto_class(spec: ModelSpec) -> Any:
-    """The class of transformers that reads this kind of model."""
-    import transformers
-
-    return transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
-
-
 def _read_whole(spec: ModelSpec) -> PreTrainedModel:
-    """All weights in fp32 into this process's host memory. By itself transformers would partition them under ZeRO-3."""
+    """All weights in fp32 into this process's host memory."""
     import torch
-    from transformers.integrations import deepspeed
 
-    active = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
+    with without_engine():
         model = auto_class(spec).from_pretrained(
             spec.source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = active
     return cast("PreTrainedModel", model)
 
 

@@ -123,7 +123,9 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
         wrong.append(f"world size is {found.ranks}, expected {asked.ranks}")
     wrong += _ties(prepared)
     if expected is not None:
-        wrong += _bytes(held, expected, gradients is not None) + _dtypes(held.dtypes, expected.dtypes)
+        wrong += _bytes(held, expected, gradients is not None) + _dtypes(
+            held.dtypes, expected.dtypes, gradients is not None
+        )
     if wrong:
         raise StrategyMismatch(
             f"sharding {asked.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
@@ -142,11 +144,12 @@ def _bytes(held: Holdings, expected: Holdings, stepped: bool) -> list[str]:
     return wrong
 
 
-def _dtypes(held: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+def _dtypes(held: Mapping[str, str], expected: Mapping[str, str], stepped: bool) -> list[str]:
+    """Moments and gradients have no dtype before the first step; after it nothing may be missing."""
     return [
-        f"{part} is {held[part]}, expected {name}"
+        f"{part} is {held.get(part, 'missing')}, expected {name}"
         for part, name in expected.items()
-        if part in held and held[part] != name
+        if held.get(part) != name and (stepped or part not in ("optimizer", "gradients"))
     ]
 
 

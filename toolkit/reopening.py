@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from toolkit.adapting import quantization
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
+from toolkit.reading import attention_word, auto_class, without_engine
 
 
 def reopen(job: Job, folder: Path) -> Any:
@@ -19,13 +18,11 @@ def reopen(job: Job, folder: Path) -> Any:
         RunError: for keys that are missing or that the model does not know.
     """
     import torch
-    import transformers
 
     assert job.spec is not None
-    kind = "AutoModelForSeq2SeqLM" if job.spec.kind == "seq2seq" else "AutoModelForCausalLM"
-    auto = getattr(transformers, kind)
-    common: dict[str, Any] = {"attn_implementation": _spelled(job.strategy.attention), "use_safetensors": True}
-    with _without_engine():
+    auto = auto_class(job.spec)
+    common: dict[str, Any] = {"attn_implementation": attention_word(job.strategy.attention), "use_safetensors": True}
+    with without_engine():
         if job.strategy.adapter == "none":
             model, info = auto.from_pretrained(
                 folder, dtype=getattr(torch, job.weight_dtype), output_loading_info=True, **common
@@ -41,8 +38,6 @@ def _adapted(auto: Any, job: Job, folder: Path, common: dict[str, Any]) -> Any:
     import torch
     from peft import PeftModel
 
-    from toolkit.adapting import quantization
-
     base = auto.from_pretrained(
         job.spec.source if job.spec else None,
         dtype=getattr(torch, job.compute_dtype),
@@ -51,23 +46,3 @@ def _adapted(auto: Any, job: Job, folder: Path, common: dict[str, Any]) -> Any:
     )
     model = PeftModel.from_pretrained(base, folder)
     return model.eval()
-
-
-def _spelled(attention: str) -> str:
-    return {"flex": "flex_attention"}.get(attention, attention)
-
-
-@contextmanager
-def _without_engine() -> Iterator[None]:
-    """transformers would partition under ZeRO-3, and read on one rank only under FSDP; here one rank opens it whole."""
-    from transformers.integrations import deepspeed as integration
-
-    before = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
-    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = before
-        if fsdp is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = fsdp

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from toolkit.devices import hardware
+from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, engine_of, resolve
-from toolkit.errors import MissingLibrary, StrategyError, nearest
+from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.model import ModelSpec
 from toolkit.strategy import SHARDINGS, Loop, Strategy, from_dict
 
@@ -45,6 +45,7 @@ def accelerator(
 
     Raises:
         StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
+        RunError: for more ranks on this machine than it has devices.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
     from accelerate import Accelerator
@@ -52,8 +53,9 @@ def accelerator(
 
     asked = agree(strategy, os.environ)
     check_trackers(log_with)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    job = resolve(asked, loop or Loop(), spec, ranks, hardware().device)
+    ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
+    check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    job = resolve(asked, loop or Loop(), spec, ranks, machine.device)
     made = Accelerator(
         **engine_of(job.strategy).plugin(job),
         # Batches are sharded by `data`, whose order does not depend on the number of ranks.
@@ -65,6 +67,22 @@ def accelerator(
     )
     _jobs[made] = job
     return made
+
+
+def check_ranks(hardware: Hardware, ranks: int) -> None:
+    """One rank a device, on accelerators; a CPU takes any number.
+
+    Raises:
+        RunError: for more ranks than devices, or none.
+    """
+    if ranks < 1:
+        raise RunError(f"processes {ranks}: expected at least 1.")
+    if hardware.device.kind != "cpu" and ranks > hardware.ranks:
+        raise RunError(
+            f"processes {ranks}: this machine has {hardware.ranks} {hardware.device.kind} device(s) "
+            f"({hardware.device.name}), and each takes one rank. Try --processes {hardware.ranks}, or hide the devices "
+            "(CUDA_VISIBLE_DEVICES='') to run on the CPU."
+        )
 
 
 def check_trackers(names: str | None) -> None:

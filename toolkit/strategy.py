@@ -225,7 +225,7 @@ class Loop(Shown):
     lr: float | None = None
     """Peak learning rate. Left open: 1e-3 for the embedded model, 2e-4 for an adapter, 2e-5 for all weights."""
     warmup: int = 5
-    """Steps in which the learning rate rises linearly; then it falls as a cosine, to 0 at `steps`."""
+    """Steps in which the learning rate rises linearly; then it falls as a cosine, towards 0."""
     steps: int = 100
     """Optimizer steps."""
     seed: int = 0

@@ -95,13 +95,13 @@ def train(
     skips, batches = 0, iter(loader)
     for step in range(start + 1, job.loop.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
-        micro = [_to(next(batches), accelerator.device) for _ in range(job.loop.accumulation)]
+        micro = [next(batches) for _ in range(job.loop.accumulation)]
         counts = [trained_tokens(batch, job) for batch in micro]
         tokens, memory = _agree_on(prepared, sum(counts))
         total = torch.zeros((), device=accelerator.device)
         for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
             with phase("forward"):
-                mean = mean_loss(prepared, batch)
+                mean = mean_loss(prepared, _to(batch, accelerator.device))
             total += _finite_everywhere(prepared, mean.detach() * count, step, samples)
             # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
             # micro-batches the gradient of the mean over all tokens (transformers#34191).
@@ -133,8 +133,8 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch]) -> float:
     quiet(prepared.model)
     with torch.no_grad():
         for batch in loader:
-            batch = _to(batch, accelerator.device)
-            mean, count = mean_loss(prepared, batch), trained_tokens(batch, job)
+            count = trained_tokens(batch, job)
+            mean = mean_loss(prepared, _to(batch, accelerator.device))
             if count:
                 sums += torch.tensor([float(mean) * count, count], dtype=torch.float64, device=accelerator.device)
     prepared.model.train()

@@ -17,7 +17,7 @@ import pytest
 from toolkit import folder
 from toolkit.devices import Device, Hardware
 from toolkit.errors import RunError
-from toolkit.launching import check_ranks
+from toolkit.runtime import check_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -138,3 +138,12 @@ def test_engines_agree_on_the_evaluation_loss(found: dict[str, Any]) -> None:
     for cell, result in found["saved"].items():
         if cell.endswith(" none"):
             assert result["evaluated"] == pytest.approx(reference, rel=1e-5), cell
+
+
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 1e-3)])
+def test_offload_changes_no_loss(found: dict[str, Any], precision: str, close: float) -> None:
+    reference = found["offloaded"][f"ddp none {precision}"]["losses"]
+    for sharding, offload in (("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "cpu")):
+        result = found["offloaded"][f"{sharding} {offload} {precision}"]
+        assert result["losses"] == pytest.approx(reference, rel=close), (sharding, offload)
+        assert result["logits_error"] is not None, (sharding, offload)

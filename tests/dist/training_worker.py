@@ -178,6 +178,41 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
     return found
 
 
+def offloaded(folder: str, out: Path) -> dict[str, Any]:
+    """States in host memory: the same losses, an audit that agrees, and a result that is whole."""
+    import torch.distributed as dist
+
+    from toolkit.exporting import save, verify
+    from toolkit.preparing import audit
+    from toolkit.strategy import Loop
+    from toolkit.training import train
+
+    found: dict[str, Any] = {}
+    cells = [("ddp", "none"), ("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "cpu")]
+    for precision in ("fp32", "bf16"):
+        for sharding, offload in cells:
+            reset()
+            loop = Loop(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
+            words = {"sharding": sharding, "offload": offload, "precision": precision}
+            prepared, schedule, tokenizer = build(folder, loop, **words)
+            losses = []
+            for step in train(prepared, micro_batches(loop, 16), schedule):
+                losses.append(step.loss)
+                if step.step == 1:
+                    audit(prepared, gradients=step.gradients)
+            target = out / f"{sharding}-{offload}-{precision}"
+            save(prepared, tokenizer, target)
+            probe = next(micro_batches(loop, 12))
+            for tensor in probe.values():
+                dist.broadcast(tensor, 0)
+            export = verify(prepared, target, probe)
+            found[f"{sharding} {offload} {precision}"] = {
+                "losses": losses,
+                "logits_error": export.logits_error if export else None,
+            }
+    return found
+
+
 def _everywhere(prepared: Any, true: bool) -> bool:
     import torch
 
@@ -194,6 +229,7 @@ def main(folder: str, out: str) -> None:
         "not_finite": not_finite(folder),
         "scaling": scaling(folder),
         "saved": saved(folder, Path(out).parent),
+        "offloaded": offloaded(folder, Path(out).parent),
     }
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(found))

@@ -14,7 +14,7 @@ import pytest
 from toolkit import cli
 from toolkit.devices import hardware
 from toolkit.errors import RunError
-from toolkit.launching import check_ranks
+from toolkit.runtime import check_ranks
 
 ROOT = Path(__file__).parents[2]
 

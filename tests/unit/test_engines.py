@@ -153,7 +153,7 @@ def test_attention_is_the_best_that_takes_the_dtype(
         ("fsdp", 2, {"offload": "cpu"}, "needs an accelerator"),
         ("hsdp", 2, {}, "Choose 4 processes"),
         ("hsdp", 5, {}, "Choose 4 processes"),
-        ("zero2", 2, {"offload": "optimizer", "precision": "bf16_pure"}, "cpu_adam"),
+        ("zero2", 2, {"offload": "optimizer", "precision": "bf16_pure"}, "Choose precision 'bf16'"),
         ("ddp", 2, {"attention": "flash_attention_2"}, "pip install flash-attn"),
         ("ddp", 2, {"adapter": "lora", "lora_targets": "q_proj"}, "names no linear module"),
     ],

@@ -44,15 +44,22 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`), the
     first two at least `FLOOR`: DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
     """
-    if strategy.offload != "none" and strategy.precision == "bf16_pure" and device.kind == "cpu":
+    if strategy.offload != "none" and strategy.precision == "bf16_pure":
+        # DeepSpeed asks for a cpu_adam with bf16 states, and Accelerate makes one with fp32 states (base_optimizer.py:514).
         raise StrategyError(
-            f"offload {strategy.offload!r} in precision 'bf16_pure' needs DeepSpeed's cpu_adam, which CPU ranks do not "
-            "use. Choose precision 'bf16', or offload 'none'."
+            f"offload {strategy.offload!r} cannot run in precision 'bf16_pure' under DeepSpeed. "
+            "Choose precision 'bf16', or offload 'none'."
+        )
+    if strategy.sharding == "zero1" and strategy.precision == "bf16" and loop.accumulation > 1:
+        raise StrategyError(
+            f"sharding 'zero1' in precision 'bf16' adds up gradients in bf16, so accumulation {loop.accumulation} would not "
+            "be one large batch. Choose sharding 'zero2', which adds them up in fp32, or accumulation 1."
         )
     if strategy.precision == "fp16" and "fp16" not in device.dtypes:
         raise StrategyError(
-            f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on {device.name}, which does not compute it "
-            "(a processor needs avx512_fp16). Choose precision 'bf16'."
+            f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on {device.name}, which does not compute it"
+            + (" (a processor needs avx512_fp16)" if device.kind == "cpu" else "")
+            + ". Choose precision 'bf16'."
         )
     half = strategy.precision if strategy.precision in ("bf16", "fp16") else None
     config: dict[str, Any] = {
@@ -67,8 +74,8 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     if half:
         # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
         config["communication_data_type"] = "fp32"
-        if _stage(strategy) > 1:
-            # Under stage 1 fp32 accumulation would switch to another optimizer (BF16_Optimizer), which replicates it.
+        if _stage(strategy) > 1 or half == "fp16":
+            # Under stage 1 and bf16 fp32 accumulation would switch to another optimizer (BF16_Optimizer), which replicates it.
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     if strategy.precision == "bf16_pure":
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -152,13 +159,16 @@ def plugin(job: Job) -> dict[str, Any]:
 def _free_builds() -> None:
     """Remove locks that a killed process left where torch compiles DeepSpeed's operators: it would wait for them for ever.
 
-    torch's `FileBaton` keeps its lock file open while it holds it, so a lock that no process has open is nobody's.
+    torch's `FileBaton` keeps its lock file open while it holds it, so a lock of ours that no process has open is nobody's.
+    One rank of each machine looks.
     """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     import psutil
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    locks = {str(path) for path in root.glob("**/lock")}
+    locks = {str(path) for path in root.glob("**/lock") if path.stat().st_uid == os.getuid()}
     if not locks:
         return
     for process in psutil.process_iter():
@@ -250,13 +260,12 @@ def account(job: Job) -> Holdings:
     trained = [state.elements for state in found if state.trainable]
     if _stage(job.strategy) < 3:
         flat = round_up(sum(trained), ALIGNMENT * ranks)
-        shard, kept = flat // ranks, 0
+        shard = flat // ranks
         trainable, frozen = flat * compute, sum(state.bytes for state in found if not state.trainable)
     else:
         shard = sum(ceil_div(elements, ranks) for elements in trained)
         limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
         small = [state for state in found if state.elements <= limit]
-        kept = sum(state.elements * compute for state in small)
         trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
         frozen = sum(
             ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] + (state.bytes if state.elements <= limit else 0)
@@ -266,7 +275,6 @@ def account(job: Job) -> Holdings:
     return Holdings(
         trainable=trainable,
         frozen=frozen,
-        persistent=kept,
         master=shard * weight,
         optimizer=2 * shard * weight,
         dtypes={
@@ -297,7 +305,12 @@ def check(prepared: Prepared) -> list[str]:
         ("parameter offload", _device(engine.zero_offload_param()), "cpu" if strategy.offload == "cpu" else "none"),
         ("gradient clipping", engine.gradient_clipping(), prepared.job.loop.max_grad_norm),
     )
-    return [f"{name} is {found}, expected {expected}" for name, found, expected in rows if found != expected]
+    wrong = [f"{name} is {found}, expected {expected}" for name, found, expected in rows if found != expected]
+    where = {master.device.type for master in _masters(engine.optimizer)}
+    expected_on = {"cpu"} if strategy.offload != "none" else {prepared.job.device.kind}
+    return (
+        wrong if where == expected_on else [*wrong, f"masters are on {sorted(where)}, expected {sorted(expected_on)}"]
+    )
 
 
 def _device(offload: Any) -> str:
@@ -318,12 +331,7 @@ def audit(prepared: Prepared) -> Holdings:
                     continue
             yield parameter.data, parameter.requires_grad
 
-    persistent = sum(
-        parameter.ds_numel * parameter.element_size()
-        for parameter in prepared.model.module.parameters()
-        if getattr(parameter, "ds_persist", False)
-    )
-    found = holdings(
+    return holdings(
         held(),
         master=sum(master.untyped_storage().nbytes() for master in masters),
         optimizer=size,
@@ -333,13 +341,6 @@ def audit(prepared: Prepared) -> Holdings:
             "reduce": dtype_name(optimizer.communication_data_type),
         },
     )
-    return _replace_persistent(found, persistent)
-
-
-def _replace_persistent(found: Holdings, persistent: int) -> Holdings:
-    import dataclasses
-
-    return dataclasses.replace(found, persistent=persistent)
 
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:

@@ -90,6 +90,9 @@ def plugin(job: Job) -> dict[str, Any]:
         found["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=ours["replicate"], dp_shard_size=ours["shard"]
         )
+    if ours["offload"]:
+        # Accelerate adds gloo to the process group, for tensors on the host, only where it finds these (state.py:226).
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
     if job.device.kind == "cpu":
         cpu.shard_with_fsdp()
     return found
@@ -221,8 +224,35 @@ def check(prepared: Prepared) -> list[str]:
         return [f"{len(whole)} parameters are not sharded, the first is {whole[0]}"]
     ours = prepared.job.settings
     expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
+    if wrong := _groups(prepared):
+        return wrong
     meshes = {tuple(parameter.device_mesh.shape) for parameter in parameters.values()}
     return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
+
+
+def _groups(prepared: Prepared) -> list[str]:
+    """What the parameter groups really do, read where torch keeps it (`_fsdp_param_group.py`)."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    ours = prepared.job.settings
+    asked = {name: getattr(torch, ours[name]) if ours[name] else None for name in ("param_dtype", "reduce_dtype")}
+    wrapped, wrong = set(), []
+    for name, module in prepared.model.named_modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is None:
+            continue
+        wrapped.add(type(module).__name__.removeprefix("FSDP"))
+        found = {key: getattr(group.mp_policy, key) for key in asked}
+        if found != asked:
+            wrong.append(f"{name or 'the root'} computes and reduces in {found}, expected {asked}")
+        if isinstance(group.offload_policy, CPUOffloadPolicy) != ours["offload"]:
+            wrong.append(f"{name or 'the root'} has offload {not ours['offload']}, expected {ours['offload']}")
+        block = type(module).__name__.removeprefix("FSDP") in ours["wrap"]
+        if block and group._reshard_after_forward != ours["reshard_after_forward"]:
+            wrong.append(f"{name} has reshard_after_forward {group._reshard_after_forward}")
+    missing = sorted(set(ours["wrap"]) - wrapped)
+    return [*wrong, *(f"{name} is not sharded by itself" for name in missing)][:3]
 
 
 def audit(prepared: Prepared) -> Holdings:

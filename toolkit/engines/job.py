@@ -102,8 +102,6 @@ class Holdings(Shown):
     """Parameters that are trained: this rank's shard, persistent ones whole, tied ones once."""
     frozen: int
     """Parameters that are not."""
-    persistent: int = 0
-    """Of both, what is held whole though the rest is sharded."""
     master: int = 0
     """A separate fp32 copy of the trained weights, where the engine keeps one."""
     optimizer: int | None = 0
@@ -122,6 +120,14 @@ class Holdings(Shown):
             for name in ("trainable", "frozen", "master", "optimizer")
         ]
         return [Table(title="Held by this rank", columns=("part", "bytes", "dtype"), rows=rows)]
+
+
+def on_device(job: Job, held: Holdings) -> Holdings:
+    """What of a rank's holdings lives on its device: offloaded states do not. On CPU ranks everything does."""
+    if job.device.kind == "cpu" or job.strategy.offload == "none":
+        return held
+    moved = {"master": 0, "optimizer": 0} | ({"trainable": 0, "frozen": 0} if job.strategy.offload == "cpu" else {})
+    return dataclasses.replace(held, **moved)  # type: ignore[arg-type]
 
 
 class Engine(Protocol):
@@ -183,6 +189,10 @@ def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, 
     """
     precision = resolve_precision(strategy.precision, device)
     attention = resolve_attention(strategy.attention, precision, spec, device)
+    if device.kind == "cuda" and precision in ("bf16", "bf16_pure") and "bf16" not in device.dtypes:
+        raise StrategyError(
+            f"precision {precision!r}: {device.name} does not compute bf16. Choose precision 'fp16', or 'fp32'."
+        )
     strategy = dataclasses.replace(strategy, precision=precision, attention=attention)
     if loop.lr is None:
         loop = dataclasses.replace(loop, lr=default_lr(strategy, spec))

@@ -1,0 +1,37 @@
+"""What every reading of weights by transformers shares: the class, its word for an attention kernel, and no engine in the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from toolkit.model import ModelSpec
+
+
+def auto_class(spec: ModelSpec) -> Any:
+    """The class of transformers that reads this kind of model."""
+    import transformers
+
+    return transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
+
+
+def attention_word(attention: str) -> str:
+    """What transformers calls an attention kernel."""
+    return {"flex": "flex_attention"}.get(attention, attention)
+
+
+@contextmanager
+def without_engine() -> Iterator[None]:
+    """Read whole, on this rank alone: transformers would partition under ZeRO-3 and read on one rank only under FSDP."""
+    from transformers.integrations import deepspeed
+
+    active, fsdp = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop("ACCELERATE_USE_FSDP", None)
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = active
+        if fsdp is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = fsdp
