@@ -40,14 +40,29 @@ def possible(key: Key) -> bool:
     return True
 
 
+FOUR: list[Key] = [
+    (sharding, "none", precision)
+    for sharding in ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
+    for precision in ("fp32", "bf16")
+]
+"""Cells that four ranks run, too."""
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, dict[str, Any]]:
-    """What each cell that the table has gave, with 1, 2 and 4 ranks."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Key, dict[str, Any]]]:
+    """What each cell that the table has gave, by the number of ranks that ran it."""
     root = tmp_path_factory.mktemp("matrix")
     folder = tiny.llama(root / "llama")
     keys = {ranks: [key for key in CELLS if RANKS.get(key[0], 2) == ranks and possible(key)] for ranks in (1, 2, 4)}
+    keys[4] += FOUR
     gave = tiny.run_cells({ranks: [words(key) for key in own] for ranks, own in keys.items()}, folder, root)
-    return {key: result for ranks, own in keys.items() for key, result in zip(own, gave[ranks], strict=True)}
+    return {ranks: dict(zip(own, gave[ranks], strict=True)) for ranks, own in keys.items()}
+
+
+@pytest.fixture(scope="module")
+def found(runs: dict[int, dict[Key, dict[str, Any]]]) -> dict[Key, dict[str, Any]]:
+    """What each cell gave with the ranks that are its own."""
+    return {key: result for ranks, own in runs.items() for key, result in own.items() if RANKS.get(key[0], 2) == ranks}
 
 
 def trained(found: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
@@ -106,3 +121,17 @@ def test_masters_are_exactly_the_checkpoints(found: dict[Key, dict[str, Any]]) -
     }
     assert len(exact) >= 2 * len(SHARDINGS)
     assert all(exact.values()), exact
+
+
+@pytest.mark.parametrize(("sharding", "ranks"), [(key[0], 4) for key in FOUR if key[2] == "fp32"])
+def test_four_ranks_hold_their_share(runs: dict[int, dict[Key, dict[str, Any]]], sharding: str, ranks: int) -> None:
+    for precision in ("fp32", "bf16"):
+        key = (sharding, "none", precision)
+        result = runs[ranks][key]
+        for part in ("trainable", "master", "optimizer"):
+            assert result["held"][part] == pytest.approx(result["expected"][part], rel=0.02), (key, part)
+        # FACTS of the libraries, in bytes a parameter and rank: what is sharded is a quarter.
+        each = {"ddp": 8, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2, "fsdp_grad_op": 2}[sharding]
+        total = runs[ranks][("ddp", "none", "fp32")]["held"]["optimizer"] / 8
+        assert result["held"]["optimizer"] == pytest.approx(each * total, rel=0.02), key
+        assert result["losses"] == pytest.approx(runs[ranks][("ddp", "none", precision)]["losses"], rel=CLOSE[precision])
