@@ -3,8 +3,8 @@
     python benchmarks/overhead.py                      # all strategies, results into benchmarks/results/
     python benchmarks/overhead.py --pairs 5 --steps 55
 
-Each strategy is one launch. In it the two loops alternate over one prepared model, and swap who goes first from pair to
-pair. A pair's ratio is (hand-written median step) / (toolkit median step), steps after the fifth of each turn.
+Each strategy is one launch. In it the two loops take their steps in turn over one prepared model, and swap who goes first
+from step to step. A pair's ratio is (hand-written median step) / (toolkit median step), steps after the fifth of each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,18 @@ STRATEGIES = {"none": 1, "ddp": 2, "zero3": 2, "fsdp": 2}
 """Sharding words and ranks."""
 
 SKIPPED = 5
-"""Steps at the head of each turn that do not count."""
+"""Steps at the head of each loop that do not count."""
 
 WARM = 4
-"""Steps before the first turn: the memory window ends with the third."""
+"""Steps before the first pair: the memory window ends with the third."""
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def by_hand(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any, max_norm: float) -> list[float]:
+def by_hand(
+    accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any, max_norm: float
+) -> Iterator[None]:
     """What Accelerate's documentation shows, and the loss brought to the host as every loop does to show it."""
-    seconds, began = [], time.perf_counter()
     for batch in loader:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         loss = model(**batch, use_cache=False).loss
@@ -52,20 +54,14 @@ def by_hand(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule:
         schedule.step()
         optimizer.zero_grad()
         loss.item()
-        seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
-    return seconds
+        yield
 
 
-def ours(prepared: Any, loader: Any, schedule: Any, folder: Any, samples: Any) -> list[float]:
-    """The recipe's loop with its events and its progress bar."""
-    from toolkit.finetune import follow
-
-    began, seconds = time.perf_counter(), []
-    for _ in follow(prepared, loader, schedule, folder=folder, samples=samples):
-        seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
-    return seconds
+def timed(step: Iterator[Any]) -> float:
+    """Seconds of one step of a loop."""
+    began = time.perf_counter()
+    next(step)
+    return time.perf_counter() - began
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -73,6 +69,7 @@ def worker(arguments: argparse.Namespace) -> None:
     from toolkit import measuring
     from toolkit.data import batches, hash_ids, sample_ids
     from toolkit.devices import hardware
+    from toolkit.finetune import follow
     from toolkit.folder import enter
     from toolkit.loading import load
     from toolkit.preparing import prepare, prepared
@@ -109,16 +106,16 @@ def worker(arguments: argparse.Namespace) -> None:
     window.close()
     with enter(arguments.folder) as folder:
         pairs = []
-        for number in range(arguments.pairs):
-            turns = {}
-            for name in ("hand", "toolkit") if number % 2 else ("toolkit", "hand"):
-                accelerator.wait_for_everyone()
-                if name == "hand":
-                    found = by_hand(accelerator, model, optimizer, loader(), schedule, asked.loop.max_grad_norm)
-                else:
-                    found = ours(made, loader(), schedule, folder, samples)
-                turns[name] = statistics.median(found[SKIPPED:])
-            pairs.append(turns)
+        for _ in range(arguments.pairs):
+            loops = {
+                "hand": by_hand(accelerator, model, optimizer, loader(), schedule, asked.loop.max_grad_norm),
+                "toolkit": follow(made, loader(), schedule, folder=folder, samples=samples),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in loops}
+            for number in range(arguments.steps):
+                for name in ("hand", "toolkit") if number % 2 else ("toolkit", "hand"):
+                    seconds[name].append(timed(loops[name]))
+            pairs.append({name: statistics.median(found[SKIPPED:]) for name, found in seconds.items()})
     if accelerator.is_main_process:
         tokens = asked.loop.micro_batch * asked.loop.seq_len * ranks
         result = {
@@ -152,7 +149,7 @@ def main() -> None:
     """Measure every strategy, print the table, write the results."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--pairs", type=int, default=5)
-    made.add_argument("--steps", type=int, default=55, help="of each turn")
+    made.add_argument("--steps", type=int, default=55, help="of each loop and pair")
     made.add_argument("--micro-batch", type=int, default=4)
     made.add_argument("--sharding", default=",".join(STRATEGIES))
     made.add_argument("--worker", help=argparse.SUPPRESS)
@@ -179,7 +176,7 @@ def main() -> None:
         )
     columns = ("sharding", "ranks", "by hand, tokens/s", "toolkit, tokens/s", "ratio", "of the pairs", "window, s")
     notes = (
-        f"ratio: median of {arguments.pairs} pairs; a turn is {arguments.steps} steps, medians after step {SKIPPED};"
+        f"ratio: median of {arguments.pairs} pairs; {arguments.steps} steps of each, medians after step {SKIPPED};"
         f" micro-batch {arguments.micro_batch} x 256 tokens.",
         "window: what starting, stopping and reading the memory window costs once a run.",
     )
