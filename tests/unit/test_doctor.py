@@ -151,7 +151,10 @@ def test_a_library_that_hangs_is_ended_with_what_it_started(first: Path) -> None
     assert gone(int((first / "pid").read_text()))
 
 
-def test_an_old_library_is_named_with_the_version_that_is_asked_for(first: Path) -> None:
+def test_an_old_library_is_named_with_the_version_that_is_asked_for(
+    first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(first)  # the repository's root may hold metadata of its own, which Python would find before these
     put(first, datasets="")
     info = first / "accelerate_toolkit-0.1.0.dist-info"
     info.mkdir()
