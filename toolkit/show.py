@@ -54,7 +54,7 @@ class Shown:
 
     def tables(self) -> list[Table]:
         """What is shown, in order."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is shown")
+        raise TypeError(f"{type(self).__name__} does not say how it is shown")
 
     def __str__(self) -> str:
         return "\n\n".join(table.text() for table in self.tables())
