@@ -187,7 +187,7 @@ def _compare(
 ) -> float | None:
     """The logits' error on rank 0: on its device where the model fits there again, else on the host, else not at all."""
     job = prepared.job
-    headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
+    headers = _headers(folder)
     empty = [name for name, _, elements in headers if not elements]
     if empty:
         raise RunError(f"tensors of size zero: {', '.join(empty[:3])}")
@@ -233,7 +233,7 @@ def _verdict(prepared: Prepared, folder: Path, problem: str, error: float | None
         raise RunError(f"the saved model in {folder} is not what was trained: {said[0]}. Do not use it.")
     if not prepared.accelerator.is_main_process:
         return None
-    headers = [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
+    headers = _headers(folder)
     adapter = job.strategy.adapter != "none"
     assert job.spec is not None
     auto, source = auto_class(job.spec).__name__, job.spec.source
@@ -259,6 +259,11 @@ def _error(model: Any, probe: Mapping[str, Any], trained: torch.Tensor, precisio
     with torch.no_grad(), torch.autocast(device, compute) if autocast else nullcontext():
         found = model(**probe, use_cache=False).logits.float().cpu()
     return float((found - trained).norm() / trained.norm())
+
+
+def _headers(folder: Path) -> list[tuple[str, str, int]]:
+    """Name, dtype and elements of every tensor that was saved."""
+    return [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str, int]]:
