@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.devices import hardware
 from toolkit.readying import versions
 from toolkit.units import format_bytes
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def about() -> dict[str, Any]:
@@ -21,6 +25,14 @@ def about() -> dict[str, Any]:
         "machine": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(here.host_bytes)}; {here.device.name}",
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def write_results(name: str, title: str, found: Mapping[str, Any], text: str) -> None:
+    """`results/NAME.json` and `.md`, headed by versions, machine and date; `found` holds those of `about()`."""
+    head = f"{found['date']}, {found['machine']}\n{json.dumps(found['versions'])}"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (RESULTS / f"{name}.md").write_text(f"# {title}\n\n{head}\n\n```\n{text}\n```\n")
 
 
 def _processor() -> str:

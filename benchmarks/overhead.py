@@ -69,8 +69,8 @@ def worker(arguments: argparse.Namespace) -> None:
     from toolkit import measuring
     from toolkit.data import batches, hash_ids, sample_ids
     from toolkit.devices import hardware
-    from toolkit.finetune import follow
     from toolkit.folder import enter
+    from toolkit.following import follow
     from toolkit.loading import load
     from toolkit.preparing import prepare, prepared
     from toolkit.readying import Recipe, get_ready

@@ -1,5 +1,7 @@
 """One word switches how a model is trained: thin helpers around `accelerator.prepare`."""
 
+import os
+
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
 from toolkit.doctor import examine
@@ -14,7 +16,7 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
-from toolkit.exporting import Export, save, verify
+from toolkit.exporting import Export, export, save, verify
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
@@ -52,6 +54,7 @@ __all__ = [
     "describe",
     "evaluate",
     "examine",
+    "export",
     "hardware",
     "job",
     "load",
@@ -62,3 +65,6 @@ __all__ = [
     "train",
     "verify",
 ]
+
+# transformers would fetch compiled kernels from the Hub and run them, where the library `kernels` is installed.
+os.environ.setdefault("USE_HUB_KERNELS", "0")

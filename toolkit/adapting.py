@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.engines import deepspeed
 from toolkit.engines.job import Job, engine_of
-from toolkit.engines.states import adapted
+from toolkit.engines.states import adapted, quantizable
 from toolkit.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.units import format_count
@@ -24,7 +24,7 @@ MOST_UNQUANTIZED = 0.5
 
 def unquantized_share(spec: ModelSpec) -> float:
     """The share of all weights, by elements, that stays as it is: embeddings, norms, head, fused experts."""
-    linear = {f"{name}.weight" for name in spec.linears}
+    linear = {f"{name}.weight" for name in quantizable(spec)}
     return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in linear) / spec.elements
 
 

@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.launching import Stopped
+from toolkit.redacting import redact_all, redacted_output
 from toolkit.show import Shown
 from toolkit.strategy import (
     SHARDINGS,
@@ -27,6 +29,7 @@ from toolkit.strategy import (
     from_dict,
     given,
     sharding_word,
+    spell,
     to_flags,
 )
 
@@ -42,7 +45,7 @@ def describe(flags: argparse.Namespace) -> Shown:
     """What a model is, without reading its weights."""
     from toolkit.model import describe
 
-    return describe(flags.model)
+    return describe(flags.model, trust_remote_code=flags.trust_remote_code)
 
 
 def config(flags: argparse.Namespace) -> dict[str, Any]:
@@ -87,24 +90,68 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model, in processes of its own."""
-    from toolkit.comparing import read_run
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
     from toolkit.folder import check_new, enter, new_path, new_token
-    from toolkit.launching import supervise
+    from toolkit.launching import Care, persevere
     from toolkit.readying import Recipe, get_ready
     from toolkit.runtime import check_ranks
 
+    care = from_dict(Care, given(flags, Care))
+    if flags.resume:
+        if not flags.run_dir:
+            raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
+        if Path(flags.run_dir, "run.json").exists():
+            return _resume(Path(flags.run_dir), flags)
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
-    check_ranks(machine, flags.processes)
+    ranks = 1 if flags.processes is None else flags.processes
+    check_ranks(machine, ranks)
     check_new(flags.run_dir or "runs/new")
-    get_ready(recipe, strategy, loop, flags.processes, machine.device)
+    get_ready(recipe, strategy, loop, ranks, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
     with enter(path, token=new_token()) as folder:
-        arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
-        content = engine_of(strategy).to_yaml(strategy, flags.processes, 1)
-        supervise(folder, "toolkit.finetune", arguments, content)
+        first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        persevere(folder, "toolkit.finetune", first, [*first, "--resume"], config, timeout=recipe.timeout, care=care)
+    return _result(path)
+
+
+def resume(flags: argparse.Namespace) -> dict[str, Any]:
+    """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
+    return _resume(Path(flags.run), flags)
+
+
+def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
+    from toolkit.continuing import continued, finished, read_run_json
+    from toolkit.devices import hardware
+    from toolkit.engines.job import engine_of
+    from toolkit.folder import enter, new_token
+    from toolkit.launching import Care, persevere
+    from toolkit.readying import Recipe, get_ready
+    from toolkit.runtime import check_ranks
+
+    care = from_dict(Care, given(flags, Care))
+    was, machine = read_run_json(path), hardware()
+    ranks = was["ranks"] if flags.processes is None else flags.processes
+    new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
+    recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
+    strategy = from_dict(Strategy, fields)
+    if said := finished(path, was, loop):
+        print(said, file=sys.stderr)
+        return _result(path)
+    check_ranks(machine, ranks)
+    get_ready(recipe, strategy, loop, ranks, machine.device)
+    with enter(path, resume=True, token=new_token()) as folder:
+        again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
+    return _result(path)
+
+
+def _result(path: Path) -> dict[str, Any]:
+    from toolkit.comparing import read_run
+
     return dataclasses.asdict(read_run(path))
 
 
@@ -130,8 +177,26 @@ def compare(flags: argparse.Namespace) -> Shown:
     )
 
 
+def export(flags: argparse.Namespace) -> Shown:
+    """Write what a checkpoint holds as Hugging Face files, and check them."""
+    from toolkit.exporting import export
+    from toolkit.model import EMBEDDED
+    from toolkit.readying import embedded_model
+
+    model = str(embedded_model()) if flags.model == EMBEDDED else flags.model
+    return export(
+        flags.source,
+        flags.output,
+        merge=flags.merge,
+        dtype=flags.dtype,
+        model=model,
+        trust_remote_code=flags.trust_remote_code,
+    )
+
+
 def parser() -> Parser:
     """Every verb, with the flags that it takes."""
+    from toolkit.launching import Care
     from toolkit.readying import Recipe
 
     made = Parser(prog="toolkit", description="One word switches how a model is trained.")
@@ -140,22 +205,39 @@ def parser() -> Parser:
     def verb(function: Any, *owners: type[Any], without: tuple[str, ...] = ()) -> Parser:
         told = (function.__doc__ or "").strip()
         added: Parser = verbs.add_parser(function.__name__, help=told, description=told)
-        added.set_defaults(run=function)
+        added.set_defaults(call=function)
         added.add_argument("--json", metavar="FILE", help="write the result as JSON; `-` for standard output alone")
         add_flags(added, *owners, without=without)
         return added
 
     verb(doctor).add_argument("--compile", action="store_true", help="compile DeepSpeed's operators now")
-    verb(describe).add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+    described = verb(describe)
+    described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+    described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
     written = verb(config, Strategy)
     written.add_argument("--processes", type=int, help="ranks in all (default: the fewest that shard)")
     written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     written.add_argument("--all", metavar="DIR", help="write a file for every strategy into this folder")
     written.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
-    for function in (train, compare):
-        added = verb(function, Recipe, Strategy, Loop)
-        added.add_argument("--processes", type=int, default=1 if function is train else 2, help="ranks on this machine")
-        added.add_argument("--run-dir", metavar="DIR", help="the run's folder (compare: the folder of its runs)")
+    added = verb(train, Recipe, Strategy, Loop, Care)
+    added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
+    added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+    added.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, if there is one")
+    added = verb(resume, Recipe, Strategy, Loop, Care)
+    added.add_argument("run", metavar="RUN", help="the run's folder")
+    added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
+    added = verb(compare, Recipe, Strategy, Loop)
+    added.add_argument("--processes", type=int, default=2, help="ranks on this machine")
+    added.add_argument("--run-dir", metavar="DIR", help="the folder of the runs")
+    added = verb(export)
+    added.add_argument(
+        "source", metavar="SOURCE", help="a run's folder, a checkpoint, or a folder of DeepSpeed's or Accelerate's"
+    )
+    added.add_argument("-o", "--output", metavar="DIR", required=True, help="a new or an empty folder")
+    added.add_argument("--merge", action="store_true", help="merge an adapter into its base")
+    added.add_argument("--dtype", metavar="fp32|bf16|fp16", help="save in this dtype (default: the checkpoint's own)")
+    added.add_argument("--model", metavar="MODEL", help="what was trained from (default: what the checkpoint names)")
+    added.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
     return made
 
 
@@ -200,7 +282,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _show(result: Shown | dict[str, Any], target: str | None) -> None:
-    value = result.to_dict() if isinstance(result, Shown) else result
+    value = redact_all(result.to_dict() if isinstance(result, Shown) else result)
     if target is not None:
         text = json.dumps(value, indent=2) + "\n"
         if target == "-":
@@ -230,6 +312,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@redacted_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `toolkit`. Exit codes: 0 done, 2 a user's mistake, 130 and 143 stopped, 1 anything else."""
     try:
@@ -237,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags = parser().parse_args(arguments)
             _check_target(flags.json)
             with _quiet(flags.json):
-                result = flags.run(flags)
+                result = flags.call(flags)
             _show(result, flags.json)
     except (ToolkitError, Stopped) as error:
         print(f"toolkit: {error}", file=sys.stderr)
@@ -248,6 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read has read enough. The interpreter would write what is left once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except Exception:  # a bug of ours: as the interpreter would show it, but redacted
+        traceback.print_exc()
         return 1
     return 0
 

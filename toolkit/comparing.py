@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,8 +127,6 @@ def compare(
     Raises:
         ToolkitError: before any process starts, for whatever one of the runs could not do.
     """
-    import dataclasses
-
     plans = []
     for strategy in strategies:
         alone = strategy.sharding == "none"
@@ -143,9 +142,11 @@ def compare(
 
 def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path) -> Result:
     path = new_path(root, strategy.sharding)
+    recipe = dataclasses.replace(recipe, save_every=0, save_seconds=0.0)  # what is compared is the training
     with enter(path, token=new_token()) as folder:
         arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
-        supervise(folder, "toolkit.finetune", arguments, engine_of(strategy).to_yaml(strategy, ranks, 1))
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        supervise(folder, "toolkit.finetune", arguments, config, timeout=recipe.timeout)
     return read_run(path)
 
 

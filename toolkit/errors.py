@@ -5,11 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from toolkit.redacting import redact
+
 
 class ToolkitError(Exception):
     """A user's mistake or a machine's limit. The shell prints the message alone and exits with `exit_code`."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        """The message, without secrets."""
+        return redact(super().__str__())
 
 
 class StrategyError(ToolkitError):
@@ -34,8 +40,18 @@ class RunError(ToolkitError):
     """A run that cannot start or go on: its folder, its lock, or a rank that died."""
 
 
+class CheckpointError(RunError):
+    """A checkpoint that cannot be written, found or taken."""
+
+
 class NotFinite(RunError):
     """A loss, norm or update that is not finite. The weights are those of the step before."""
+
+    exit_code = 1
+
+
+class OutOfMemory(RunError):
+    """A rank needed more memory than there is: the figures, and the smallest change that could fit."""
 
     exit_code = 1
 

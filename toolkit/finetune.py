@@ -9,122 +9,210 @@ if __name__ == "__main__":
     die_with_parent()
 
 import argparse
-import dataclasses
 import hashlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from toolkit import measuring
+from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore
+from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on, read_run_json
 from toolkit.data import Rows, batches, eval_batches, hash_ids, sample_ids
 from toolkit.devices import hardware
 from toolkit.engines.job import Job, Prepared, on_device
-from toolkit.errors import ToolkitError
-from toolkit.exporting import save, verify
+from toolkit.engines.waiting import limit_all, patience
+from toolkit.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError
+from toolkit.exporting import save, spelled, verify
 from toolkit.folder import Folder, enter, run_token, supervised, write_json
+from toolkit.following import follow
+from toolkit.heartbeat import Beat
+from toolkit.keeping import Keeper
+from toolkit.lifetime import StopSignal
 from toolkit.loading import load
 from toolkit.preparing import Audit, audit, prepare, prepared
-from toolkit.readying import Recipe, get_ready, versions
+from toolkit.readying import Ready, Recipe, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
-from toolkit.runtime import agree, job
+from toolkit.runtime import agree, job, launched
+from toolkit.shrinking import is_out_of_memory, out_of_memory
 from toolkit.strategy import Loop, Parser, Strategy, add_flags, from_dict, given
-from toolkit.training import Step, adamw, evaluate, train, warmup_cosine
-from toolkit.units import format_bytes
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from toolkit.training import Step, Wish, adamw, evaluate, warmup_cosine
 
 ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
 
 
-def understand(flags: argparse.Namespace) -> tuple[Recipe, Loop, Strategy]:
-    """What the flags and the launch environment say together.
+def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[Recipe, Loop, Strategy]:
+    """What the flags, the launch environment and, where a run goes on, its folder say together.
 
     Raises:
         StrategyError: for a value that cannot be, and where the two contradict each other.
     """
-    recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
-    return recipe, loop, agree(given(flags, Strategy), os.environ)
+    recipe, loop, strategy = (given(flags, owner) for owner in (Recipe, Loop, Strategy))
+    if path is None:
+        return from_dict(Recipe, recipe), from_dict(Loop, loop), agree(strategy, os.environ)
+    ranks, bound = int(os.environ.get("WORLD_SIZE", "1")), launched(os.environ)
+    old, loop_now, fields = continued(read_run_json(path), recipe, loop, {**bound, **strategy}, ranks)
+    # What the launcher binds may differ from what was: that is how a run goes on under another strategy.
+    return old, loop_now, agree({name: value for name, value in fields.items() if name not in bound}, os.environ)
 
 
-def run(flags: argparse.Namespace, folder: Folder) -> None:
-    """One rank's part of a run, from the description of the model to the saved result."""
+def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
+    """One rank's part of a run, from the description of the model to the saved result. Its exit code."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    recipe, loop, strategy = understand(flags)
+    recipe, loop, strategy = understand(flags, folder.path if flags.resume else None)
     machine = hardware()
     window = measuring.start(machine.device.kind, recipe.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
     ready = get_ready(recipe, strategy, loop, ranks, machine.device)
 
     accelerator = make_accelerator(
-        strategy, loop, ready.job.spec, log_with=recipe.tracker, project_dir=str(folder.path)
+        strategy,
+        loop,
+        ready.job.spec,
+        log_with=recipe.tracker,
+        project_dir=str(folder.path),
+        timeout=recipe.timeout,
     )
     seed_everything(ready.job.loop.seed)
     asked = job(accelerator)
     accelerator.print(_headline(asked))
+    found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
+    with accelerator.local_main_process_first():  # the others find the base's hashes in the cache
+        identity = identify(ready.spec, asked.strategy, ready.rows.fingerprint)
+    check_fits(found, asked, identity)
+    attempt = begin(accelerator, folder, ready, recipe, machine, found)
     model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
     optimizer = adamw(model, asked.loop)
     schedule = warmup_cosine(optimizer, asked.loop)
-    loader = batches(ready.rows, asked.loop, rank=rank, ranks=ranks, attention=asked.strategy.attention)
+    loader = batches(
+        ready.rows,
+        asked.loop,
+        rank=rank,
+        ranks=ranks,
+        start_step=found.step,
+        attention=asked.strategy.attention,
+        workers=recipe.workers,
+    )
     model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
     ours = prepared(accelerator, (model, optimizer))
-
-    if accelerator.is_main_process:
-        write_json(folder.run_json, _about(asked, recipe, ready.rows, machine))
+    limit_all(patience(recipe.timeout))
+    if found.manifest is not None:
+        restore(ours, schedule, found, identity)
+    if accelerator.is_main_process and (changed := adopt(folder, ready, recipe, machine, found)):
+        accelerator.print(f"changed since the last attempt: {', '.join(changed)}")
+    saver = None
+    if recipe.checkpoints:
+        saver = Saver(
+            ours,
+            schedule,
+            folder.checkpoints,
+            identity,
+            versions=versions(),
+            keep=recipe.keep,
+            patience=recipe.timeout,
+        )
     if recipe.tracker:
         accelerator.init_trackers("accelerate-toolkit", config={"sharding": asked.strategy.sharding})
 
-    def samples(step: int) -> str:
-        return hash_ids(sample_ids(ready.rows, asked.loop, ranks=ranks, step=step - 1))
-
-    found: Audit | None = None
-    for step in follow(ours, loader, schedule, folder=folder, samples=samples):
-        window.step_done(step.step)
-        if step.step == 1:
-            found = audit(ours, gradients=step.gradients)
-        if recipe.tracker:
-            accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
-        if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
-            held_out = eval_batches(
-                ready.eval_rows,
-                micro_batch=asked.loop.micro_batch,
-                rank=rank,
-                ranks=ranks,
-                attention=asked.strategy.attention,
+    beat.note("between", step=found.step)
+    with StopSignal() as stop, beat.listening():
+        keeper = Keeper(saver, recipe, window, folder, stop, steps=asked.loop.steps, attempt=attempt)
+        held, stopped = _steps(ours, loader, schedule, ready, recipe, keeper, beat, start=found.step)
+        if stopped:
+            accelerator.print(
+                f"stopped after step {stopped}, as asked" + ("" if supervised() else f". {how_to_go_on(folder)}")
             )
-            loss = evaluate(ours, held_out)
-            if accelerator.is_main_process:
-                folder.append_event({"step": step.step, "attempt": 0, "eval_loss": loss})
-            if recipe.tracker:
-                accelerator.log({"eval_loss": loss}, step=step.step)
-            accelerator.print(f"step {step.step}: evaluation loss {loss:.4f}")
-    assert found is not None, "a loop has at least one step"
+            accelerator.end_training()  # still listening: the launcher signals the others when the first has ended
+            return 128 + (stop.number or signal.SIGTERM)
     window.close()
-
     if recipe.save:
         with window.saving():
             save(ours, tokenizer, folder.export)
-    _record(accelerator, folder, window, found)
+    _record(accelerator, folder, window, held)
     if recipe.save:
         probe = ready.rows.batch([0])
-        accelerator.print(verify(ours, folder.export, probe) or "")
+        about = {"data": f"fingerprint {ready.rows.fingerprint}", "versions": spelled(versions())}
+        accelerator.print(verify(ours, folder.export, probe, about=about) or "")
+    if accelerator.is_main_process:
+        finish(folder)
     accelerator.end_training()
+    return 0
 
 
-def follow(
-    prepared: Prepared, loader: Any, schedule: Any, *, folder: Folder, samples: Callable[[int], str]
-) -> Iterator[Step]:
-    """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process."""
-    main = prepared.accelerator.is_main_process
-    with _progress(prepared.job, shown=main) as bar:
-        for step in train(prepared, loader, schedule, samples=samples):
-            if main:
-                folder.append_event({**_event(step), "attempt": 0, "samples": samples(step.step)})
-                _show(bar, step)
+def _steps(
+    ours: Prepared, loader: Any, schedule: Any, ready: Ready, recipe: Recipe, keeper: Keeper, beat: Beat, *, start: int
+) -> tuple[Audit, int]:
+    """The steps that are left. The last audit, and the step after which a signal stopped the run, or 0."""
+    asked, accelerator = ours.job, ours.accelerator
+    held: Audit | None = None
+
+    def wish() -> Wish:
+        beat.note("begin", step=beat.step + 1)
+        return keeper.wish()
+
+    def samples(step: int) -> str:
+        return hash_ids(sample_ids(ready.rows, asked.loop, ranks=asked.ranks, step=step - 1))
+
+    followed = follow(
+        ours,
+        loader,
+        schedule,
+        folder=keeper.folder,
+        samples=samples,
+        start=start,
+        wish=wish,
+        attempt=keeper.attempt,
+    )
+    for step in _rescued(followed, keeper, start):
+        beat.note("between")
+        keeper.window.step_done(step.step)
+        if step.step == start + 1:
+            held = audit(ours, gradients=step.gradients)
+        if recipe.tracker:
+            accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
+        if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
+            beat.note("evaluate")
+            _evaluate(ours, ready.eval_rows, recipe, keeper, step.step)
+            beat.note("between")
+        if Wish.STOP in step.wish:
+            beat.note("save")  # however long it takes, the supervisor waits for it
+        keeper.step_done(step)
+        if Wish.STOP in step.wish:
+            return held or audit(ours), step.step
+    return held or audit(ours), 0
+
+
+def _rescued(steps: Iterator[Step], keeper: Keeper, start: int) -> Iterator[Step]:
+    """The same steps. Where numbers that are not finite end them, the weights of the step before are published first."""
+    done = start
+    try:
+        for step in steps:
             yield step
+            done = step.step
+    except NotFinite:
+        keeper.rescue(done)
+        raise
+
+
+def _evaluate(ours: Prepared, rows: Rows, recipe: Recipe, keeper: Keeper, step: int) -> None:
+    asked, accelerator = ours.job, ours.accelerator
+    held_out = eval_batches(
+        rows,
+        micro_batch=asked.loop.micro_batch,
+        rank=accelerator.process_index,
+        ranks=asked.ranks,
+        attention=asked.strategy.attention,
+    )
+    loss = evaluate(ours, held_out)
+    if accelerator.is_main_process:
+        keeper.folder.append_event({"step": step, "attempt": keeper.attempt, "eval_loss": loss})
+    if recipe.tracker:
+        accelerator.log({"eval_loss": loss}, step=step)
+    accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
 
 
 def _due(step: int, last: int, every: int) -> bool:
@@ -148,46 +236,6 @@ def _headline(asked: Job) -> str:
     )
 
 
-def _about(asked: Job, recipe: Recipe, rows: Rows, machine: Any) -> dict[str, Any]:
-    """What `run.json` says."""
-    return {
-        "strategy": dataclasses.asdict(asked.strategy),
-        "loop": dataclasses.asdict(asked.loop),
-        "recipe": dataclasses.asdict(recipe),
-        "ranks": asked.ranks,
-        "settings": dict(asked.settings),
-        "forecast": None,
-        "versions": versions(),
-        "hardware": machine.to_dict(),
-        "seed": asked.loop.seed,
-        "data": rows.to_dict(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _event(step: Step) -> dict[str, Any]:
-    line = dataclasses.asdict(step)
-    del line["gradients"]
-    return line
-
-
-def _progress(asked: Job, *, shown: bool) -> tqdm[Any]:
-    from tqdm import tqdm
-
-    return tqdm(total=asked.loop.steps, desc=asked.strategy.sharding, unit="step", disable=not shown, mininterval=0.25)
-
-
-def _show(bar: tqdm[Any], step: Step) -> None:
-    sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
-    bar.set_postfix_str(
-        f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {format_bytes(max(sizes, default=0))} a rank",
-        refresh=False,
-    )
-    bar.update()
-    if step.skipped:
-        bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
-
-
 def _record(accelerator: Any, folder: Folder, window: measuring.Window, found: Audit) -> None:
     """`memory.json`: every rank's peaks and holdings."""
     from accelerate.utils import gather_object
@@ -203,6 +251,9 @@ def parser() -> argparse.ArgumentParser:
     """The recipe's command line: every field of Recipe, Strategy and Loop."""
     made = Parser(prog="toolkit.finetune", description="Train a model on ranks that were launched.")
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/…)")
+    made.add_argument(
+        "--resume", action="store_true", help="go on with the run in --run-dir, from its newest checkpoint"
+    )
     add_flags(made, Recipe, Strategy, Loop)
     return made
 
@@ -212,27 +263,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         flags = parser().parse_args(arguments)
+        if flags.resume and not flags.run_dir:
+            raise StrategyError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
         if not supervised():
-            understand(flags)  # what is wrong here is said before there is a folder
+            # what is wrong here is said before there is a folder
+            understand(flags, Path(flags.run_dir) if flags.resume else None)
         # Without a supervisor and a name the ranks agree on one through what only they share.
         path = flags.run_dir or f"runs/launched-{hashlib.sha256(run_token().encode()).hexdigest()[:8]}"
-        folder = enter(path)
+        folder = enter(path, resume=flags.resume)
     except ToolkitError as error:
         return _tell(rank, error)
     with folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised())
-        try:
-            run(flags, folder)
-        except ToolkitError as error:
-            if supervised():
-                folder.record_error(rank, error)
-                return error.exit_code
-            folder.discard(shared=True)
-            return _tell(rank, error)
-        except BaseException as error:
-            folder.record_error(rank, error)
-            raise
-    return 0
+        with Beat(folder.beat(rank), rank) as beat:
+            try:
+                return run(flags, folder, beat)
+            except ToolkitError as error:
+                return _refused(folder, rank, error)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    folder.record_error(rank, error)
+                    raise
+                return _refused(folder, rank, out_of_memory(error, folder, beat.last))
+
+
+def _refused(folder: Folder, rank: int, error: ToolkitError) -> int:
+    """Say it to the supervisor, or where there is none to the user."""
+    if supervised():
+        folder.record_error(rank, error)
+        return error.exit_code
+    if not isinstance(error, OutOfMemory):
+        folder.discard(shared=True)
+    return _tell(rank, error)
 
 
 def _tell(rank: int, error: ToolkitError) -> int:

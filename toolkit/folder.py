@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import RunError
+from toolkit.redacting import redact_all
 
 TOKEN = "TOOLKIT_RUN_TOKEN"
 """The environment variable by which a supervisor tells its ranks which run they belong to."""
@@ -60,6 +61,11 @@ class Folder:
         return self.path / "checkpoints"
 
     @property
+    def published(self) -> Path:
+        """A line for each checkpoint that was published: its step, bytes, and what it cost."""
+        return self.path / "checkpoints.jsonl"
+
+    @property
     def export(self) -> Path:
         """The trained model."""
         return self.path / "export"
@@ -78,14 +84,17 @@ class Folder:
         """What a rank printed."""
         return self.logs / f"rank-{rank}.log"
 
+    def beat(self, rank: int) -> Path:
+        """A rank's sign of life."""
+        return self.logs / f"rank-{rank}.beat"
+
     def error(self, rank: int) -> Path:
         """How a rank ended, where an exception ended it."""
         return self.logs / f"rank-{rank}.error.json"
 
     def append_event(self, event: Mapping[str, Any]) -> None:
-        """Add a line to `events.jsonl`, in one write: whoever reads sees it whole, and a killed process leaves it."""
-        with open(self.events, "ab", buffering=0) as file:
-            file.write((json.dumps(_finite(event), allow_nan=False) + "\n").encode())
+        """Add a line to `events.jsonl`."""
+        append_line(self.events, event)
 
     def record_error(self, rank: int, error: BaseException) -> None:
         """Leave for the supervisor what ended this rank: it raises a `ToolkitError` again as it was."""
@@ -131,8 +140,8 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         wait: seconds to wait for another run's processes to end.
 
     Raises:
-        RunError: the folder holds a run or other files (or, resuming, none); another run's processes hold it after
-            `wait` seconds; it cannot be made. Nothing is written then.
+        RunError: the folder holds a run or other files (or, resuming, none); it holds a link that leads out of it; another
+            run's processes hold it after `wait` seconds; it cannot be made. Nothing is written then.
     """
     path, token = Path(path), token or run_token()
     if resume and not (path / "run.json").is_file():
@@ -141,6 +150,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         )
     if not resume and not (path / "lock").exists():
         _refuse_old(path)
+    _refuse_links(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -213,9 +223,15 @@ def new_path(root: str | Path, word: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all. Numbers that are not finite become null."""
-    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
-    _replace(path, text.encode())
+    """Write JSON whole or not at all. Numbers that are not finite become null, secrets `[redacted]`."""
+    text = json.dumps(_finite(redact_all(value)), indent=2, allow_nan=False) + "\n"
+    write_whole(path, text.encode())
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line of JSON in one write: whoever reads sees it whole, and a killed process leaves it."""
+    with open(path, "ab", buffering=0) as file:
+        file.write((json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode())
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -246,16 +262,31 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def last_step(path: Path) -> int:
+    """The last step in `events.jsonl`; 0 before the first."""
+    return max((int(event.get("step", 0)) for event in read_events(path)), default=0)
+
+
 def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
     """Keep the lines up to `step`, drop later ones and a torn last one. What is kept comes back."""
     if not path.exists():
         return []
     kept = [event for event in read_events(path) if event.get("step", 0) <= step]
-    _replace(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
+    write_whole(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
     return kept
 
 
-def _replace(path: Path, data: bytes) -> None:
+def sync_folder(path: Path) -> None:
+    """Flush a folder to the disk: the names in it, too, survive a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, flushed to the disk with its name."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb") as file:
@@ -266,11 +297,7 @@ def _replace(path: Path, data: bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name, too, survives a power cut
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def _finite(value: Any) -> Any:
@@ -288,7 +315,8 @@ def _refuse_old(path: Path) -> None:
         return
     if not path.is_dir():
         raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
-    found = {entry.name for entry in path.iterdir()} - {"lock", "logs", "accelerate.yaml"}
+    drafts = {entry.name for entry in path.glob(".*.tmp")}  # of a process that was killed as it wrote
+    found = {entry.name for entry in path.iterdir()} - {"lock", "logs", "accelerate.yaml"} - drafts
     if "run.json" in found or "events.jsonl" in found:
         raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
     if found:
@@ -296,6 +324,17 @@ def _refuse_old(path: Path) -> None:
             f"{path} is not empty (it has {min(found)}): expected a new or an empty folder. "
             "Choose another with --run-dir."
         )
+
+
+def _refuse_links(path: Path) -> None:
+    """A run writes into its folder and nowhere else: another's folder may link to files of ours."""
+    for folder in (path, path / "logs", path / "checkpoints"):
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.is_symlink() and path.resolve() not in entry.resolve().parents:
+                raise RunError(
+                    f"{entry} is a link that leads out of the run's folder, to {entry.resolve()}, and a run writes there. "
+                    "Put the file or folder itself in its place, or choose another folder with --run-dir."
+                )
 
 
 def _hold(path: Path, lock: int, token: str, resume: bool, wait: float) -> bool:
@@ -363,12 +402,13 @@ def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
 def _held_by(path: Path, lock: int) -> str:
     here = socket.gethostname()
     holders = [line for line in _holders(lock) if "pid" in line]
-    living = [line for line in holders if line["host"] != here or _lives(line["pid"])] or holders
+    living = [line for line in holders if line["host"] != here or process_lives(line["pid"])] or holders
     who = ", ".join(f"process {line['pid']} ({line['role']}, on {line['host']})" for line in living) or "another run"
     return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
 
 
-def _lives(pid: int) -> bool:
+def process_lives(pid: int) -> bool:
+    """Whether there is a process of this number on this machine, whoever owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

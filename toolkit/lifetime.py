@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from toolkit.errors import MissingLibrary
+from toolkit import redacting
 
 LAUNCHER = "TOOLKIT_LAUNCHER"
 """The environment variable in which our launcher leaves its process id for its ranks."""
@@ -56,11 +55,8 @@ def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
     """From now on keep in `log` what this process prints, libraries and crashes included.
 
     Under a supervisor rank 0 is shown too, both streams on standard output, and the other ranks are not; without one
-    (a bare `accelerate launch`) everybody prints as before. `tee` does the copying in a process of its own, so that
-    the last words of a killed rank are kept.
-
-    Raises:
-        MissingLibrary: where no `tee` is installed.
+    (a bare `accelerate launch`) everybody prints as before. Secrets are redacted on the way, by a process of its own, so
+    that the last words of a killed rank are kept.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     if os.isatty(1):  # a progress bar asks the terminal for its width, and will find a pipe
@@ -69,13 +65,13 @@ def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
     if supervised and rank != 0:
         kept = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(kept, 1)
-        os.dup2(kept, 2)
         os.close(kept)
+        redact_streams(1, 2)
     elif supervised:
-        _tee(log, 1, 2)
+        redact_streams(1, 2, log=log)
     else:
-        _tee(log, 1)
-        _tee(log, 2)
+        redact_streams(1, log=log)
+        redact_streams(2, log=log)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
@@ -139,24 +135,46 @@ def _arrange_forks() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-def _tee(log: Path, *streams: int) -> None:
-    """Send file descriptors through `tee`, on to where the first of them went, until this process ends."""
-    if shutil.which("tee") is None:
-        raise MissingLibrary("`tee` is not on the PATH: it keeps a rank's output in its log. Install coreutils.")
+class StopSignal:
+    """SIGTERM and SIGINT as a wish: noted, so that a step can end and a checkpoint be published, and obeyed then.
+
+    Every further one is ignored meanwhile: launchers send one after a terminal has. Used as a context in the main thread.
+    """
+
+    number: int | None = None
+    """The first signal that came."""
+
+    def _note(self, number: int, _: object) -> None:
+        self.number = self.number or number
+
+    def __enter__(self) -> StopSignal:
+        """Listen."""
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Listen no more: a signal ends the process again as it did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def redact_streams(*streams: int, log: Path | None = None) -> None:
+    """Send file descriptors through `redacting`, on to where the first of them went (and to `log`), until this process ends."""
     before = [os.dup(stream) for stream in streams]
+    command = [sys.executable, "-I", "-S", redacting.__file__, *([str(log)] if log else [])]
     # A session of its own: the signals that stop a rank's group must not stop what writes down its last words.
-    tee = subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
-    assert tee.stdin is not None
+    passing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
+    assert passing.stdin is not None
     for stream in streams:
-        os.dup2(tee.stdin.fileno(), stream)
-    tee.stdin.close()
+        os.dup2(passing.stdin.fileno(), stream)
+    passing.stdin.close()
 
     def restore() -> None:
         _flush()
         for stream, target in zip(streams, before, strict=True):
             os.dup2(target, stream)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a child may hold the pipe open
-            tee.wait(1)
+            passing.wait(1)
 
     atexit.register(restore)
 

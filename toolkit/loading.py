@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.adapting import adapt, check_quantized, kept_dtype, packed, quantization, require_libraries
 from toolkit.engines.job import Job, engine_of
+from toolkit.engines.states import quantizable
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
-from toolkit.model import ModelSpec, embedded_config, require_weights
+from toolkit.model import ModelSpec, check_tokenizer_code, embedded_config, require_weights
 from toolkit.reading import attention_word, auto_class
 from toolkit.runtime import job as job_of
 from toolkit.units import dtype_name, format_count
@@ -90,7 +91,7 @@ def _read(job: Job) -> PreTrainedModel:
             dtype=getattr(torch, _base_dtype(job)),
             attn_implementation=attention_word(job.strategy.attention),
             quantization_config=quantization(job),
-            trust_remote_code=False,
+            trust_remote_code=spec.runs_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -107,6 +108,8 @@ def _read(job: Job) -> PreTrainedModel:
             f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
             f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
         )
+    # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
+    type(model)._auto_class = None
     if job.device.kind == "cpu":
         _own(model)
     return cast("PreTrainedModel", model)
@@ -167,13 +170,13 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
     from transformers import AutoConfig
 
     spec = cast("ModelSpec", job.spec)
-    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
     with init_empty_weights():
         model = auto_class(spec).from_config(
             config,
             dtype=getattr(torch, _base_dtype(job)),
             attn_implementation=attention_word(job.strategy.attention),
-            trust_remote_code=False,
+            trust_remote_code=spec.runs_code,
         )
     # `init_empty_weights` gives every name a parameter of its own.
     model.tie_weights()
@@ -213,7 +216,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
     for group in spec.tied:
         if len({id(model.get_parameter(name)) for name in group}) > 1:
             raise StrategyMismatch(f"model {spec.name!r}: tied weights came untied while loading: {', '.join(group)}.")
-    left = sorted(set(spec.linears) - set(packed(model))) if job.strategy.quantized else []
+    left = sorted(set(quantizable(spec)) - set(packed(model))) if job.strategy.quantized else []
     if left:
         raise ModelError(
             f"model {spec.name!r}: transformers leaves {len(left)} linear modules of {spec.architecture} unquantized, "
@@ -258,6 +261,9 @@ def _adapter_note(job: Job, model: PreTrainedModel) -> str:
     linear = {f"{name}.weight" for name in spec.linears}
     fused = any(parameter.role == "expert" and parameter.name not in linear for parameter in spec.parameters)
     experts = "; fused experts have none" if fused else ""
+    if spec.unadapted and job.strategy.lora_targets == "all-linear":
+        names = sorted({name.rpartition(".")[2] for name in spec.unadapted})
+        experts += f", nor have {len(spec.unadapted)} modules that PEFT takes for them ({', '.join(names)})"
     return f"adapter: {job.strategy.adapter}, rank {job.strategy.lora_rank}; {share}{experts}"
 
 
@@ -273,8 +279,11 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(spec.source, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            spec.source, trust_remote_code=spec.runs_code
+        )
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+        check_tokenizer_code(spec)
         raise ModelError(
             f"model {spec.name!r}: its tokenizer cannot be read ({error}). "
             "Copy tokenizer.json and tokenizer_config.json beside its weights."

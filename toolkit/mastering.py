@@ -84,7 +84,7 @@ def _read_whole(spec: ModelSpec) -> PreTrainedModel:
 
     with without_engine():
         model = auto_class(spec).from_pretrained(
-            spec.source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            spec.source, dtype=torch.float32, trust_remote_code=spec.runs_code, use_safetensors=True
         )
     return cast("PreTrainedModel", model)
 

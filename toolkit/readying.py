@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ class Recipe:
 
     model: str = field(default=EMBEDDED, metadata={"help": "Hub id, folder, or the embedded 5M-parameter Llama"})
     """A Hub id or a folder with weights."""
+    trust_remote_code: str | None = field(
+        default=None, metadata={"help": "run the model's own code, of this full commit (of a folder: this sha256)"}
+    )
+    """As `describe` takes it. A run's folder alone never says it: resuming needs the flag again."""
     data: str = field(default=EMBEDDED, metadata={"help": "text, JSONL, folder, dataset, or the embedded text"})
     """As `data.check_source` says."""
     eval_data: str | None = field(default=None, metadata={"help": "data whose loss is reported"})
@@ -54,10 +59,30 @@ class Recipe:
     """Where fused experts stay in the compute dtype."""
     save: bool = field(default=True, metadata={"help": "save and check the trained model at the end"})
     """Into the run's folder, `export/`."""
+    save_every: int = field(default=0, metadata={"help": "steps between checkpoints; 0: by time alone"})
+    """In optimizer steps."""
+    save_seconds: float = field(default=1800.0, metadata={"help": "seconds between checkpoints; 0: by steps alone"})
+    """Whichever comes first. Where both are 0 there are no checkpoints at all."""
+    keep: int = field(default=2, metadata={"help": "complete checkpoints to keep"})
+    """The newest ones."""
+    workers: int = field(default=0, metadata={"help": "processes that a rank loads its batches in; 0: none"})
+    """Order and values do not depend on it."""
+    timeout: float = field(default=600.0, metadata={"help": "seconds after which a rank that gives no sign has hung"})
+    """Of a rank's heartbeat, and of every rank in a collective that waits for another."""
 
     def __post_init__(self) -> None:
-        if self.eval_every < 0:
-            raise StrategyError(f"eval_every {self.eval_every}: expected a whole number of at least 0.")
+        for name, least in (("eval_every", 0), ("save_every", 0), ("keep", 1), ("workers", 0)):
+            if getattr(self, name) < least:
+                raise StrategyError(f"{name} {getattr(self, name)}: expected a whole number of at least {least}.")
+        if not (math.isfinite(self.save_seconds) and self.save_seconds >= 0):
+            raise StrategyError(f"save_seconds {self.save_seconds}: expected a number of at least 0.")
+        if not (math.isfinite(self.timeout) and self.timeout >= 1):
+            raise StrategyError(f"timeout {self.timeout}: expected at least 1 second; a rank beats once a second.")
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the run writes any: also at its end, and where it is stopped."""
+        return bool(self.save_every or self.save_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +93,12 @@ class Ready:
     tokenizer: Any
     rows: Rows
     eval_rows: Rows | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model that is trained."""
+        assert self.job.spec is not None, "get_ready describes the model"
+        return self.job.spec
 
 
 def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device) -> Ready:
@@ -83,7 +114,7 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
     for source in filter(None, (recipe.data, recipe.eval_data)):
         if source != EMBEDDED:
             check_source(source, text_column=recipe.text_column)
-    spec = described(recipe.model)
+    spec = described(recipe.model, recipe.trust_remote_code)
     asked = resolve(strategy, loop, spec, ranks, device)
     if strategy.quantized:
         check_quantized(spec, recipe.allow_unquantized)
@@ -109,11 +140,11 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
     )
 
 
-def described(model: str) -> ModelSpec:
+def described(model: str, trust_remote_code: str | None = None) -> ModelSpec:
     """The model's spec; the embedded model is made first, once for this machine."""
     if model != EMBEDDED:
-        return describe(model)
-    return dataclasses.replace(describe(None), source=str(embedded_model()))
+        return describe(model, trust_remote_code=trust_remote_code)
+    return dataclasses.replace(describe(None, trust_remote_code=trust_remote_code), source=str(embedded_model()))
 
 
 def embedded_model() -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from toolkit.adapting import quantization
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
+from toolkit.model import ModelSpec
 from toolkit.reading import attention_word, auto_class, without_engine
 
 
@@ -17,32 +19,63 @@ def reopen(job: Job, folder: Path) -> Any:
     Raises:
         RunError: for keys that are missing or that the model does not know.
     """
+    assert job.spec is not None
+    if job.strategy.adapter == "none":
+        return reopen_whole(job.spec, folder, dtype=job.weight_dtype, attention=job.strategy.attention)
+    return reopen_adapter(read_base(job), folder)
+
+
+def reopen_adapter(base: Any, folder: Path) -> Any:
+    """The adapter in `folder` over its base, in evaluation mode."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        model = PeftModel.from_pretrained(base, folder)
+    return model.eval()
+
+
+def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -> Any:
+    """A whole model in `folder`, in evaluation mode, on the host.
+
+    Raises:
+        RunError: for keys that are missing or that the model does not know.
+    """
+    import torch
+
+    with without_engine():
+        model, info = auto_class(spec).from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            trust_remote_code=spec.runs_code,
+            attn_implementation=attention_word(attention),
+            use_safetensors=True,
+        )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            raise RunError(f"{what.replace('_', ' ')}: {', '.join(map(str, list(info[what])[:3]))}")
+    return model.eval()
+
+
+def read_base(job: Job, *, on_host: bool = False) -> Any:
+    """The frozen model that an adapter is trained over, as it was trained over: in the compute dtype, or quantized.
+
+    Args:
+        job: of the adapter.
+        on_host: quantized on the host, even where there is a GPU to do it on.
+    """
     import torch
 
     assert job.spec is not None
-    auto = auto_class(job.spec)
-    common: dict[str, Any] = {"attn_implementation": attention_word(job.strategy.attention), "use_safetensors": True}
     with without_engine():
-        if job.strategy.adapter == "none":
-            model, info = auto.from_pretrained(
-                folder, dtype=getattr(torch, job.weight_dtype), output_loading_info=True, **common
-            )
-            for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-                if info.get(what):
-                    raise RunError(f"{what.replace('_', ' ')}: {', '.join(map(str, list(info[what])[:3]))}")
-            return model.eval()
-        return _adapted(auto, job, folder, common)
-
-
-def _adapted(auto: Any, job: Job, folder: Path, common: dict[str, Any]) -> Any:
-    import torch
-    from peft import PeftModel
-
-    base = auto.from_pretrained(
-        job.spec.source if job.spec else None,
-        dtype=getattr(torch, job.compute_dtype),
-        quantization_config=quantization(job),
-        **common,
-    )
-    model = PeftModel.from_pretrained(base, folder)
-    return model.eval()
+        return auto_class(job.spec).from_pretrained(
+            job.spec.source,
+            trust_remote_code=job.spec.runs_code,
+            dtype=getattr(torch, job.compute_dtype),
+            quantization_config=quantization(job),
+            device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
+            attn_implementation=attention_word(job.strategy.attention),
+            use_safetensors=True,
+        )

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, engine_of, resolve
+from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.model import ModelSpec
 from toolkit.strategy import SHARDINGS, Loop, Strategy, from_dict
@@ -30,6 +31,7 @@ def accelerator(
     *,
     log_with: str | None = None,
     project_dir: str | Path | None = None,
+    timeout: float | None = None,
 ) -> Accelerator:
     """The Accelerator that trains as the strategy says, on the ranks that were launched.
 
@@ -42,6 +44,8 @@ def accelerator(
         spec: of the model that will be loaded. Without it DeepSpeed's buckets stay "auto".
         log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
         project_dir: where trackers write.
+        timeout: seconds after which a rank gives up waiting for another in a collective; torch's default where it is
+            left out (10 minutes with NCCL, 30 with gloo).
 
     Raises:
         StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
@@ -56,8 +60,13 @@ def accelerator(
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     job = resolve(asked, loop or Loop(), spec, ranks, machine.device)
+    if asked.engine == "deepspeed" and "RANK" not in os.environ:
+        raise RunError(
+            f"sharding {asked.sharding!r} needs ranks that were launched. Start the script with `accelerate launch "
+            f"--config_file accelerate_configs/{asked.sharding}.yaml`; `toolkit config` writes such a file."
+        )
     made = Accelerator(
-        **engine_of(job.strategy).plugin(job),
+        **engine_of(job.strategy).plugin(job, None if timeout is None else patience(timeout)),
         # Batches are sharded by `data`, whose order does not depend on the number of ranks.
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
         # A prepared scheduler would otherwise step once for every rank.

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.redacting import redact, redact_all
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -57,10 +59,10 @@ class Shown:
         raise TypeError(f"{type(self).__name__} does not say how it is shown")
 
     def __str__(self) -> str:
-        return "\n\n".join(table.text() for table in self.tables())
+        return redact("\n\n".join(table.text() for table in self.tables()))
 
     def _repr_html_(self) -> str:
-        return "".join(table.html() for table in self.tables())
+        return redact("".join(table.html() for table in self.tables()))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain containers, sizes in bytes and times in seconds."""
@@ -70,4 +72,4 @@ class Shown:
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(redact_all(self.to_dict()), indent=2)

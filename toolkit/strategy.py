@@ -342,16 +342,25 @@ def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
 
 def to_flags(*owners: Any) -> list[str]:
     """The shortest command line that says the same: only fields that differ from their defaults."""
+    differing = {
+        f.name: getattr(owner, f.name)
+        for owner in owners
+        for f in dataclasses.fields(owner)
+        if getattr(owner, f.name) != f.default
+    }
+    return spell(differing)
+
+
+def spell(values: Mapping[str, Any]) -> list[str]:
+    """A command line that gives these fields these values."""
     words: list[str] = []
-    for owner in owners:
-        for f in dataclasses.fields(owner):
-            value = getattr(owner, f.name)
-            if value is True and value != f.default:
-                words.append(flag(f.name))
-            elif value is False and value != f.default:
-                words.append("--no-" + flag(f.name).removeprefix("--"))
-            elif value != f.default:
-                words += [flag(f.name), str(value)]
+    for name, value in values.items():
+        if value is True:
+            words.append(flag(name))
+        elif value is False:
+            words.append("--no-" + flag(name).removeprefix("--"))
+        else:
+            words += [flag(name), str(value)]
     return words
 
 
@@ -359,12 +368,17 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     """A Strategy or Loop from JSON.
 
     Raises:
-        StrategyError: for a field that does not exist, with the nearest one.
+        StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
     """
     known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
-    for name in values:
+    kinds = typing.get_type_hints(owner)
+    for name, value in values.items():
         if name not in known:
             raise StrategyError(
                 f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
             )
+        kind = _plain(kinds[name])
+        right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
+        if not right and not (value is None and kind != kinds[name]):
+            raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
     return owner(**values)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapting import quiet
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
 
 SKIPS = 20
 """fp16: steps in a row that the scaler may skip before the run is stopped."""
+
+
+class Wish(IntFlag):
+    """What a rank asks of all of them; they agree on it as a step begins, and act when it is done."""
+
+    NOTHING = 0
+    SAVE = 1
+    """Write a checkpoint."""
+    STOP = 2
+    """Make this step the last one."""
+
+
+def nothing() -> Wish:
+    """The wish of a rank that has none."""
+    return Wish.NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +62,8 @@ class Step:
     """The gradients' dtypes, for the audit."""
     bytes: tuple[Mapping[str, int | None], ...]
     """Memory of each rank as the step began."""
+    wish: Wish
+    """What any rank asked for as the step began."""
 
 
 def adamw(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
@@ -75,6 +93,7 @@ def train(
     *,
     start: int = 0,
     samples: Callable[[int], str] = lambda step: "not recorded",
+    wish: Callable[[], Wish] = nothing,
 ) -> Iterator[Step]:
     """Train, yielding each step when it is done.
 
@@ -84,6 +103,7 @@ def train(
         schedule: stepped once a step, whatever the number of ranks.
         start: steps that were done before.
         samples: says which samples a step took, for messages.
+        wish: what this rank asks of all as a step begins; after a step with `Wish.STOP` there is no other.
 
     Raises:
         NotFinite: at the first loss, norm or step that is not finite; weights are those of the step before. fp16 goes
@@ -97,20 +117,25 @@ def train(
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         micro = [next(batches) for _ in range(job.loop.accumulation)]
         counts = [trained_tokens(batch, job) for batch in micro]
-        tokens, memory = _agree_on(prepared, sum(counts))
+        tokens, wished, memory = _agree_on(prepared, sum(counts), wish())
         total = torch.zeros((), device=accelerator.device)
         for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
+            last = index == len(micro) - 1
             with phase("forward"):
                 mean = mean_loss(prepared, _to(batch, accelerator.device))
-            total += _finite_everywhere(prepared, mean.detach() * count, step, samples)
+            total += mean.detach() * count
+            summed = _sum_everywhere(total, job) if last else None
             # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
             # micro-batches the gradient of the mean over all tokens (transformers#34191).
-            engine.backward(prepared, mean * (count * job.ranks / tokens), index == len(micro) - 1)
+            engine.backward(prepared, mean * (count * job.ranks / tokens), last)
             del mean
+        if summed is not None:
+            summed.wait()  # the ranks need not wait for each other between forward and backward
+        _check_loss(float(total), job, step, samples)
         done = engine.update(prepared)
-        schedule.step()
         skips = skips + 1 if done.skipped else 0
         _check(job, done, skips, step, samples)
+        schedule.step()
         yield Step(
             step=step,
             loss=float(total) / tokens,
@@ -121,7 +146,10 @@ def train(
             skipped=done.skipped,
             gradients=done.gradients,
             bytes=memory,
+            wish=wished,
         )
+        if Wish.STOP in wished:
+            return
 
 
 def evaluate(prepared: Prepared, loader: Iterable[Batch]) -> float:
@@ -167,29 +195,35 @@ def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _agree_on(prepared: Prepared, tokens: int) -> tuple[int, tuple[dict[str, int | None], ...]]:
-    """Tokens of the global batch, and what each rank holds: one small gather for both."""
+def _agree_on(prepared: Prepared, tokens: int, wish: Wish) -> tuple[int, Wish, tuple[dict[str, int | None], ...]]:
+    """Tokens of the global batch, what any rank wishes, and what each rank holds: one small gather for all three."""
     import torch
 
     accelerator = prepared.accelerator
     mine = live_bytes(accelerator.device)
-    row = [tokens, *(-1 if size is None else size for size in mine.values())]
+    row = [tokens, int(wish), *(-1 if size is None else size for size in mine.values())]
     every = accelerator.gather(torch.tensor([row], device=accelerator.device)).tolist()
-    memory = tuple(dict(zip(mine, (None if s < 0 else s for s in sizes), strict=True)) for _, *sizes in every)
-    return sum(row[0] for row in every), memory
+    memory = tuple(dict(zip(mine, (None if s < 0 else s for s in sizes), strict=True)) for _, _, *sizes in every)
+    wished = Wish.NOTHING
+    for row in every:
+        wished |= Wish(row[1])
+    return sum(row[0] for row in every), wished, memory
 
 
-def _finite_everywhere(
-    prepared: Prepared, loss: torch.Tensor, step: int, samples: Callable[[int], str]
-) -> torch.Tensor:
-    """The micro-batch's summed loss over all ranks, before a backward could spoil anything."""
-    total: torch.Tensor = prepared.accelerator.reduce(loss, reduction="sum")
-    if prepared.job.strategy.precision != "fp16" and not math.isfinite(float(total)):
+def _sum_everywhere(total: torch.Tensor, job: Job) -> torch.distributed.Work | None:
+    """Begin to add up the loss over all ranks, in place."""
+    import torch.distributed as dist
+
+    return dist.all_reduce(total, async_op=True) if job.ranks > 1 else None
+
+
+def _check_loss(total: float, job: Job, step: int, samples: Callable[[int], str]) -> None:
+    """Every rank sees the same sum, before the weights could be touched."""
+    if job.strategy.precision != "fp16" and not math.isfinite(total):
         raise NotFinite(
-            f"step {step}: the loss is {float(total)}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
+            f"step {step}: the loss is {total}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
             "Look at these samples, or lower --lr."
         )
-    return total
 
 
 def _check(job: Job, done: Update, skips: int, step: int, samples: Callable[[int], str]) -> None:

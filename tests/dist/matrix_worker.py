@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
-import socket
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-LAUNCHED = (
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING",
-    "ACCELERATE_MIXED_PRECISION",
-)
-
-
-def reset() -> None:
-    """Forget the last cell's Accelerator, so that the next one is made as in a new process."""
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
-    for name in LAUNCHED:
-        os.environ.pop(name, None)
+import ranks
 
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -49,10 +27,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder") if name in cell}
     steps, folder = options.get("steps", 3), options.get("folder", folder)
     spec = describe(folder)
-    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     said: list[str] = []
     try:
-        loop = Loop(steps=steps, micro_batch=8 // ranks, seq_len=16)
+        loop = Loop(steps=steps, micro_batch=8 // count, seq_len=16)
         accelerator = make(Strategy(**cell), loop, spec)
         accelerator.print = lambda *lines: said.extend(map(str, lines))
         model, tokenizer = load(accelerator, allow_unquantized=options.get("allow_unquantized", False))
@@ -66,7 +44,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     engine = engine_of(job.strategy)
     exact = same_as(folder, engine.pieces(ours)) if job.strategy.adapter == "none" else None
     # The same eight rows, however many ranks share them.
-    batch = torch.randint(3, spec.vocab - 6, (8, 16), generator=torch.Generator().manual_seed(7))[rank::ranks]
+    batch = torch.randint(3, spec.vocab - 6, (8, 16), generator=torch.Generator().manual_seed(7))[rank::count]
     batch = batch.contiguous().to(accelerator.device)
     losses, norms, skipped = [], [], 0
     for _ in range(steps):
@@ -130,60 +108,12 @@ def reference(folder: str) -> dict[str, Any]:
     return _references[folder]
 
 
-def work(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], folder: str, out: Path) -> None:
-    """One rank: every cell in turn; rank 0 writes what each gave."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    if ranks > 1:
-        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    found = []
-    for cell in cells:
-        reset()
-        begin = time.perf_counter()
-        try:
-            got = run(dict(cell), folder)
-        except Exception:  # the test shows it, and the other cells run on
-            traceback.print_exc()
-            got = {"error": traceback.format_exc()}
-        found.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
-    if rank == 0:
-        out.write_text(json.dumps(found), encoding="utf-8")
-    # Not through the interpreter's end, where libraries that were imported before the fork wait for the parent's threads.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def main(scratch: str, folder: str) -> None:
-    """Fork the ranks of each group of cells from this process, which has imported everything once."""
-    import importlib
-
-    for name in ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed"):
-        importlib.import_module(name)
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    groups = json.loads((Path(scratch) / "cells.json").read_text(encoding="utf-8"))
-    for source in {cell.get("folder", folder) for cells in groups.values() for cell in cells}:
-        reference(source)
-    # DeepSpeed collects garbage for every engine, which takes a second over all that was imported.
-    gc.collect()
-    gc.freeze()
-    for ranks, cells in groups.items():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        out = Path(scratch) / f"found-{ranks}.json"
-        fork = multiprocessing.get_context("fork")
-        started = [
-            fork.Process(target=work, args=(rank, int(ranks), port, cells, folder, out)) for rank in range(int(ranks))
-        ]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join()
-        if any(process.exitcode for process in started):
-            sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in started]}")
+def prepare_parent(scratch: str, folder: str) -> None:
+    """Read every model's reference before any engine is set up."""
+    for _, cells in json.loads((Path(scratch) / "cells.json").read_text(encoding="utf-8")):
+        for cell in cells:
+            reference(cell.get("folder", folder))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks.main(run, *sys.argv[1:], before=prepare_parent)

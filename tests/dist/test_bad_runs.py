@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,13 +113,16 @@ def test_a_rank_that_fails_ends_the_whole_run(name: str, ended: dict[str, Ended]
 def test_what_a_killed_rank_was_doing_is_shown(ended: dict[str, Ended]) -> None:
     err = ended["killed"].err
     assert err.startswith("toolkit: rank 1 was killed by SIGKILL")
+    assert re.search(r"\. It was .* step \d+\. Its last lines|\. It was .* step \d+\. It printed nothing", err)
     assert "rank-1.log" in err
     assert "launcher.log" not in err
 
 
 def test_what_a_rank_raised_is_shown(ended: dict[str, Ended]) -> None:
     err = ended["raised"].err
-    assert err.startswith("toolkit: rank 1 ended with RuntimeError: a fault in the middle. Its last lines (")
+    first, _, rest = err.partition(" Its last lines (")
+    assert re.fullmatch(r"toolkit: rank 1 ended with RuntimeError: a fault in the middle. It was .* step \d+\.", first)
+    assert rest
     assert err.rstrip().endswith("RuntimeError: a fault in the middle")
     assert str(ended["raised"].run / "logs" / "rank-1.log") in err
 

@@ -31,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> dict[str, Any]:
     """The JSON of one comparison; standard output holds nothing else."""
-    done = toolkit("compare", "--sharding", ",".join(SHARDINGS), "--processes", "2", *SIZE, "--json", "-", folder=folder)
+    done = toolkit(
+        "compare", "--sharding", ",".join(SHARDINGS), "--processes", "2", *SIZE, "--json", "-", folder=folder
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -58,7 +60,8 @@ def test_losses_and_norms_agree_and_fall(compared: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "share"), [("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 0.5), ("fsdp", 0.5), ("fsdp_grad_op", 0.5)]
+    ("sharding", "share"),
+    [("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 0.5), ("fsdp", 0.5), ("fsdp_grad_op", 0.5)],
 )
 def test_each_rank_holds_its_share_of_the_parameters(compared: dict[str, Any], sharding: str, share: float) -> None:
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
@@ -101,7 +104,9 @@ def test_a_runs_folder_is_whole(compared: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero3", "hsdp"])
-def test_accelerate_launch_runs_the_recipe_with_a_config_file(name: str, folder: Path, compared: dict[str, Any]) -> None:
+def test_accelerate_launch_runs_the_recipe_with_a_config_file(
+    name: str, folder: Path, compared: dict[str, Any]
+) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "-m", "toolkit.finetune"]
     command += ["--run-dir", name, *SIZE, "--no-save"]

@@ -315,11 +315,13 @@ def test_what_a_rank_prints_is_kept_and_shown(
     assert done.stdout.splitlines()[: len(out)] == out
     assert done.stderr.splitlines()[: len(err)] == err
     kept = log.read_text().splitlines()
-    assert sorted(kept[:3]) == ["a child said", "said", "warned"]
+    said = ["a child said", "said", "warned"]
+    # Without a supervisor the two streams pass through a process each: their order in the log is nobody's.
+    assert sorted(line for line in kept if line in said) == said
     if end == "crash":
         assert "Fatal Python error: Aborted" in kept
     else:
-        assert (done.returncode, kept[3:]) == (0, [])
+        assert (done.returncode, len(kept)) == (0, 3)
 
 
 def test_ranks_are_at_most_the_devices() -> None:

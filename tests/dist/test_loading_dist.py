@@ -28,6 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     without(made["broken"], "model.norm.weight")
     made["nf4"] = dequantized(made["llama"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    made["t5 nf4"] = dequantized(made["t5"], root / "t5-nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
     made["int8"] = dequantized(made["llama"], root / "int8", load_in_8bit=True)
     return made
 
@@ -45,14 +46,13 @@ def dequantized(source: Path, folder: Path, **options: Any) -> Path:
     """A checkpoint whose linear weights went through bitsandbytes and back."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
     if "load_in_4bit" in options:
         options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.float32}
-    packed = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options)
-    )
-    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    auto = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(source).is_encoder_decoder else AutoModelForCausalLM
+    packed = auto.from_pretrained(source, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options))
+    plain = auto.from_pretrained(source, dtype=torch.float32)
     for name, parameter in packed.named_parameters():
         if type(parameter).__name__ == "Params4bit":
             whole = dequantize_4bit(parameter.data, parameter.quant_state)
@@ -86,14 +86,20 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             ask(kind, sharding, "none", "fp32")
             ask(kind, sharding, "lora", "fp32")
         ask("mixtral", sharding, "none", "bf16")
+    # Matrices of this rank are below ZeRO-3's threshold of 10 x hidden elements, and stay whole.
+    ask("llama", "zero3", "lora", "fp32", lora_rank=8)
     ask("mixtral", "ddp", "qlora", "fp32", allow_unquantized=True)
     ask("mixtral", "ddp", "qlora", "bf16")
-    ask("t5", "ddp", "qlora", "fp32", allow_unquantized=True)
+    ask("t5 nf4", "ddp", "lora", "fp32")
+    for sharding in ("ddp", "zero3", "fsdp"):
+        ask("t5", sharding, "qlora", "fp32", allow_unquantized=True)
     ask("broken", "fsdp", "none", "fp32")
     ask("broken", "zero3", "none", "fp32")
     for sharding in ("ddp", "zero3", "fsdp"):
         ask("deepseek", sharding, "none", "fp32")
     ask("deepseek", "ddp", "lora", "fp32")
+    ask("deepseek", "zero3", "lora", "fp32")
+    ask("deepseek", "zero2", "lora", "fp32", lora_targets="q_proj,gate_proj,up_proj,down_proj")
     ask("deepseek", "fsdp", "lora", "bf16", lora_targets="q_proj,o_proj")
     scratch = tmp_path_factory.mktemp("loading")
     gave = tiny.run_cells({2: list(cells.values())}, models["llama"], scratch)[2]
@@ -133,9 +139,17 @@ def test_mostly_unquantized_models_are_refused(found: dict[str, dict[str, Any]])
     assert allowed["losses"][-1] < allowed["losses"][0]
 
 
-def test_linear_modules_that_transformers_keeps_are_no_surprise(found: dict[str, dict[str, Any]]) -> None:
-    """T5's `wo` is never quantized."""
-    assert "leaves 4 linear modules of T5ForConditionalGeneration unquantized" in found["t5 ddp qlora fp32"]["refused"]
+@pytest.mark.parametrize("sharding", ["ddp", "zero3", "fsdp"])
+def test_linear_modules_that_transformers_keeps_are_no_surprise(
+    found: dict[str, dict[str, Any]], sharding: str
+) -> None:
+    """T5's `wo` is never quantized, and gets an adapter all the same."""
+    reference, result = found["t5 nf4 ddp lora fp32"], found[f"t5 {sharding} qlora fp32"]
+    assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert result["held"]["frozen"] == pytest.approx(result["expected"]["frozen"], rel=0.02)
+    assert result["held"]["trainable"] == pytest.approx(
+        reference["held"]["trainable"] / (2 if sharding != "ddp" else 1), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
@@ -160,11 +174,21 @@ def test_buffers_of_a_checkpoint_are_not_lost(found: dict[str, dict[str, Any]]) 
 
 def test_fused_experts_are_not_adapted_behind_ones_back(found: dict[str, dict[str, Any]]) -> None:
     """PEFT takes the dense layer's and the shared experts' modules for names of the fused experts."""
-    refused = found["deepseek ddp lora fp32"]
+    alone, sharded = found["deepseek ddp lora fp32"], found["deepseek zero3 lora fp32"]
+    assert any(
+        "nor have 6 modules that PEFT takes for them (down_proj, gate_proj, up_proj)" in s for s in alone["said"]
+    )
+    assert sharded["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    refused = found["deepseek zero2 lora fp32"]
     assert refused["kind"] == "StrategyError"
     assert "in the place of down_proj, gate_proj, up_proj" in refused["refused"]
-    assert "--lora-targets kv_a_proj_with_mqa,kv_b_proj,o_proj,q_proj" in refused["refused"]
+    assert "--lora-targets q_proj" in refused["refused"]
     assert any(line.endswith("; fused experts have none") for line in found["mixtral ddp lora fp32"]["said"])
+
+
+def test_adapters_below_the_threshold_of_zero3_stay_whole(found: dict[str, dict[str, Any]]) -> None:
+    held, expected = (found["llama zero3 lora fp32"][which] for which in ("held", "expected"))
+    assert held["trainable"] == expected["trainable"] > 1.9 * held["master"]
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

@@ -134,4 +134,6 @@ def test_four_ranks_hold_their_share(runs: dict[int, dict[Key, dict[str, Any]]],
         each = {"ddp": 8, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2, "fsdp_grad_op": 2}[sharding]
         total = runs[ranks][("ddp", "none", "fp32")]["held"]["optimizer"] / 8
         assert result["held"]["optimizer"] == pytest.approx(each * total, rel=0.02), key
-        assert result["losses"] == pytest.approx(runs[ranks][("ddp", "none", precision)]["losses"], rel=CLOSE[precision])
+        assert result["losses"] == pytest.approx(
+            runs[ranks][("ddp", "none", precision)]["losses"], rel=CLOSE[precision]
+        )

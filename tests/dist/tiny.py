@@ -74,23 +74,31 @@ def save_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), **special: str)
 
 
 def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Path) -> dict[int, list[dict[str, Any]]]:
-    """Number of ranks → cells, to what each gave, in order. The libraries are imported once for all ranks."""
+    """Number of ranks → cells of the matrix, to what each gave, in order."""
+    found = run_groups("matrix_worker.py", list(groups.items()), folder, scratch)
+    return dict(zip(groups, found, strict=True))
+
+
+def run_groups(
+    worker: str, groups: list[tuple[int, list[dict[str, Any]]]], folder: Path, scratch: Path
+) -> list[list[dict[str, Any]]]:
+    """What each cell of each group gave, in order. A group is its number of ranks and its cells; one runs after the other."""
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "cells.json").write_text(json.dumps(groups), encoding="utf-8")
-    worker = Path(__file__).with_name("matrix_worker.py")
+    path = Path(__file__).with_name(worker)
     done = subprocess.run(
-        [sys.executable, worker, scratch, folder],
+        [sys.executable, path, scratch, folder],
         capture_output=True,
         text=True,
         check=False,
         timeout=280,
         # Up to four ranks, of which each would need a GPU of its own.
-        env={**os.environ, "PYTHONPATH": str(worker.parents[2]), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": str(path.parents[2]), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    found = {ranks: json.loads((scratch / f"found-{ranks}.json").read_text(encoding="utf-8")) for ranks in groups}
-    errors = [
-        (result["cell"], result["error"]) for results in found.values() for result in results if "error" in result
+    found = [
+        json.loads((scratch / f"found-{number}.json").read_text(encoding="utf-8")) for number in range(len(groups))
     ]
+    errors = [(result["cell"], result["error"]) for results in found for result in results if "error" in result]
     assert not errors, errors[0]
     return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from matrix_worker import reset
+from ranks import reset
 
 
 def build(folder: str, loop: Any, **words: Any) -> tuple[Any, Any, Any]:

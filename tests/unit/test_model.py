@@ -329,9 +329,9 @@ REMOTE = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM":
         ("{}", "names no model_type"),
         ({"model_type": "lama"}, r"model_type 'lama' is unknown .* Did you mean 'llama'\?"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalML"]}, "Did you mean 'LlamaForCausalLM'"),
-        ({"model_type": "mine", "auto_map": REMOTE}, r"auto_map: .*modeling_mine\.Mine.*remote code is never run"),
+        ({"model_type": "mine", "auto_map": REMOTE}, r"folder lacks configuration_mine\.py, modeling_mine\.py"),
         # A known model_type, yet the class that was trained is the repository's own.
-        ({"model_type": "llama", "architectures": ["Mine"], "auto_map": REMOTE}, "remote code is never run"),
+        ({"model_type": "llama", "architectures": ["Mine"], "auto_map": REMOTE}, "needs code of its own"),
         ({"model_type": "bert"}, r"\(bert\) is an encoder: expected a causal model"),
         ({"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}, "DebertaV2Model.* is an encoder"),
         ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "is an encoder"),

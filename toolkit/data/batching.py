@@ -72,13 +72,24 @@ def check_batch(rows: Rows, loop: Loop, *, ranks: int) -> None:
         )
 
 
-def batches(rows: Rows, loop: Loop, *, rank: int, ranks: int, start_step: int = 0, attention: str = "sdpa") -> Loader:
+def batches(
+    rows: Rows,
+    loop: Loop,
+    *,
+    rank: int,
+    ranks: int,
+    start_step: int = 0,
+    attention: str = "sdpa",
+    workers: int = 0,
+) -> Loader:
     """This rank's micro-batches from `start_step` to `loop.steps`, in order: `accumulation` of them are a step.
 
     A step takes the next micro_batch × accumulation × ranks samples of `Order`, whichever way these three split it. Of
     them, the first micro_batch × ranks belong to the first micro-step, and so on; of a micro-step the first
     `micro_batch` belong to rank 0, and so on. So the global batch depends on its size alone, and a run resumes anywhere
     with `start_step`, also on another number of ranks.
+
+    `workers` processes load ahead where there are any; a batch depends on its index alone, so they change nothing.
 
     The loader is sharded by rank already: `accelerator.prepare` hands it back as it is, and tensors stay on the CPU.
 
@@ -92,7 +103,7 @@ def batches(rows: Rows, loop: Loop, *, rank: int, ranks: int, start_step: int = 
     def take(index: int) -> dict[str, Tensor]:
         return rows.batch(order.ids(((first + index) * ranks + rank) * micro, micro), attention=attention)
 
-    return _loader(take, max(loop.steps * loop.accumulation - first, 0))
+    return _loader(take, max(loop.steps * loop.accumulation - first, 0), workers)
 
 
 def eval_batches(rows: Rows, *, micro_batch: int, rank: int, ranks: int, attention: str = "sdpa") -> Loader:
@@ -125,7 +136,7 @@ class _Batches:
         return self.take(index)
 
 
-def _loader(take: Callable[[int], dict[str, Tensor]], count: int) -> Loader:
+def _loader(take: Callable[[int], dict[str, Tensor]], count: int, workers: int = 0) -> Loader:
     import torch
     from torch.utils.data import DataLoader
 
@@ -135,6 +146,7 @@ def _loader(take: Callable[[int], dict[str, Tensor]], count: int) -> Loader:
         _Batches(take, count),  # type: ignore[arg-type]
         batch_size=None,
         generator=torch.Generator(),
+        num_workers=workers,
     )
     # Accelerate's mark of a loader that it has sharded. It would shard this one again.
     loader._is_accelerate_prepared = True

@@ -6,14 +6,16 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from accelerate.utils import InitProcessGroupKwargs
 
 
-def gloo() -> InitProcessGroupKwargs:
+def gloo(timeout: timedelta | None = None) -> InitProcessGroupKwargs:
     """The handler that makes Accelerate's DeepSpeed path use gloo."""
     from accelerate.utils import InitProcessGroupKwargs
 
-    return InitProcessGroupKwargs(backend="gloo")
+    return InitProcessGroupKwargs(backend="gloo", timeout=timeout)
 
 
 def say_so_to_deepspeed() -> None:
@@ -21,7 +23,7 @@ def say_so_to_deepspeed() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def shard_with_fsdp() -> None:
+def shard_with_fsdp(timeout: timedelta | None = None) -> None:
     """Let Accelerate take an FSDP plugin on CPU ranks. Called before `Accelerator(fsdp_plugin=…)`.
 
     accelerate 1.15's `AcceleratorState` reads the plugin only where `PartialState.distributed_type` is one of a device's
@@ -33,7 +35,7 @@ def shard_with_fsdp() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    state = PartialState(cpu=True)
+    state = PartialState(cpu=True, **({} if timeout is None else {"timeout": timeout}))
     shared = PartialState._shared_state
     if shared.get("distributed_type") != state.distributed_type:
         raise RuntimeError("accelerate no longer keeps distributed_type in PartialState._shared_state")

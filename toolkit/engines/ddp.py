@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
-from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import holdings, moments, parameters_of
-from toolkit.engines.stepping import clip_and_step
+from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
+from toolkit.engines.states import holdings, moment_pieces, moments, parameters_of
+from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
+from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
@@ -18,6 +19,7 @@ from toolkit.units import BYTES_OF
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     import torch
 
@@ -41,9 +43,13 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     }
 
 
-def plugin(job: Job) -> dict[str, Any]:
+def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     """No plugin: Accelerate's own DDP. Accumulation is ours, since the loss is weighted by tokens."""
-    return {"cpu": job.device.kind == "cpu", "mixed_precision": job.settings["autocast"]}
+    return {
+        "cpu": job.device.kind == "cpu",
+        "mixed_precision": job.settings["autocast"],
+        "kwargs_handlers": handlers(timeout),
+    }
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -117,7 +123,34 @@ def update(prepared: Prepared) -> Update:
     return clip_and_step(prepared)
 
 
-def pieces(prepared: Prepared) -> Iterator[Piece]:
-    """Every parameter, whole."""
+def pieces(prepared: Prepared, create: bool = False) -> Iterator[Piece]:
+    """Every parameter and moment, whole."""
     for name, parameter in prepared.accelerator.unwrap_model(prepared.model).named_parameters():
-        yield Piece(name, "parameter", tuple(parameter.shape), 0, parameter.detach().view(-1))
+        piece = Piece(name, "parameter", tuple(parameter.shape), 0, parameter.detach().view(-1))
+        yield piece
+        if parameter.requires_grad:
+            yield from moment_pieces(prepared.optimizer, parameter, piece, lambda tensor: tensor.view(-1), create)
+
+
+def counters(prepared: Prepared) -> Counters:
+    """The optimizer's and the scaler's."""
+    return read_counters(prepared)
+
+
+def restored(prepared: Prepared, counters: Counters) -> None:
+    """Counters; then DDP goes through one step's worth of gradients that are thrown away.
+
+    After its first backward DDP sums gradients in buckets of another order (`reducer.cpp`, `rebuild_buckets`), which
+    with more than two ranks changes their last bits. A run that goes on has to sum as one that was never stopped.
+    """
+    import torch
+
+    write_counters(prepared, counters)
+    if prepared.job.strategy.sharding != "ddp":
+        return
+    tokens = torch.zeros((1, 2), dtype=torch.long, device=prepared.accelerator.device)
+    for last in (False, True):  # the buckets are rebuilt at the head of the second forward
+        loss = prepared.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        if not last:
+            loss.backward()
+    prepared.optimizer.zero_grad()

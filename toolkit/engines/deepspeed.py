@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
-from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import holdings, moments, parameters_of
+from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
+from toolkit.engines.states import holdings, moment_pieces, moments, parameters_of, set_steps, steps_of
+from toolkit.engines.waiting import handlers
 from toolkit.errors import MissingLibrary, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
@@ -22,6 +23,7 @@ from toolkit.units import BYTES_OF, ceil_div, dtype_name, round_up
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     import torch
 
@@ -124,7 +126,7 @@ def require_library(strategy: Strategy) -> None:
         )
 
 
-def plugin(job: Job) -> dict[str, Any]:
+def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device."""
     import copy
     import logging
@@ -147,11 +149,10 @@ def plugin(job: Job) -> dict[str, Any]:
     config = copy.deepcopy(dict(job.settings))
     chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)
     mixed = {"bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}.get(job.strategy.precision, "no")
-    handlers = [cpu.gloo()] if job.device.kind == "cpu" else []
     return {
         "deepspeed_plugin": chosen,
         "mixed_precision": mixed,
-        "kwargs_handlers": handlers,
+        "kwargs_handlers": [cpu.gloo(timeout)] if job.device.kind == "cpu" else handlers(timeout),
         "gradient_accumulation_steps": job.loop.accumulation,
     }
 
@@ -318,7 +319,10 @@ def _device(offload: Any) -> str:
 
 
 def audit(prepared: Prepared) -> Holdings:
-    """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments."""
+    """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments.
+
+    Persistent parameters become whole in the first forward and stay so: they are counted from the start.
+    """
     optimizer = prepared.model.optimizer
     masters = _masters(optimizer)
     size, kinds = moments(optimizer.optimizer)
@@ -331,8 +335,13 @@ def audit(prepared: Prepared) -> Holdings:
                     continue
             yield parameter.data, parameter.requires_grad
 
+    later = {True: 0, False: 0}
+    for parameter in prepared.model.module.parameters():
+        if getattr(parameter, "ds_persist", False) and not parameter.data.numel():
+            later[parameter.requires_grad] += parameter.ds_numel * parameter.ds_tensor.element_size()
     return holdings(
         held(),
+        more=later,
         master=sum(master.untyped_storage().nbytes() for master in masters),
         optimizer=size,
         dtypes={
@@ -344,22 +353,21 @@ def audit(prepared: Prepared) -> Holdings:
 
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-    """DeepSpeed clips and steps here, with the last micro-batch (accelerate's `DeepSpeedEngineWrapper.backward`).
+    """Without the step that Accelerate would take here (`DeepSpeedEngineWrapper.backward`): `update` takes it.
 
-    It divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
+    DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
     """
     engine = prepared.model
     with phase("backward"):
         engine.set_gradient_accumulation_boundary(is_boundary=last)
         engine.backward(loss * prepared.job.loop.accumulation)
-    if last:
-        with phase("step"):
-            engine.step()
 
 
 def update(prepared: Prepared) -> Update:
-    """What the step inside `backward` did. ZeRO keeps its weights where the norm is not finite, and says inf or -1."""
+    """DeepSpeed clips and steps by itself. It keeps its weights where the norm is not finite, and says inf or -1."""
     engine = prepared.model
+    with phase("step"):
+        engine.step()
     norm = float(engine.get_global_grad_norm())
     norm = norm if norm >= 0 else math.inf
     overflow = bool(getattr(engine.optimizer, "overflow", False))
@@ -371,30 +379,74 @@ def update(prepared: Prepared) -> Update:
     )
 
 
-def pieces(prepared: Prepared) -> Iterator[Piece]:
-    """Stages 1 and 2: whole parameters and the part of each master in this rank's flat partition. Stage 3: shards of both."""
+def pieces(prepared: Prepared, create: bool = False) -> Iterator[Piece]:
+    """Stages 1 and 2: whole parameters, and the part of masters and moments in this rank's flat partition. Stage 3: shards."""
     engine = prepared.model
     stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
     for name, parameter in engine.module.named_parameters():
-        yield from _pieces3(engine, name, parameter) if stage3 else _pieces12(name, parameter)
+        found = _pieces3(engine, name, parameter) if stage3 else _pieces12(engine, name, parameter)
+        for piece, flat, offset in found:
+            yield piece
+            if flat is not None:
+                length = piece.tensor.numel()
+
+                def cut(tensor: torch.Tensor, offset: int = offset, length: int = length) -> torch.Tensor:
+                    return tensor.detach()[offset : offset + length]
+
+                yield from moment_pieces(engine.optimizer.optimizer, flat, piece, cut, create)
 
 
-def _pieces12(name: str, parameter: Any) -> Iterator[Piece]:
+def _pieces12(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Piece, Any, int]]:
+    """Each piece; of a master also the flat partition that the optimizer steps, and its place there."""
     shape = tuple(parameter.shape)
-    yield Piece(name, "parameter", shape, 0, parameter.detach().view(-1))
+    yield Piece(name, "parameter", shape, 0, parameter.detach().view(-1)), None, 0
     fragment = getattr(parameter, "_hp_mapping", None)
     if fragment is not None:
-        yield Piece(name, "master", shape, fragment.lp_fragment_address.start, fragment.hp_fragment.detach())
+        flat = engine.optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
+        master = Piece(name, "master", shape, fragment.lp_fragment_address.start, fragment.hp_fragment.detach())
+        yield master, flat, fragment.hp_fragment_address.start
 
 
-def _pieces3(engine: Any, name: str, parameter: Any) -> Iterator[Piece]:
+def _pieces3(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Piece, Any, int]]:
     shape, shard = tuple(parameter.ds_shape), parameter.ds_tensor
     start = shard.numel() * parameter.ds_zero_partition_rank
     # The last rank's shard is padded to the common size.
     length = max(0, min(shard.numel(), parameter.ds_numel - start))
     if length:
-        yield Piece(name, "parameter", shape, start, shard.detach().view(-1)[:length])
+        yield Piece(name, "parameter", shape, start, shard.detach().view(-1)[:length]), None, 0
     if length and parameter.requires_grad:
         group, offset, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
-        master = engine.optimizer.fp32_partitioned_groups_flat[group].detach()
-        yield Piece(name, "master", shape, start, master[offset : offset + length])
+        flat = engine.optimizer.fp32_partitioned_groups_flat[group]
+        yield Piece(name, "master", shape, start, flat.detach()[offset : offset + length]), flat, offset
+
+
+def counters(prepared: Prepared) -> Counters:
+    """The inner optimizer's steps, and what DeepSpeed's dynamic loss scaler keeps."""
+    optimizer = prepared.model.optimizer
+    scaler, steps = optimizer.loss_scaler, steps_of(optimizer.optimizer)
+    if not scaler.dynamic:
+        return Counters(steps=steps)
+    good = scaler.cur_iter - scaler.last_overflow_iter - 1
+    left = scaler.cur_hysteresis
+    return Counters(steps=steps, scale=float(scaler.cur_scale), good_steps=good, hysteresis=left)
+
+
+def restored(prepared: Prepared, counters: Counters) -> None:
+    """Counters, and the compute copies from the masters, by the very functions that end DeepSpeed's own step."""
+    engine, optimizer = prepared.model, prepared.model.optimizer
+    set_steps(optimizer.optimizer, counters.steps)
+    engine.global_steps = counters.steps
+    scaler = optimizer.loss_scaler
+    if scaler.dynamic and counters.scale is not None:
+        scaler.cur_scale = counters.scale
+        scaler.last_overflow_iter = scaler.cur_iter - counters.good_steps - 1
+        if counters.hysteresis is not None:
+            scaler.cur_hysteresis = counters.hysteresis
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+        return
+    optimizer._partition_all_parameters()
+    for group in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
-from toolkit.engines.job import Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import State, holdings, moments, parameters_of
-from toolkit.engines.stepping import clip_and_step
+from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
+from toolkit.engines.states import State, holdings, moment_pieces, moments, parameters_of
+from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
+from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
@@ -19,6 +20,8 @@ from toolkit.strategy import Loop, Strategy
 from toolkit.units import BYTES_OF, ceil_div
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
 
 
@@ -55,7 +58,7 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     }
 
 
-def plugin(job: Job) -> dict[str, Any]:
+def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     """A `FullyShardedDataParallelPlugin` of version 2, the mesh for HSDP, and the shim where the ranks have no device."""
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -85,6 +88,7 @@ def plugin(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {
         "fsdp_plugin": chosen,
         "mixed_precision": {"bf16": "bf16", "fp16": "fp16"}.get(job.strategy.precision, "no"),
+        "kwargs_handlers": handlers(timeout),
     }
     if job.strategy.sharding == "hsdp":
         found["parallelism_config"] = ParallelismConfig(
@@ -94,7 +98,7 @@ def plugin(job: Job) -> dict[str, Any]:
         # Accelerate adds gloo to the process group, for tensors on the host, only where it finds these (state.py:226).
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
     if job.device.kind == "cpu":
-        cpu.shard_with_fsdp()
+        cpu.shard_with_fsdp(timeout)
     return found
 
 
@@ -279,22 +283,39 @@ def update(prepared: Prepared) -> Update:
     return clip_and_step(prepared)
 
 
-def pieces(prepared: Prepared) -> Iterator[Piece]:
-    """Rows of each parameter: this rank's part of the first dimension."""
+def pieces(prepared: Prepared, create: bool = False) -> Iterator[Piece]:
+    """Rows of each parameter and its moments: this rank's part of the first dimension."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    def local(tensor: Any) -> torch.Tensor:
+        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return found.detach().view(-1)
 
     for module in prepared.model.modules():
         if isinstance(module, FSDPModule):
             # A forward without a backward leaves the last group whole, and then its parameters are no shards.
             module.reshard()
     for name, parameter in prepared.model.named_parameters():
-        shape = tuple(parameter.shape)
-        if not isinstance(parameter, DTensor):
-            yield Piece(name, "parameter", shape, 0, parameter.detach().view(-1))
-            continue
-        local = parameter.to_local().detach()
-        if local.numel():
+        shape, row = tuple(parameter.shape), 0
+        if isinstance(parameter, DTensor):
             _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            yield Piece(name, "parameter", shape, offset[0] * math.prod(shape[1:]), local.reshape(-1))
+            row = offset[0]
+        piece = Piece(name, "parameter", shape, row * math.prod(shape[1:]), local(parameter))
+        moments_too = (
+            moment_pieces(prepared.optimizer, parameter, piece, local, create) if parameter.requires_grad else ()
+        )
+        for found in (piece, *moments_too):
+            if found.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
+                yield found
+
+
+def counters(prepared: Prepared) -> Counters:
+    """The optimizer's and the scaler's."""
+    return read_counters(prepared)
+
+
+def restored(prepared: Prepared, counters: Counters) -> None:
+    """Counters alone: the parameters are the masters, and FSDP makes compute copies anew in every forward."""
+    write_counters(prepared, counters)

@@ -17,6 +17,7 @@ from toolkit.units import DTYPE_OF, format_bytes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     import torch
     from accelerate import Accelerator
@@ -48,6 +49,11 @@ class Job:
         return "bfloat16" if self.strategy.precision == "bf16_pure" else "float32"
 
     @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.loop.micro_batch * self.loop.accumulation * self.ranks
+
+    @property
     def shard_ranks(self) -> int:
         """How many ranks share one copy."""
         return self.ranks // self.strategy.replicate
@@ -76,6 +82,20 @@ class Update:
     """torch's names of the dtypes of the gradients that were stepped with."""
     scale: float = 1.0
     """What the loss was multiplied by, under fp16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What an optimizer counts beside its moments; the same words under every engine, so that one's go on in another's."""
+
+    steps: int
+    """Steps that were taken: those that fp16's scaler skipped do not count."""
+    scale: float | None = None
+    """What fp16 multiplies the loss by; None where nothing is scaled."""
+    good_steps: int = 0
+    """Steps without an overflow since the scale last changed."""
+    hysteresis: int | None = None
+    """Overflows that DeepSpeed's scaler still bears before it lowers the scale; torch's lowers it at the first."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +158,8 @@ class Engine(Protocol):
     ) -> dict[str, Any]:
         """The resolved configuration; refuses what this device, model or number of ranks cannot do."""
 
-    def plugin(self, job: Job) -> dict[str, Any]:
-        """Arguments for `Accelerator(...)`."""
+    def plugin(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
+        """Arguments for `Accelerator(...)`; `timeout`: after which a rank gives up waiting for another."""
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """The Accelerate config file's content."""
@@ -171,8 +191,14 @@ class Engine(Protocol):
     def update(self, prepared: Prepared) -> Update:
         """Global norm, finiteness, clip, step."""
 
-    def pieces(self, prepared: Prepared) -> Iterable[Piece]:
-        """Every parameter and master of this rank."""
+    def pieces(self, prepared: Prepared, create: bool = False) -> Iterable[Piece]:
+        """Every parameter, master and moment of this rank; `create` makes moments that do not exist yet."""
+
+    def counters(self, prepared: Prepared) -> Counters:
+        """How far the optimizer is, and fp16's scaler."""
+
+    def restored(self, prepared: Prepared, counters: Counters) -> None:
+        """After masters (else parameters) and moments were written: counters and compute copies follow them."""
 
 
 def engine_of(strategy: Strategy) -> Engine:

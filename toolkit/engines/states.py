@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Holdings, Job
+from toolkit.engines.job import Holdings, Job, Piece
 from toolkit.model import ModelSpec
 from toolkit.units import BYTES_OF, ceil_div, dtype_name
 
@@ -42,9 +42,15 @@ def adapted(spec: ModelSpec, targets: str) -> list[str]:
     `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
     """
     if targets == "all-linear":
-        return list(spec.linears)
+        return [name for name in spec.linears if name not in set(spec.unadapted)]
     wanted = [word.strip() for word in targets.split(",")]
     return [name for name in spec.linears if any(name == word or name.endswith("." + word) for word in wanted)]
+
+
+def quantizable(spec: ModelSpec) -> list[str]:
+    """Names of the linear modules that 4 and 8 bits pack."""
+    left = set(spec.unquantized)
+    return [name for name in spec.linears if name not in left]
 
 
 def parameters_of(job: Job) -> Iterator[State]:
@@ -61,7 +67,7 @@ def parameters_of(job: Job) -> Iterator[State]:
         for parameter in spec.parameters:
             yield State(shape=parameter.shape, trainable=True, dtype=job.weight_dtype)
         return
-    packed = {f"{name}.weight" for name in spec.linears} if strategy.quantized else set()
+    packed = {f"{name}.weight" for name in quantizable(spec)} if strategy.quantized else set()
     for parameter in spec.parameters:
         if parameter.name not in packed:
             yield State(shape=parameter.shape, trainable=False, dtype=job.compute_dtype)
@@ -80,14 +86,20 @@ def parameters_of(job: Job) -> Iterator[State]:
 
 
 def holdings(
-    found: Iterable[tuple[torch.Tensor, bool]], *, master: int = 0, optimizer: int | None, dtypes: dict[str, str]
+    found: Iterable[tuple[torch.Tensor, bool]],
+    *,
+    master: int = 0,
+    optimizer: int | None,
+    dtypes: dict[str, str],
+    more: Mapping[bool, int] | None = None,
 ) -> Holdings:
     """An audit's result from the tensors that hold parameters: unique storages, trainable and frozen apart.
 
     `found` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
+    `more` are bytes, trainable and frozen, that the first step will hold from then on.
     """
     seen: set[int] = set()
-    sizes = {True: 0, False: 0}
+    sizes = {True: 0, False: 0, **(more or {})}
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for tensor, trainable in found:
         storage = tensor.untyped_storage()
@@ -120,3 +132,46 @@ def moments(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
                 size += local.untyped_storage().nbytes()
                 kinds.add(dtype_name(local.dtype))
     return (size, "+".join(sorted(kinds))) if kinds else (None, "")
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's first and second moment, by torch's names."""
+
+
+def moment_pieces(
+    optimizer: torch.optim.Optimizer, owner: torch.Tensor, piece: Piece, cut: Callable[[Any], Any], create: bool
+) -> Iterator[Piece]:
+    """The moments that belong to a piece of a parameter or master; nothing where there are none.
+
+    Args:
+        optimizer: that steps `owner`.
+        owner: the tensor by which the optimizer finds its state; `piece` is a part of it.
+        piece: a parameter's or a master's.
+        cut: takes of a tensor like `owner` the flat part that `piece` is.
+        create: make zero moments first, as the optimizer's first step would (torch/optim/adam.py `_init_group`;
+            deepspeed/ops/adam/cpu_adam.py counts its steps in a plain int).
+    """
+    import torch
+
+    if create and not optimizer.state.get(owner):
+        plain = type(optimizer).__name__ == "DeepSpeedCPUAdam"
+        zeros = {kind: torch.zeros_like(owner, memory_format=torch.preserve_format) for kind in MOMENTS}
+        optimizer.state[owner] = {"step": 0 if plain else torch.tensor(0.0), **zeros}
+    state = optimizer.state.get(owner, {})
+    for kind in MOMENTS:
+        if kind in state:
+            yield Piece(piece.name, kind, piece.shape, piece.start, cut(state[kind]))
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """Optimizer steps taken; 0 before the first."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+
+
+def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Let the optimizer go on as after so many steps."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), int):
+            state["step"] = steps
+        elif "step" in state:
+            state["step"].fill_(steps)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from toolkit.engines.job import Prepared, Update
+from toolkit.engines.job import Counters, Prepared, Update
+from toolkit.engines.states import set_steps, steps_of
 from toolkit.phases import phase
 from toolkit.units import dtype_name
 
@@ -41,3 +42,23 @@ def _clipped_norm(prepared: Prepared) -> float:
 def _gradient_dtypes(model: torch.nn.Module) -> str:
     kinds = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
     return "+".join(sorted(map(dtype_name, kinds)))
+
+
+def read_counters(prepared: Prepared) -> Counters:
+    """The optimizer's steps, and what torch's GradScaler keeps."""
+    scaler = prepared.accelerator.scaler
+    steps = steps_of(prepared.optimizer)
+    if scaler is None:
+        return Counters(steps=steps)
+    state = scaler.state_dict()
+    return Counters(steps=steps, scale=state["scale"], good_steps=state["_growth_tracker"])
+
+
+def write_counters(prepared: Prepared, counters: Counters) -> None:
+    """The inverse of `read_counters`."""
+    scaler = prepared.accelerator.scaler
+    set_steps(prepared.optimizer, counters.steps)
+    if scaler is not None and counters.scale is not None:
+        # torch doubles the scale when the count reaches the interval, and never once it is beyond.
+        good = counters.good_steps % scaler.get_growth_interval()
+        scaler.load_state_dict({**scaler.state_dict(), "scale": counters.scale, "_growth_tracker": good})

@@ -1,8 +1,8 @@
 """What a run's memory really was: peaks by phase, rank by rank, on CPU and on CUDA.
 
 On CPU the allocator itself is asked, over a window from the process's start through the third step, and once more
-around the first save. On CUDA the allocator keeps its own peak, which is read and reset wherever a phase begins or
-ends, for the whole run.
+around the first checkpoint and the result. On CUDA the allocator keeps its own peak, which is read and reset wherever a
+phase begins or ends, for the whole run.
 """
 
 from __future__ import annotations

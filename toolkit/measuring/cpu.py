@@ -130,7 +130,7 @@ def _busy() -> bool:
 
 
 class CpuWindow(Window):
-    """The allocator's truth on CPU, from here through the third step, and around the first save."""
+    """The allocator's truth on CPU, from here through the third step, and around the first save of each kind."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -140,7 +140,7 @@ class CpuWindow(Window):
         self._live: tuple[int, ...] = ()
         self._steps = 0
         self._recording: _Recording | None = None
-        self._saved = False
+        self._saved: set[str] = set()
         if _busy():
             self.reason = BUSY
             return
@@ -170,9 +170,9 @@ class CpuWindow(Window):
         self._live = tuple(total for total, label in totals if label.startswith("step/"))
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        fresh = self._recording is None and bool(self._live) and not self._saved
-        self._saved = True
+    def saving(self, what: str = "result") -> Iterator[None]:
+        fresh = self._recording is None and bool(self._live) and what not in self._saved
+        self._saved.add(what)
         if fresh and _busy():
             self.reason = f"the save's peak is missing: {BUSY}"
         elif fresh:
@@ -196,7 +196,8 @@ class CpuWindow(Window):
             if totals is None:
                 self.reason = f"the save's peak is missing: {TAKEN}"
             else:
-                self._phases["save"] = self._live[-1] + max(total for total, _ in totals)
+                rise = max(total for total, _ in totals)
+                self._phases["save"] = max(self._live[-1] + rise, self._phases.get("save", 0))
 
     def result(self) -> Measured:
         assert self._recording is None, "close the window before its result is asked for"

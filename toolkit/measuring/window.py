@@ -29,8 +29,8 @@ class Window:
         """Say that an optimizer step has ended and its gradients are gone. On CPU the third call closes the window."""
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Mark the phase `save`. On CPU the first one after the window has closed opens a fresh window."""
+    def saving(self, what: str = "result") -> Iterator[None]:
+        """Mark the phase `save`. On CPU the first one of its kind after the window has closed opens a fresh window."""
         with phase("save"):
             yield
 

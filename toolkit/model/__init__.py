@@ -1,10 +1,10 @@
 """What a model is, before a weight is read: `describe()` → `ModelSpec`; and where its weights are."""
 
 from toolkit.model.describing import describe
-from toolkit.model.finding import EMBEDDED, embedded_config
+from toolkit.model.finding import EMBEDDED, check_tokenizer_code, embedded_config
 from toolkit.model.hub import hub_reachable
 from toolkit.model.spec import ROLES, ModelSpec, MoE, Parameter
-from toolkit.model.weights import checkpoint_dtype, local_weights, require_weights
+from toolkit.model.weights import checkpoint_dtype, copy_code, local_weights, require_weights
 
 __all__ = [
     "EMBEDDED",
@@ -12,7 +12,9 @@ __all__ = [
     "MoE",
     "ModelSpec",
     "Parameter",
+    "check_tokenizer_code",
     "checkpoint_dtype",
+    "copy_code",
     "describe",
     "embedded_config",
     "hub_reachable",

@@ -20,53 +20,68 @@ if TYPE_CHECKING:
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_EXPERT_NAMES = {
+    "mixtral": ("gate", "w1", "w2", "w3"),
+    "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),
+}
 _FIXED_ACTIVE = {"switch_transformers": 1, "nllb-moe": 2}
 """Architectures that route by a fixed rule: Fedus et al. 2021 (top 1), NLLB team 2022 (top 2)."""
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
 
 
-def describe(model: str | Path | PretrainedConfig | nn.Module | None = None) -> ModelSpec:
-    """A model's architecture, from its config alone: no weight is read and no remote code is run.
+def describe(
+    model: str | Path | PretrainedConfig | nn.Module | None = None, *, trust_remote_code: str | None = None
+) -> ModelSpec:
+    """A model's architecture, from its config alone: no weight is read, and no code of the model's own is run untrusted.
 
     Args:
         model: a Hub id, a folder, a `config.json`, a transformers config or model. None and `"embedded"`
             name the embedded model (a folder of that name is `"./embedded"`).
+        trust_remote_code: run the model's own code, where it is of exactly this revision: the full commit of a model on
+            the Hub, or of a folder the sha256 that the refusal names.
 
     Raises:
-        ModelError: for a model that cannot be found, and for one that transformers cannot build as a causal or
-            sequence-to-sequence language model.
+        ModelError: for a model that cannot be found, for one that transformers cannot build as a causal or
+            sequence-to-sequence language model, and for one whose own code is needed and not trusted, or another.
     """
     if model is None or isinstance(model, str | Path):
         # Before torch and transformers are imported: a wrong name is refused at once.
         name = EMBEDDED if model is None else str(model)
-        source, config = find(name)
+        source, config = find(name, trust_remote_code)
     else:
         from torch import nn
 
+        if trust_remote_code is not None:
+            raise ModelError(
+                "trust_remote_code goes with a folder or a Hub id: what is in memory has been run already."
+            )
         if isinstance(model, nn.Module):
             module = _language_model(model)
             return _spec(module, module.config, name=type(model).__name__, source=None)
         name, source, config = type(model).__name__, None, model
     values = config.to_dict()
-    check_known(name, values)
-    check_generates(name, values)
-    return _spec(_build(name, config), config, name=name, source=source)
+    own = values.get("auto_map") if trust_remote_code else None
+    if not own:
+        check_known(name, values)
+        check_generates(name, values)
+    built = _build(name, config, own or {})
+    return _spec(built, config, name=name, source=source, trusted=trust_remote_code)
 
 
-def _build(name: str, config: PretrainedConfig) -> PreTrainedModel:
+def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTrainedModel:
     """The model's modules on the meta device: shapes without memory, and no weight is initialised."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    generates = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    generates = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in own
     causal = generates and not getattr(config, "is_encoder_decoder", False)
     auto = AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM
     try:
         with torch.device("meta"):
             # Building writes into the config (dtype, attention), and this one may be the caller's.
-            own = copy.deepcopy(config)
-            built: PreTrainedModel = auto.from_config(own, trust_remote_code=False)
+            copied = copy.deepcopy(config)
+            built: PreTrainedModel = auto.from_config(copied, trust_remote_code=bool(own))
     except Exception as error:  # each model class fails in its own way on values that do not fit together
         raise ModelError(
             f"model {name!r}: transformers cannot build {type(config).__name__}: {first_line(error)}"
@@ -91,7 +106,9 @@ def _language_model(module: nn.Module) -> PreTrainedModel:
     return module
 
 
-def _spec(module: PreTrainedModel, config: PretrainedConfig, *, name: str, source: str | None) -> ModelSpec:
+def _spec(
+    module: PreTrainedModel, config: PretrainedConfig, *, name: str, source: str | None, trusted: str | None = None
+) -> ModelSpec:
     text = config.get_text_config()
     values = text.to_dict()
     # Some families spell it their own way: GPT-2's `hidden_size` is `n_embd`.
@@ -123,6 +140,9 @@ def _spec(module: PreTrainedModel, config: PretrainedConfig, *, name: str, sourc
         vocab=embedding.weight.shape[0],
         max_positions=next((value for key in _POSITIONS if isinstance(value := figures.get(key), int)), None),
         moe=moe,
+        unadapted=_unadapted(module, str(figures.get("model_type"))) if moe else (),
+        unquantized=_unquantized(module),
+        trusted=trusted,
     )
 
 
@@ -176,6 +196,28 @@ def _linears(module: PreTrainedModel) -> tuple[str, ...]:
     return tuple(
         name for name, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D) and child is not head
     )
+
+
+def _unadapted(module: PreTrainedModel, model_type: str) -> tuple[str, ...]:
+    """Dense layers, shared experts and routers that are named as experts were before transformers fused them.
+
+    Of these families PEFT turns such targets into the fused experts' parameters (peft/utils/transformers_weight_conversion.py,
+    `_MOE_TARGET_MODULE_MAPPING`), and would adapt those in their place.
+    """
+    from transformers import conversion_mapping
+
+    families = {**conversion_mapping._MODEL_TO_CONVERSION_PATTERN, "mixtral": "mixtral"}
+    leaves = _EXPERT_NAMES.get(families.get(model_type, ""), ())
+    return tuple(name for name in _linears(module) if name.rpartition(".")[2] in leaves)
+
+
+def _unquantized(module: PreTrainedModel) -> tuple[str, ...]:
+    """What a class keeps in fp32, and the quantizer therefore skips (transformers/quantizers/quantizer_bnb_4bit.py)."""
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skipped = HfQuantizer.get_modules_to_not_convert(module, None, module._keep_in_fp32_modules)
+    return tuple(name for name in _linears(module) if not should_convert_module(name, skipped))
 
 
 def _attentions(module: PreTrainedModel) -> tuple[str, ...]:

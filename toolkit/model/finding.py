@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ModelError, nearest
-from toolkit.model.hub import first_line, hub_config
+from toolkit.model.hub import cached, first_line, hub_config, hub_snapshot
+from toolkit.model.spec import ModelSpec
+from toolkit.model.trusting import check_code, check_kernels, named_code
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,23 +39,29 @@ def embedded_config() -> dict[str, Any]:
     }
 
 
-def find(name: str) -> tuple[str | None, PretrainedConfig]:
-    """What a name names: where its weights are, and its config."""
+def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedConfig]:
+    """What a name names: where its weights are, and its config. `trust` as in `describe`."""
     if name == EMBEDDED:
+        if trust is not None:
+            raise ModelError("the embedded model has no code of its own to trust: leave --trust-remote-code out.")
         from transformers import LlamaConfig
 
         return None, LlamaConfig.from_dict(embedded_config())
     path = Path(name).expanduser()
     if path.is_dir():
-        return _folder_source(path), _read_config(name, path / "config.json")
+        return _folder_source(path), _read_config(name, path / "config.json", trust)
     if path.is_file():
-        return None, _read_config(name, path)
+        return None, _read_config(name, path, trust)
     if path.suffix == ".json" or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model {name!r}: there is no such folder or file. "
             "Give a folder with a config.json, or a Hub id such as Qwen/Qwen3-8B."
         )
-    return name, _read_config(name, hub_config(name))
+    if trust is not None:
+        # The files of that commit, and no others: a folder like any other from here on.
+        pinned = hub_snapshot(name, trust)
+        return str(pinned), _read_config(name, pinned / "config.json", trust, hub=True)
+    return name, _read_config(name, hub_config(name), hub=True)
 
 
 def _folder_source(folder: Path) -> str | None:
@@ -61,8 +69,8 @@ def _folder_source(folder: Path) -> str | None:
     return str(folder) if any(path.is_file() for path in weights) else None
 
 
-def _read_config(name: str, path: Path) -> PretrainedConfig:
-    """A config object from a file."""
+def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool = False) -> PretrainedConfig:
+    """A config object from a file. With `trust` the model's own class may make it."""
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         fix = (
@@ -81,15 +89,50 @@ def _read_config(name: str, path: Path) -> PretrainedConfig:
         raise ModelError(
             f"model {name!r}: {path.name} holds a {type(values).__name__}, expected a JSON object with a model_type."
         )
-    check_known(name, values)
+    check_kernels(name, values)
+    own = bool(values.get("auto_map"))
+    check_code(name, path.parent, trust, needed=own and not is_native(values), hub=hub)
+    if trust is None or not own:
+        check_known(name, values)
     from transformers import AutoConfig
 
     try:
-        # A file, not a folder: nothing is asked of the Hub.
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        # A file, not a folder: nothing is asked of the Hub. The model's own classes are found by the folder.
+        where = path if trust is None else path.parent
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(where), trust_remote_code=trust is not None, local_files_only=True
+        )
     except Exception as error:  # each config class checks its own values, with exceptions of its own
         raise ModelError(f"model {name!r}: transformers refuses its {path.name}: {first_line(error)}") from error
     return config
+
+
+def check_tokenizer_code(spec: ModelSpec) -> None:
+    """Refuse a tokenizer that only code of the model's own, which nobody trusts, could read.
+
+    Raises:
+        ModelError: naming the files and the flag.
+    """
+    source = spec.source or spec.name
+    path = Path(source).expanduser()
+    folder = path if path.is_dir() else cached(source)
+    if not spec.runs_code and folder is not None and named_code(folder / "tokenizer_config.json"):
+        check_code(spec.name, folder, None, needed=True, hub=not path.is_dir())
+
+
+def is_native(values: Mapping[str, Any]) -> bool:
+    """Whether transformers itself has the architecture that a config names."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    architecture = _architecture(values)
+    known = architecture is None or hasattr(transformers, architecture)
+    return isinstance(values.get("model_type"), str) and values["model_type"] in CONFIG_MAPPING and known
+
+
+def _architecture(values: Mapping[str, Any]) -> str | None:
+    listed = values.get("architectures")
+    return str(listed[0]) if isinstance(listed, list) and listed else None
 
 
 def check_known(name: str, values: Mapping[str, Any]) -> None:
@@ -97,17 +140,15 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
     import transformers
     from transformers import CONFIG_MAPPING
 
-    kind, remote, listed = values.get("model_type"), values.get("auto_map"), values.get("architectures")
-    architecture = str(listed[0]) if isinstance(listed, list) and listed else None
+    kind, architecture = values.get("model_type"), _architecture(values)
     if not kind or not isinstance(kind, str):
         raise ModelError(f"model {name!r}: its config names no model_type. Expected one such as 'llama' or 't5'.")
-    native = kind in CONFIG_MAPPING and (architecture is None or hasattr(transformers, architecture))
-    if native:
+    if is_native(values):
         return
-    if remote:
+    if values.get("auto_map"):
         raise ModelError(
-            f"model {name!r} needs code from its repository (auto_map: {json.dumps(remote)}), and remote code is never "
-            "run. Choose a model whose architecture transformers has itself."
+            f"model {name!r} cannot be built without code of its own ({json.dumps(values['auto_map'])}). Give its folder or "
+            "Hub id, and --trust-remote-code REVISION."
         )
     version = f"transformers {transformers.__version__}"
     if kind not in CONFIG_MAPPING:

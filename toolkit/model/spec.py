@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.model.trusting import COMMIT
 from toolkit.show import Shown, Table
 from toolkit.units import BYTES_OF, format_bytes, format_count
 
@@ -59,11 +60,7 @@ class ModelSpec(Shown):
     tied: tuple[tuple[str, ...], ...]
     """Groups of names that share one tensor; the first of each is the one in `parameters`."""
     linears: tuple[str, ...] = field(repr=False)
-    """Names of the linear modules, the head excepted: what `all-linear` adapts and 4 bits quantize.
-
-    Of some mixtures PEFT adapts fused experts and the router too, and leaves out dense MLPs and shared experts whose
-    modules have the names of expert weights (peft/utils/transformers_weight_conversion.py).
-    """
+    """Names of the linear modules, the head excepted."""
     blocks: tuple[str, ...]
     """Classes of the repeated layers: what FSDP wraps (transformers' `_no_split_modules`)."""
     attentions: tuple[str, ...]
@@ -78,6 +75,22 @@ class ModelSpec(Shown):
     max_positions: int | None
     """The longest sequence, or None where the model has no limit."""
     moe: MoE | None = None
+    unadapted: tuple[str, ...] = field(default=(), repr=False)
+    """Of `linears`, what `all-linear` leaves out: PEFT takes their names for those of a mixture's fused experts."""
+    unquantized: tuple[str, ...] = field(default=(), repr=False)
+    """Of `linears`, what transformers leaves as it is in 4 and 8 bits (T5's `wo`)."""
+    trusted: str | None = None
+    """The revision of the model's own code that is run: a commit on the Hub, or a folder's sha256. None: none is."""
+
+    @property
+    def runs_code(self) -> bool:
+        """What transformers is told as `trust_remote_code`."""
+        return self.trusted is not None
+
+    @property
+    def commit(self) -> str | None:
+        """Of the model on the Hub, where its code is trusted at one: `source` is then the snapshot of it."""
+        return self.trusted if self.trusted and COMMIT.fullmatch(self.trusted) else None
 
     @property
     def elements(self) -> int:
@@ -115,6 +128,8 @@ class ModelSpec(Shown):
             ("tied", "; ".join(" = ".join(group) for group in self.tied) or "nothing"),
             ("weights", self.source or "none: a config only"),
         ]
+        if self.trusted is not None:
+            figures.append(("code of its own", f"is run, revision {self.trusted}"))
         if self.moe is not None:
             routed = f"{self.moe.experts} a layer, {self.moe.active} active, in {self.moe.block}"
             active = f"{format_count(self.active_elements)} ({self.active_elements:,})"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ModelError
-from toolkit.model.hub import cached, first_line, hub_reachable, unreachable
+from toolkit.model.hub import BESIDE, cached, first_line, hub_reachable, unreachable
 from toolkit.model.spec import ModelSpec
+from toolkit.model.trusting import check_code, check_inside
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
@@ -23,7 +24,8 @@ def local_weights(source: str | Path) -> list[Path]:
     """The safetensors files of a folder, or of the cached copy of a Hub id; empty where there are none.
 
     Raises:
-        ModelError: for a folder whose weights are pickles, and for one that lacks a file which its index names.
+        ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
+            file that lies elsewhere.
     """
     path = Path(source).expanduser()
     folder = path if path.is_dir() else cached(str(source))
@@ -32,8 +34,10 @@ def local_weights(source: str | Path) -> list[Path]:
     # In the order in which transformers looks.
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
+        check_inside(single, folder)
         return [single]
     if index.is_file():
+        check_inside(index, folder)
         return _indexed(folder, index)
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickles:
@@ -49,7 +53,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
     """The safetensors files of a model, whole. Those of a Hub id are downloaded here, once, before any rank starts.
 
     Raises:
-        ModelError: where there are none, where they are pickles, or where a file is cut short.
+        ModelError: where there are none, where they are pickles, where a file is cut short, or an adapter lies beside them.
     """
     source = spec.source or spec.name
     folder = Path(source).expanduser().is_dir()
@@ -57,8 +61,8 @@ def require_weights(spec: ModelSpec) -> list[Path]:
         raise ModelError(
             f"model {source!r} is a config without weights: give a folder that holds model.safetensors, or a Hub id."
         )
-    if not folder:
-        _download(source)
+    if not folder or spec.commit:
+        _download(spec.name if spec.commit else source, spec.commit)
     found = local_weights(source)
     if not found:
         raise ModelError(
@@ -67,7 +71,30 @@ def require_weights(spec: ModelSpec) -> list[Path]:
         )
     for path in found:
         _header(path)
+    adapter = found[0].parent / "adapter_config.json"
+    if adapter.is_file():
+        raise ModelError(
+            f"model {source!r} has an adapter beside its weights ({adapter.name}), which transformers would put onto it "
+            "unasked, from a pickle too. Move the adapter's files into a folder of their own."
+        )
     return found
+
+
+def copy_code(spec: ModelSpec, folder: Path) -> None:
+    """Beside saved weights the code of their own that they need: as it was trusted, and to be trusted by the same digest.
+
+    Raises:
+        ModelError: where it is not what was trusted any more.
+    """
+    if not spec.runs_code:
+        return
+    source = Path(spec.source or spec.name).expanduser()
+    if not spec.commit:
+        check_code(spec.name, source, spec.trusted, needed=True, hub=False)
+    for path in sorted(source.rglob("*.py")):
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
 
 
 def checkpoint_dtype(source: str | Path) -> str | None:
@@ -86,19 +113,20 @@ def checkpoint_dtype(source: str | Path) -> str | None:
     return _DTYPES.get(most, most.lower())
 
 
-def _download(name: str) -> None:
+def _download(name: str, commit: str | None) -> None:
     """Bring a Hub id's weights, configs and tokenizer into the cache, where they are not there whole."""
     from huggingface_hub import errors, snapshot_download
 
     if not hub_reachable():
-        if cached(name) is None or not local_weights(name):
-            raise ModelError(unreachable(name))
+        found = cached(name, commit)
+        if found is None or not local_weights(found):
+            raise ModelError(unreachable(name, commit))
         return
     try:
-        snapshot_download(name, allow_patterns=["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"])
+        snapshot_download(name, revision=commit, allow_patterns=["model*.safetensors", *BESIDE])
     except (errors.HfHubHTTPError, OSError) as error:
         raise ModelError(f"model {name!r} could not be downloaded: {first_line(error)}") from error
-    if not local_weights(name):
+    if not local_weights(cached(name, commit) or name):
         raise ModelError(
             f"model {name!r} has no safetensors weights on the Hub, and pickles can run code: "
             "download it, convert it to safetensors where you trust it, and give that folder."
@@ -120,6 +148,8 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
             f"{folder} lacks {len(missing)} of the {len(names)} weight files that its index names, "
             f"the first {missing[0]}. Copy them there."
         )
+    for name in names:
+        check_inside(folder / name, folder)
     return [folder / name for name in names]
 
 

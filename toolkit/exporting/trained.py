@@ -1,71 +1,35 @@
-"""A trained model as Hugging Face files: whole, or its adapter alone; gathered under every engine, reopened and checked."""
+"""What was trained, from the engine that holds it: gathered under every one of them, saved, reopened and checked."""
 
 from __future__ import annotations
 
-import json
-import struct
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapting import quiet
 from toolkit.engines.job import Piece, Prepared, engine_of
 from toolkit.errors import RunError
+from toolkit.exporting.card import rows_of, write_card
+from toolkit.exporting.checking import check_tied, relative_error, unsound
+from toolkit.exporting.publishing import drafted
+from toolkit.exporting.results import PROBE_TOKENS, TOLERANCE, Export, headers, load_line
 from toolkit.loading import quiet_bars
-from toolkit.reading import auto_class
+from toolkit.model import copy_code
 from toolkit.reopening import reopen
-from toolkit.show import Shown, Table
-from toolkit.units import BYTES_OF, DTYPE_OF, dtype_name, format_bytes
+from toolkit.units import BYTES_OF, DTYPE_OF
 
 if TYPE_CHECKING:
     import torch
-
-PROBE_TOKENS = 64
-"""Length of the batch on which the saved model has to say what the trained one says."""
-
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
-"""Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export(Shown):
-    """What was saved, and how it was checked."""
-
-    folder: str
-    adapter: bool
-    """Whether it is an adapter, to be loaded over its base model."""
-    tensors: int
-    size_bytes: int
-    """Of the safetensors files."""
-    logits_error: float | None
-    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None where a second model fits nowhere beside the first."""
-    load: str
-    """The Python that loads it."""
-
-    def tables(self) -> list[Table]:
-        what = "adapter" if self.adapter else "model"
-        rows = [
-            ("folder", self.folder),
-            ("holds", f"{what}, {self.tensors} tensors, {format_bytes(self.size_bytes)}"),
-            ("logits against the trained model", _shown(self.logits_error)),
-            ("load it with", self.load),
-        ]
-        return [Table(title="Saved and checked", columns=("what", "value"), rows=rows)]
-
-
-def _shown(error: float | None) -> str:
-    return (
-        "not compared: a second model fits nowhere beside the trained one" if error is None else f"{error:.1e} relative"
-    )
 
 
 def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
     """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format; every rank calls it.
 
     Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers one tensor at a time, into host
-    memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all.
+    memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all; what was there
+    before is replaced by them.
     """
     module = prepared.accelerator.unwrap_model(prepared.model)
     adapter = prepared.job.strategy.adapter != "none"
@@ -81,24 +45,20 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
 
 
 def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any], folder: Path) -> None:
-    import shutil
-
     spec = prepared.job.spec
     if prepared.job.strategy.adapter == "none":
         # Training switches the cache off; whoever loads the result to generate wants what the checkpoint said.
         cached = spec.config.get("use_cache", True) if spec else True
         module.config.use_cache = module.config.get_text_config().use_cache = cached
         module.config.dtype = next(iter(state.values())).dtype
-    fresh = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    module.save_pretrained(fresh, state_dict=state)
-    if prepared.job.strategy.adapter == "none":
-        module.config.use_cache = module.config.get_text_config().use_cache = False
-    if tokenizer is not None:
-        tokenizer.save_pretrained(fresh)
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+    with drafted(folder, replace=True) as draft:
+        module.save_pretrained(draft, state_dict=state)
+        if prepared.job.strategy.adapter == "none":
+            module.config.use_cache = module.config.get_text_config().use_cache = False
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        if spec and prepared.job.strategy.adapter == "none":
+            copy_code(spec, draft)
 
 
 def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -153,13 +113,18 @@ def _assemble(prepared: Prepared, mine: list[Piece], plan: list[list[tuple[int, 
     return whole.view(shape) if whole is not None else None
 
 
-def verify(prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor]) -> Export | None:
+def verify(
+    prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor], *, about: Mapping[str, Any] | None = None
+) -> Export | None:
     """Reopen what was saved and compare it with the trained model; rank 0 gets the result, the others None. A collective.
+
+    What passed gets its model card.
 
     Args:
         prepared: the trained model.
         folder: where `save` wrote.
         batch: a batch of the training data; its first row's first tokens are the probe.
+        about: more rows of the model card: data, versions.
 
     Raises:
         RunError: for a tensor of size zero, missing or unexpected keys, and logits that are not the trained model's.
@@ -179,7 +144,7 @@ def verify(prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor]) 
             error = _compare(prepared, folder, probe, trained)
         except Exception as found:  # the other ranks wait for the verdict
             problem = f"{type(found).__name__}: {found}"
-    return _verdict(prepared, folder, problem, error)
+    return _verdict(prepared, folder, problem, error, about or {})
 
 
 def _compare(
@@ -187,15 +152,17 @@ def _compare(
 ) -> float | None:
     """The logits' error on rank 0: on its device where the model fits there again, else on the host, else not at all."""
     job = prepared.job
-    headers = _headers(folder)
-    empty = [name for name, _, elements in headers if not elements]
-    if empty:
-        raise RunError(f"tensors of size zero: {', '.join(empty[:3])}")
+    if wrong := unsound(folder):
+        raise RunError("; ".join(wrong[:3]))
     place = _place(prepared)
     if place is None:
         return None
     with quiet_bars(True, shown=False):
-        model = reopen(job, folder).to(place)
+        model = reopen(job, folder)
+    assert job.spec is not None
+    if job.strategy.adapter == "none":
+        check_tied(model, job.spec)
+    model = model.to(place)
     here = {name: tensor.to(place) for name, tensor in probe.items()}
     return _error(model, here, trained, job.strategy.precision, sharding=job.strategy.sharding)
 
@@ -219,7 +186,9 @@ def _place(prepared: Prepared) -> torch.device | None:
     return torch.device("cpu") if psutil.virtual_memory().available > needed else None
 
 
-def _verdict(prepared: Prepared, folder: Path, problem: str, error: float | None) -> Export | None:
+def _verdict(
+    prepared: Prepared, folder: Path, problem: str, error: float | None, about: Mapping[str, Any]
+) -> Export | None:
     from accelerate.utils import broadcast_object_list
 
     job = prepared.job
@@ -233,16 +202,21 @@ def _verdict(prepared: Prepared, folder: Path, problem: str, error: float | None
         raise RunError(f"the saved model in {folder} is not what was trained: {said[0]}. Do not use it.")
     if not prepared.accelerator.is_main_process:
         return None
-    headers = _headers(folder)
+    saved = headers(folder)
     adapter = job.strategy.adapter != "none"
     assert job.spec is not None
-    auto, source = auto_class(job.spec).__name__, job.spec.source
-    load = f"{auto}.from_pretrained({str(folder)!r})"
-    if adapter:
-        load = f"PeftModel.from_pretrained({auto}.from_pretrained({source!r}), {str(folder)!r})"
-    size = sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in headers)
+    strategy, loop = dataclasses.asdict(job.strategy), dataclasses.asdict(job.loop)
+    rows = {**rows_of(strategy, loop, ranks=job.ranks, steps=job.loop.steps), **about}
+    what = "adapter" if adapter else "model"
+    write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=(), error=error)
+    size = sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in saved)
     return Export(
-        folder=str(folder), adapter=adapter, tensors=len(headers), size_bytes=size, logits_error=error, load=load
+        folder=str(folder),
+        adapter=adapter,
+        tensors=len(saved),
+        size_bytes=size,
+        logits_error=error,
+        load=load_line(job.spec, job.spec.source, str(folder), adapter=job.strategy.adapter),
     )
 
 
@@ -258,22 +232,4 @@ def _error(model: Any, probe: Mapping[str, Any], trained: torch.Tensor, precisio
     device = next(model.parameters()).device.type
     with torch.no_grad(), torch.autocast(device, compute) if autocast else nullcontext():
         found = model(**probe, use_cache=False).logits.float().cpu()
-    return float((found - trained).norm() / trained.norm())
-
-
-def _headers(folder: Path) -> list[tuple[str, str, int]]:
-    """Name, dtype and elements of every tensor that was saved."""
-    return [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Name, dtype and elements of each tensor in a safetensors file, from its header alone."""
-    import math
-
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, names.get(entry["dtype"], dtype_name(entry["dtype"])), math.prod(entry["shape"])
+    return relative_error(found, trained)

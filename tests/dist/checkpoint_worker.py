@@ -1,0 +1,78 @@
+"""Ranks that train, save, restore and go on: each cell is one such life, and says its losses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ranks
+
+GLOBAL_BATCH, SEQ_LEN = 8, 16
+
+
+def loader(vocab: int, start: int, steps: int, rank: int, count: int) -> Iterator[dict[str, Any]]:
+    """This rank's rows of each step, the same eight rows a step however many ranks share them."""
+    import torch
+
+    for step in range(start, steps):
+        rows = torch.randint(3, vocab - 6, (GLOBAL_BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        mine = rows.reshape(count, -1, SEQ_LEN)[rank].contiguous()
+        yield {"input_ids": mine, "labels": mine}
+
+
+def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train to step `upto`, from the checkpoint `from` or from the beginning; save after the steps `saves` into `into`."""
+    import torch
+
+    from toolkit.checkpoints import Found, Saver, identify, read_manifest, restore
+    from toolkit.finetune import seed_everything
+    from toolkit.loading import load
+    from toolkit.model import describe
+    from toolkit.preparing import audit, prepare, prepared
+    from toolkit.runtime import accelerator as make
+    from toolkit.strategy import Loop, Strategy
+    from toolkit.training import adamw, train, warmup_cosine
+
+    spec = describe(cell.get("folder", folder))
+    count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    loop = Loop(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
+    strategy = Strategy(**cell["strategy"])
+    accelerator = make(strategy, loop, spec)
+    seed_everything(0)
+    accelerator.print = lambda *lines: None
+    model, _ = load(accelerator, allow_unquantized=True)
+    optimizer = adamw(model, loop)
+    schedule = warmup_cosine(optimizer, loop)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
+    ours = prepared(accelerator, (model, optimizer))
+    identity = identify(spec, ours.job.strategy, "synthetic")
+    start = 0
+    if cell.get("from"):
+        path = Path(cell["from"])
+        manifest = read_manifest(path)
+        start = manifest.step
+        restore(ours, schedule, Found(path=path, manifest=manifest, skipped=()), identity)
+    saver = Saver(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
+    if saver and start in cell["saves"]:
+        saver.save(start)
+    steps = []
+    batches = loader(spec.vocab, start, cell["upto"], rank, count)
+    for step in train(ours, batches, schedule, start=start) if start < cell["upto"] else ():
+        steps.append([step.loss, step.grad_norm, step.lr])
+        if step.step == start + 1:
+            audit(ours, gradients=step.gradients)
+        if saver and step.step in cell["saves"]:
+            saver.save(step.step)
+        if step.step == cell["upto"]:
+            break
+    if saver:
+        saver.wait()
+    accelerator.wait_for_everyone()
+    return {"steps": steps, "start": start, "drawn": torch.rand(1).item()}
+
+
+if __name__ == "__main__":
+    ranks.main(run, *sys.argv[1:])

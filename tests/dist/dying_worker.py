@@ -1,0 +1,83 @@
+"""A rank that kills itself in a step, loads for ever, or sleeps; and its supervisor (`supervise FOLDER [loads|spins]`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from toolkit import folder
+from toolkit.errors import ToolkitError
+from toolkit.heartbeat import Beat
+from toolkit.launching import Care, Stopped, persevere
+from toolkit.lifetime import die_with_parent, tee_output
+from toolkit.phases import phase
+
+DIES_AT = (3, 5, 4, 4)
+"""The step in which an attempt ends."""
+
+
+def main(path: Path) -> None:
+    """One attempt, which leaves the files that the recipe would."""
+    die_with_parent()
+    run, rank = folder.enter(path, resume="--resume" in sys.argv), int(os.environ.get("RANK", "0"))
+    tee_output(run.log(rank), rank=rank, supervised=True)
+    if "loads" in sys.argv:
+        with Beat(run.beat(0), 0):
+            time.sleep(120)
+    if "spins" in sys.argv:
+        with Beat(run.beat(rank), rank) as beat:
+            beat.note("begin", step=7)
+            with phase("backward"):
+                while rank == 0:
+                    pass
+                time.sleep(120)
+    attempts = len(folder.read_events(run.path / "attempts.jsonl"))
+    folder.append_line(run.path / "attempts.jsonl", {"number": attempts})
+    folder.write_json(run.run_json, {"finished": None})
+    folder.cut_events(run.events, 0)
+    with Beat(run.beat(0), 0) as beat:
+        for step in range(1, DIES_AT[attempts]):
+            run.append_event({"step": step})
+        beat.note("begin", step=DIES_AT[attempts])
+        with beat.listening():
+            print(f"the last words of attempt {attempts}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def supervisor(path: Path) -> int:
+    """As the shell's command is one."""
+    several = "spins" in sys.argv
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU" if several else "NO",
+        "num_processes": 2 if several else 1,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        "use_cpu": False,
+    }
+    first = ["--run-dir", str(path), *sys.argv[3:]]
+    with folder.enter(path, token=folder.new_token()) as run:
+        try:
+            persevere(
+                run,
+                "dying_worker",
+                first,
+                [*first, "--resume"],
+                config,
+                timeout=4 if several else 60,
+                care=Care(restarts=0 if several else 5),
+            )
+        except (ToolkitError, Stopped) as error:
+            print(f"toolkit: {error}", file=sys.stderr)
+            return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "supervise":
+        sys.exit(supervisor(Path(sys.argv[2])))
+    main(Path(sys.argv[2]))

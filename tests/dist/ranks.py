@@ -1,0 +1,92 @@
+"""Several process groups in turn, each of forked ranks that run many cells: the libraries are imported once for all."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[dict[str, Any], str], dict[str, Any]]
+"""Takes a cell and the folder of a model; what comes back is written as JSON by rank 0."""
+
+LAUNCHED = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "ACCELERATE_MIXED_PRECISION",
+)
+
+
+def reset() -> None:
+    """Forget the last cell's Accelerator, so that the next one is made as in a new process."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+
+
+def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]], folder: str, out: Path) -> None:
+    """One rank: every cell in turn; rank 0 writes what each gave."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    if ranks > 1:
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    found = []
+    for cell in cells:
+        reset()
+        begin = time.perf_counter()
+        try:
+            got = run(dict(cell), folder)
+        except Exception:  # the test shows it, and the other cells run on
+            traceback.print_exc()
+            got = {"error": traceback.format_exc()}
+        found.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
+    if rank == 0:
+        out.write_text(json.dumps(found), encoding="utf-8")
+    # Not through the interpreter's end, where libraries that were imported before the fork wait for the parent's threads.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main(
+    run: Run, scratch: str, folder: str, before: Callable[[str, str], None] = lambda scratch, folder: None
+) -> None:
+    """Fork the ranks of each group of cells from this process, which has imported everything once."""
+    for name in ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed"):
+        importlib.import_module(name)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    before(scratch, folder)
+    # DeepSpeed collects garbage for every engine, which takes a second over all that was imported.
+    gc.collect()
+    gc.freeze()
+    groups = json.loads((Path(scratch) / "cells.json").read_text(encoding="utf-8"))
+    fork = multiprocessing.get_context("fork")
+    for number, (ranks, cells) in enumerate(groups):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        out = Path(scratch) / f"found-{number}.json"
+        started = [
+            fork.Process(target=work, args=(run, rank, ranks, port, cells, folder, out)) for rank in range(ranks)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+        if any(process.exitcode for process in started):
+            sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in started]}")

@@ -1,0 +1,148 @@
+"""A checkpoint goes on under the same strategy bit for bit, and under any other with the same weights and moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+pytestmark = pytest.mark.dist
+
+TWO, FOUR = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op"), ("ddp", "zero2", "zero3", "fsdp", "hsdp")
+ADAPTERS = ("none", "lora", "qlora")
+CHAIN = [
+    (1, "none"),
+    (2, "zero3"),
+    (2, "fsdp"),
+    (2, "zero2"),
+    (2, "ddp"),
+    (4, "hsdp"),
+    (4, "zero1"),
+    (2, "fsdp_grad_op"),
+    (1, "none"),
+]
+"""One step-2 checkpoint, read and written again under each in turn."""
+
+
+def strategy(word: str, adapter: str = "none", **more: Any) -> dict[str, Any]:
+    return {"sharding": word, "adapter": adapter, "replicate": 2 if word == "hsdp" else 1, **more}
+
+
+def stopped_and_not(name: str, root: Path, asked: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """A run of four steps that saves after the second and the last; and one that goes on after the second."""
+    whole, resumed = root / name / "whole", root / name / "resumed"
+    begun = {"strategy": asked, "upto": 4, "saves": [2, 4], "into": str(whole), "name": name, **more}
+    return [begun, {**begun, "saves": [4], "into": str(resumed), "from": str(whole / "step-00000002")}]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every life of every run: name → what it gave, in order."""
+    # Dropout draws from the generators that a checkpoint keeps.
+    model = tiny.llama(root / "llama", attention_dropout=0.1)
+    plain = tiny.llama(root / "plain", tie_word_embeddings=True)
+    mixture, t5 = tiny.mixtral(root / "mixtral"), tiny.t5(root / "t5")
+    one = [life for a in ADAPTERS for life in stopped_and_not(f"1 none {a}", root, strategy("none", a))]
+    two = [life for w in TWO for a in ADAPTERS for life in stopped_and_not(f"2 {w} {a}", root, strategy(w, a))]
+    for word in ("zero3", "fsdp"):
+        two += stopped_and_not(f"2 {word} bf16", root, strategy(word, precision="bf16"))
+        two += stopped_and_not(f"2 {word} dora", root, strategy(word, "dora"))
+        two += stopped_and_not(f"2 {word} mixtral", root, strategy(word), folder=str(mixture))
+        two += stopped_and_not(f"2 {word} t5", root, strategy(word), folder=str(t5))
+    two += stopped_and_not("2 zero3 offload", root, strategy("zero3", offload="cpu"))
+    four = [life for w in FOUR for life in stopped_and_not(f"4 {w} none", root, strategy(w))]
+    groups: list[tuple[int, list[dict[str, Any]]]] = [(1, one), (2, two), (4, four)]
+    before = None
+    for place, (ranks, word) in enumerate(CHAIN):
+        into = root / "chain" / str(place)
+        link = {"strategy": strategy(word), "folder": str(plain), "into": str(into), "name": f"chain {place}"}
+        first = {"upto": 5, "saves": [2]} if before is None else {"upto": 5, "saves": [2], "from": str(before)}
+        if groups[-1][0] != ranks:
+            groups.append((ranks, []))
+        groups[-1][1].append({**link, **first})
+        before = into / "step-00000002"
+    lives: dict[str, list[dict[str, Any]]] = {}
+    for results in tiny.run_groups("checkpoint_worker.py", groups, model, root / "scratch"):
+        for result in results:
+            lives.setdefault(result["cell"]["name"], []).append(result)
+    return lives
+
+
+def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
+    from toolkit.checkpoints import problems, read_manifest
+    from toolkit.checkpoints.restoring import opened
+
+    assert problems(checkpoint) == []
+    manifest = read_manifest(checkpoint)
+    with opened(checkpoint, manifest) as ranges:
+        return {
+            (name, kind): ranges.whole(name, kind)
+            for name, about in manifest.tensors.items()
+            for kind in about["dtypes"]
+        }
+
+
+def differing(one: Path, other: Path) -> list[tuple[str, str]]:
+    import torch
+
+    mine, theirs = tensors(one), tensors(other)
+    assert mine.keys() == theirs.keys()
+    return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+
+
+@pytest.mark.timeout(300)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+    runs = {name: lives for name, lives in found.items() if not name.startswith("chain")}
+    assert len(runs) == 3 + 18 + 8 + 1 + 5
+    for name, (whole, resumed) in runs.items():
+        assert (whole["start"], resumed["start"]) == (0, 2), name
+        assert resumed["steps"] == whole["steps"][2:], name  # losses, norms and rates, to the last bit
+        assert resumed["drawn"] == whole["drawn"], name
+        last = "step-00000004"
+        assert not differing(root / name / "whole" / last, root / name / "resumed" / last), name
+
+
+def test_weights_and_moments_move_between_strategies_bit_for_bit(
+    found: dict[str, list[dict[str, Any]]], root: Path
+) -> None:
+    for place in range(1, len(CHAIN)):
+        path = root / "chain" / str(place) / "step-00000002"
+        assert not differing(root / "chain" / "0" / "step-00000002", path), CHAIN[place]
+
+
+def test_a_run_goes_on_under_another_strategy(found: dict[str, list[dict[str, Any]]]) -> None:
+    whole = found["chain 0"][0]["steps"][2:]
+    assert len(whole) == 3
+    for place in range(1, len(CHAIN)):
+        (life,) = found[f"chain {place}"]
+        assert life["start"] == 2
+        for mine, first in zip(life["steps"], whole, strict=True):
+            assert mine == pytest.approx(first, rel=1e-5), CHAIN[place]
+
+
+def test_every_rank_writes_its_part_alone(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+    for word in TWO:
+        checkpoint = root / f"2 {word} none" / "whole" / "step-00000004"
+        sizes = [path.stat().st_size for path in sorted(checkpoint.glob("rank-*.safetensors"))]
+        assert len(sizes) == 2
+        # Elements are written once: 12 bytes each, beside the generators' states and the headers.
+        elements = sum(tensor.numel() for (_, kind), tensor in tensors(checkpoint).items() if kind == "weight")
+        assert 12 * elements < sum(sizes) < 12 * elements + 2 * 64 * 1024
+        assert max(sizes) < 1.1 * sum(sizes) / 2
+
+
+def test_an_adapters_checkpoint_holds_the_adapter_alone(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+    from toolkit.checkpoints import read_manifest
+
+    checkpoint = root / "2 zero3 qlora" / "whole" / "step-00000004"
+    manifest = read_manifest(checkpoint)
+    assert all("lora_" in name for name in manifest.tensors)
+    assert list(manifest.identity["base"]["files"]) == ["model.safetensors"]
+    assert manifest.identity["adapter"]["adapter"] == "qlora"

@@ -1,0 +1,156 @@
+"""Checkpoints of plain Accelerate on two ranks are read without DeepSpeed or a process group, equal bit by bit to the model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from toolkit.errors import CheckpointError
+from toolkit.foreign import Weights, open_foreign
+
+pytestmark = pytest.mark.dist
+
+CELLS: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp"},
+    "ddp pickled": {"engine": "ddp", "safe": False},
+    "ddp in several files": {"engine": "ddp", "save": "model"},
+    "fsdp sharded": {"engine": "fsdp", "kind": "SHARDED_STATE_DICT", "checkpointing": True},
+    "fsdp sharded lora": {"engine": "fsdp", "kind": "SHARDED_STATE_DICT", "lora": True},
+    "fsdp full": {"engine": "fsdp", "kind": "FULL_STATE_DICT"},
+    "zero1": {"engine": "zero", "stage": 1},
+    "zero1 bf16": {"engine": "zero", "stage": 1, "bf16": True, "save": "engine"},
+    "zero1 bf16 lora": {"engine": "zero", "stage": 1, "bf16": True, "lora": True},
+    "zero2": {"engine": "zero", "stage": 2, "save": "engine"},
+    "zero2 bf16": {"engine": "zero", "stage": 2, "bf16": True},
+    "zero2 bf16 lora": {"engine": "zero", "stage": 2, "bf16": True, "lora": True},
+    "zero3": {"engine": "zero", "stage": 3},
+    "zero3 bf16": {"engine": "zero", "stage": 3, "bf16": True, "save": "engine"},
+    "zero3 bf16 lora": {"engine": "zero", "stage": 3, "bf16": True, "lora": True},
+    "zero3 adapter alone": {"engine": "zero", "stage": 3, "lora": True, "save": "engine", "exclude_frozen": True},
+}
+
+KINDS = {
+    "ddp": "whole model (safetensors, 1 file)",
+    "ddp pickled": "whole model (pickled state dict, 1 file)",
+    "ddp in several files": "whole model (safetensors, 2 files)",
+    "fsdp sharded": "sharded checkpoint (torch.distributed.checkpoint, 2 files)",
+    "fsdp full": "FSDP's full state dict",
+    "zero1": "DeepSpeed ZeRO-1 checkpoint, step 2, 2 ranks",
+    "zero2 bf16": "DeepSpeed ZeRO-2 checkpoint, step 2, 2 ranks",
+    "zero3": "DeepSpeed ZeRO-3 checkpoint, step 2, 2 ranks",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints by name, and of the real weights beside each."""
+    root = tmp_path_factory.mktemp("foreign")
+    # Odd sizes, so that no parameter of most shapes divides by two ranks.
+    odd = {"hidden_size": 9, "intermediate_size": 21, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
+    model = tiny.llama(root / "model", tie_word_embeddings=True, **odd)
+    cells = [{"into": str(root / name), **cell} for name, cell in CELLS.items()]
+    tiny.run_groups("foreign_worker.py", [(2, cells)], model, root / "scratch")
+    return root
+
+
+def opened(folder: Path) -> Weights:
+    found = open_foreign(folder)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    found, real = opened(made / name), load_file(f"{made / name}.safetensors")
+    assert found.kind == KINDS.get(name, found.kind)
+    missing = set(real) - set(found.shapes)
+    if name == "zero3 adapter alone":
+        assert {n for n in missing if "lora_" in n} == set()
+    else:
+        # safetensors keeps one of two tied tensors.
+        assert missing <= {"lm_head.weight"}
+        assert not missing or name in ("ddp", "ddp in several files")
+    assert set(found.shapes) <= set(real)
+    for key, shape in found.shapes.items():
+        tensor = found.tensor(key)
+        assert tuple(tensor.shape) == shape
+        assert tensor.is_contiguous()
+        assert str(tensor.dtype) == f"torch.{found.dtypes[key]}" == str(real[key].dtype)
+        assert torch.equal(tensor, real[key]), key
+
+
+@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.get("bf16")])
+def test_masters_are_more_than_what_the_engine_computed_with(made: Path, name: str) -> None:
+    import torch
+
+    found = opened(made / name)
+    trained = [key for key in found.shapes if not CELLS[name].get("lora") or "lora_B" in key]
+    trained = [key for key in trained if not key.endswith("seen")]
+    assert {found.dtypes[key] for key in trained} == {"float32"}
+    tensor = found.tensor(trained[0])
+    assert not torch.equal(tensor.bfloat16().float(), tensor)
+
+
+def test_neither_deepspeed_nor_a_process_group_is_needed(made: Path) -> None:
+    script = """
+import pathlib, sys
+for name in ("deepspeed", "accelerate", "transformers", "peft"):
+    sys.modules[name] = None
+from toolkit.foreign import open_foreign
+for name in sys.argv[2:]:
+    found = open_foreign(pathlib.Path(sys.argv[1]) / name)
+    print(sum(found.tensor(key).numel() for key in found.shapes))
+import torch.distributed
+assert not torch.distributed.is_initialized()
+"""
+    names = ["fsdp sharded", "zero1", "zero3"]
+    process = subprocess.run(
+        [sys.executable, "-c", script, made, *names], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert len(set(process.stdout.split())) == 1
+
+
+PARTS = {
+    "zero2": "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "zero3 bf16": "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt",
+    "fsdp sharded": "pytorch_model_fsdp_0/__1_0.distcp",
+    "ddp in several files": "model-00002-of-00002.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_missing_and_a_truncated_file_are_named(made: Path, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / name, folder)
+    part = folder / PARTS[name]
+    os.truncate(part, part.stat().st_size // 2)
+    with pytest.raises(CheckpointError) as refused:
+        opened(folder)
+    assert part.name in str(refused.value)
+    part.unlink()
+    with pytest.raises(CheckpointError) as refused:
+        opened(folder)
+    assert part.name in str(refused.value)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_link_out_of_the_folder_is_refused(made: Path, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / name, folder)
+    part = folder / PARTS[name]
+    part.rename(tmp_path / part.name)
+    part.symlink_to(tmp_path / part.name)
+    with pytest.raises(CheckpointError, match="leads out of"):
+        opened(folder)

@@ -1,0 +1,293 @@
+"""A run that is stopped, or whose rank dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny
+
+from toolkit.checkpoints import complete
+from toolkit.folder import read_events
+from toolkit.heartbeat import read_beats
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 12
+"""Seconds of silence after which these runs' ranks have hung."""
+
+# Read by every interpreter that starts with this folder on its path: faults in rank 1, or in the only rank.
+FAULT = """
+import os, signal, sys, time
+
+def watch():
+    from toolkit import phases
+    limits = []
+
+    def observe(name, begins):
+        if name == "step" and not begins:
+            time.sleep(0.2)
+        if name == "forward" and os.environ["FAULT"] == "limited" and not limits:
+            import psutil, resource
+            limits.append(psutil.Process().memory_info().vms + 40 * 2**20)
+            resource.setrlimit(resource.RLIMIT_AS, (limits[0], limits[0]))
+
+    phases.observe(observe)
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(300))
+
+if "toolkit.finetune" in sys.orig_argv and os.environ.get("RANK", "1") == "1":
+    watch()
+"""
+
+
+@dataclass
+class Running:
+    """A run, from its start to its end."""
+
+    name: str
+    path: Path
+    process: subprocess.Popen[str]
+    code: int = 0
+    out: str = ""
+    err: str = ""
+    seconds: float = 0.0
+    """From the strike to the end."""
+    left: list[psutil.Process] = field(default_factory=list)
+
+    def ready(self) -> bool:
+        """Whether it has done five steps (and has published what it saved after the second), or has ended."""
+        return self.process.poll() is not None or len(self.events) >= 5
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of its steps."""
+        return read_events(self.path / "events.jsonl")
+
+    def strike(self, do: Callable[[Running], None]) -> None:
+        """Once it is ready; then the end has 90 s."""
+        deadline = time.monotonic() + 200
+        while not self.ready():
+            assert time.monotonic() < deadline, (self.name, self.err)
+            time.sleep(0.1)
+        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        do(self)
+        began = time.monotonic()
+        self.out, self.err = self.process.communicate(timeout=90)
+        self.seconds, self.code = time.monotonic() - began, self.process.returncode
+        _, self.left = psutil.wait_procs(family, timeout=2)
+
+
+def at_all(number: int) -> Callable[[Running], None]:
+    """A signal for what was started."""
+    return lambda run: run.process.send_signal(number)
+
+
+def at_rank(number: int) -> Callable[[Running], None]:
+    """A signal for rank 1."""
+    return lambda run: os.kill(read_beats(run.path / "logs")[1].pid, number)
+
+
+def hang_then_stop(run: Running) -> None:
+    """A rank that is silent; and when the run goes on without it, a stop."""
+    at_rank(signal.SIGSTOP)(run)
+    deadline = time.monotonic() + 150
+    while not any(event["attempt"] == 1 for event in run.events):
+        assert run.process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    run.process.send_signal(signal.SIGTERM)
+
+
+def nothing(_: Running) -> None:
+    """The fault comes from within."""
+
+
+def start(work: Path, name: str, fault: str, *flags: str, bare: str = "") -> Running:
+    """`toolkit train`, or Accelerate's own launcher with the config file named `bare`."""
+    things = ["--model", str(work / "llama"), "--data", str(work / "text.jsonl"), "--run-dir", str(work / name)]
+    config = ["--main_process_port", "0", "--config_file", str(ROOT / "accelerate_configs" / f"{bare}.yaml")]
+    launch = ["accelerate.commands.launch", *config, "-m", "toolkit.finetune"] if bare else ["toolkit.cli", "train"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *launch, *things, "--no-memory-window", *flags],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{work / 'fault'}", "FAULT": fault, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Running(name, work / name, process)
+
+
+LONG = ("--steps", "10000")
+TWO = ("--processes", "2", "--timeout", str(TIMEOUT), "--seq-len", "32", *LONG)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+    """All runs of this file, two at a time."""
+    work = tmp_path_factory.mktemp("supervision")
+    tiny.llama(work / "llama")
+    (work / "text.jsonl").write_text("".join(f'{{"text": "w{index % 240}"}}\n' for index in range(20_000)))
+    (work / "fault").mkdir()
+    (work / "fault" / "sitecustomize.py").write_text(FAULT)
+    memory = ("--seq-len", "512", "--micro-batch", "16", "--steps", "2", "--no-save", "--save-seconds", "0")
+    plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
+        "silent": (hang_then_stop, ("slow", "--sharding", "ddp", *TWO, "--save-every", "2", "--restarts", "3")),
+        "behind": (at_rank(signal.SIGUSR1), ("slow", "--sharding", "fsdp", *TWO)),
+        "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
+        "alone": (at_all(signal.SIGINT), ("slow", "--save-seconds", "0", "--seq-len", "32", *LONG)),
+        "bare": (at_all(signal.SIGTERM), ("slow", "--seq-len", "32", *LONG)),
+    }
+    found: dict[str, Running] = {}
+    try:
+        for names in (("silent", "behind"), ("memory", "alone"), ("bare",)):
+            for name in names:
+                found[name] = start(work, name, *plan[name][1], bare="zero2" if name == "bare" else "")
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda name: found[name].strike(plan[name][0]), names))
+        yield found
+    finally:
+        for run in found.values():
+            run.process.kill()
+
+
+def attempts(run: Running) -> list[dict[str, Any]]:
+    """As `run.json` has them."""
+    found: list[dict[str, Any]] = json.loads((run.path / "run.json").read_text())["attempts"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["silent", "behind", "memory", "alone", "bare"])
+def test_nothing_is_left_of_a_run(runs: dict[str, Running], name: str) -> None:
+    assert runs[name].left == []
+    assert not list((runs[name].path / "checkpoints").glob(".step-*"))
+
+
+def test_a_stop_without_checkpoints(runs: dict[str, Running]) -> None:
+    run = runs["alone"]
+    assert run.code == 130
+    assert run.err.startswith("toolkit: stopped by SIGINT. There is no checkpoint (they are off: ")
+    assert run.err.endswith(f"`toolkit resume {run.path}` starts again from step 0.\n")
+    assert run.seconds < 30
+
+
+def test_a_stop_under_accelerate_launch_itself(runs: dict[str, Running]) -> None:
+    run = runs["bare"]
+    done = run.events[-1]["step"]
+    assert complete(run.path / "checkpoints")[0].name == f"step-{done:08d}"
+    assert f"stopped after step {done}, as asked. Published: " in run.out
+    assert f"`toolkit resume {run.path}` goes on from it." in run.out
+    assert run.seconds < 30
+
+
+def test_a_silent_rank_is_named_and_the_run_goes_on(runs: dict[str, Running]) -> None:
+    """From the newest checkpoint, in a new attempt."""
+    run = runs["silent"]
+    assert run.err.startswith("toolkit: rank 1 hung: ")
+    assert re.search(r"(no|without a) heartbeat for 1\d s", run.err)
+    assert f"longer than {TIMEOUT} s (--timeout)" in run.err
+    assert str(run.path / "logs" / "rank-1.log") in run.err
+    first, second = attempts(run)
+    step = second["from_step"]
+    assert first["from_step"] == 0
+    assert step >= 2
+    assert f"\nRestart 1 of 3, from {run.path / 'checkpoints' / f'step-{step:08d}'}.\n" in run.err
+    done = run.events[-1]["step"]
+    assert [event["step"] for event in run.events] == list(range(1, done + 1))
+    assert [event["attempt"] for event in run.events] == [0] * step + [1] * (done - step)
+
+
+def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> None:
+    """And no restart follows it."""
+    run = runs["silent"]
+    done = run.events[-1]["step"]
+    newest = complete(run.path / "checkpoints")[0]
+    assert newest.name == f"step-{done:08d}"
+    said = f"\ntoolkit: stopped by SIGTERM. Published: {newest}. `toolkit resume {run.path}` goes on from it.\n"
+    assert run.err.endswith(said)
+    assert run.code == 143
+    assert run.seconds < 30
+    assert f"stopped after step {done}, as asked\n" in run.out
+
+
+def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
+    """Not the one whose collective timed out."""
+    run = runs["behind"]
+    assert run.code == 1
+    assert run.err.startswith(f"toolkit: rank 1 hung: the others waited for it longer than {TIMEOUT} s (--timeout). ")
+    assert str(run.path / "logs" / "rank-1.log") in run.err
+    assert "Timed out waiting" in json.loads((run.path / "logs" / "rank-0.error.json").read_text())["message"]
+    assert run.seconds < TIMEOUT + 15
+
+
+def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:
+    """The first makes two new steps; the others, which end before, none. Without a checkpoint each begins at step 0."""
+    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run")]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("toolkit: rank 0 was killed by SIGKILL") == 4
+    for number in (1, 2, 3):
+        assert f"\nRestart {number} of 5, from step 0, since there is no checkpoint yet.\n" in done.stderr
+    for step in (3, 5, 4):
+        assert f"It was at the beginning of step {step}. Its last lines" in done.stderr
+    assert done.stderr.endswith("\n2 restarts in a row made no new step, so there is no other.\n")
+
+
+def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[str, Running]) -> None:
+    run = runs["memory"]
+    assert run.code == 0, run.err
+    first, _, rest = run.err.partition("\n")
+    assert first.startswith("toolkit: rank 1 ran out of memory in the ")
+    for word in (" of step 1. It asked for ", " MiB; it held ", "`ulimit -v` allows", "of the host's"):
+        assert word in first
+    assert f"`toolkit resume {run.path} --micro-batch 8 --accumulation 2`" in first
+    again = "Going on with --micro-batch 8 --accumulation 2, the same global batch, from step 0"
+    assert rest.startswith(again)
+    loop = json.loads((run.path / "run.json").read_text())["loop"]
+    assert loop["micro_batch"] < 16
+    assert loop["micro_batch"] * loop["accumulation"] == 16
+    assert [event["step"] for event in run.events] == [1, 2]
+    assert len(attempts(run)) >= 2
+
+
+def test_of_ranks_that_came_equally_far_the_idle_one_is_named(tmp_path: Path) -> None:
+    """Where no collective times out: the other one waits for it in a busy loop, as DeepSpeed's shared memory does."""
+    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run"), "spins"]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    said = (
+        "toolkit: rank 1 hung: the others waited for it longer than 4 s (--timeout). It was in the backward of step 7. "
+    )
+    assert done.stderr.startswith(said)
+
+
+def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
+    """Nobody waits for a rank that loads."""
+    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run"), "loads"]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 100
+        while not read_beats(tmp_path / "run" / "logs"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert err == "toolkit: stopped by SIGTERM. It had not begun, and there is nothing to go on with.\n"
+    assert psutil.wait_procs(family, timeout=2)[1] == []

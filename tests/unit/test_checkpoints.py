@@ -1,0 +1,395 @@
+"""Checkpoints on one rank: what is damaged is named, what does not fit is refused, what is there is never lost."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.checkpoints import Found, Saver, check_fits, complete, find, identify, problems, read_manifest, restore
+from toolkit.checkpoints.manifest import Manifest
+from toolkit.checkpoints.restoring import opened
+from toolkit.errors import CheckpointError, StrategyError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A tiny Llama on one rank, two steps trained, with a Saver."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toolkit.model import describe
+    from toolkit.preparing import prepare, prepared
+    from toolkit.runtime import accelerator as make
+    from toolkit.strategy import Loop, Strategy
+    from toolkit.training import adamw, warmup_cosine
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
+    module.save_pretrained(folder / "model")
+    loop = Loop(steps=8, lr=1e-2)
+    accelerator = make(Strategy(), loop, describe(str(folder / "model")))
+    optimizer = adamw(module, loop)
+    model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, loop))
+    ours = prepared(accelerator, (model, optimizer))
+    identity = identify(ours.job.spec, ours.job.strategy, "data")
+    yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": accelerator}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def saver(run: dict[str, Any], folder: Path, **options: Any) -> Saver:
+    return Saver(run["ours"], run["schedule"], folder, run["identity"], versions={"torch": "2"}, **options)
+
+
+def train(run: dict[str, Any]) -> None:
+    import torch
+
+    from toolkit.engines import ddp
+
+    tokens = torch.arange(16)[None]
+    ddp.backward(run["ours"], run["ours"].model(input_ids=tokens, labels=tokens).loss, True)
+    ddp.update(run["ours"])
+    run["schedule"].step()
+
+
+@pytest.fixture
+def written(run: dict[str, Any], tmp_path: Path) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    keeper = saver(run, tmp_path / "checkpoints")
+    for step in (1, 2):
+        train(run)
+        keeper.save(step)
+    keeper.wait()
+    assert [one.step for one in keeper.published()] == [1, 2]
+    return tmp_path / "checkpoints"
+
+
+def test_a_checkpoint_is_a_manifest_and_a_file_a_rank(written: Path) -> None:
+    assert sorted(path.name for path in written.iterdir()) == ["step-00000001", "step-00000002"]
+    newest = complete(written)[0]
+    assert sorted(path.name for path in newest.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
+    manifest = read_manifest(newest)
+    assert (manifest.step, manifest.ranks, manifest.global_batch) == (2, 1, 4)
+    assert manifest.strategy["sharding"] == "none"
+    assert problems(newest) == []
+    from safetensors.torch import load_file
+
+    names = load_file(newest / "rank-00000.safetensors")
+    assert {"weight:0:lm_head.weight", "exp_avg:0:lm_head.weight", "exp_avg_sq:0:lm_head.weight"} <= set(names)
+
+
+def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) -> None:
+    import torch
+
+    before = {name: p.detach().clone() for name, p in run["ours"].model.named_parameters()}
+    rate = run["ours"].optimizer.param_groups[0]["lr"]
+    drawn = torch.rand(3)
+    torch.manual_seed(99)
+    train(run)
+    newest = complete(written)[0]
+    found = Found(path=newest, manifest=read_manifest(newest), skipped=())
+    restore(run["ours"], run["schedule"], found, run["identity"])
+    for name, parameter in run["ours"].model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert run["schedule"].get_last_lr() == [run["ours"].optimizer.param_groups[0]["lr"]] == [rate]
+    assert {int(state["step"]) for state in run["ours"].optimizer.state.values()} == {found.manifest.counters["steps"]}
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_a_flipped_byte_anywhere_is_named(written: Path, name: str) -> None:
+    path = complete(written)[0] / name
+    data = path.read_bytes()
+    for at in range(0, len(data), max(1, len(data) // 25)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        assert any(name in problem for problem in problems(path.parent)), at
+    path.write_bytes(data)
+    assert problems(path.parent) == []
+
+
+def test_a_truncated_a_missing_an_extra_file_and_a_symlink_are_named(written: Path, tmp_path: Path) -> None:
+    newest = complete(written)[0]
+    path = newest / "rank-00000.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    assert f"has {len(data) - 1:,} bytes, expected {len(data):,}" in problems(newest)[0]
+    path.unlink()
+    assert problems(newest) == ["rank-00000.safetensors is missing"]
+    (tmp_path / "elsewhere").write_bytes(data)
+    path.symlink_to(tmp_path / "elsewhere")
+    assert problems(newest) == ["rank-00000.safetensors is a symlink"]
+    path.unlink()
+    path.write_bytes(data)
+    (newest / "extra").mkdir()
+    (newest / "extra" / "file").touch()
+    assert problems(newest) == ["extra/file does not belong to it"]
+
+
+def test_an_older_checkpoint_is_taken_and_the_damaged_one_set_aside(run: dict[str, Any], written: Path) -> None:
+    newest, older = complete(written)
+    with (newest / "rank-00000.safetensors").open("r+b") as file:
+        file.write(b"\xff")
+    found = find(run["accelerator"], written)
+    assert found.path == older
+    assert found.step == 1
+    assert "step-00000002" in found.skipped[0]
+    assert "is damaged" in found.skipped[0]
+    assert sorted(path.name for path in written.iterdir()) == ["step-00000001", "step-00000002.damaged"]
+    # What goes on saves step 2 again, and what was set aside never counts as a checkpoint to keep.
+    keeper = saver(run, written, keep=1)
+    keeper.save(2)
+    keeper.wait()
+    assert [path.name for path in complete(written)] == ["step-00000002"]
+    assert problems(written / "step-00000002") == []
+
+
+def test_where_no_checkpoint_can_be_taken_nothing_is_touched(run: dict[str, Any], written: Path) -> None:
+    """A run of days does not start again from step 0 because of a broken disk."""
+    for checkpoint in complete(written):
+        (checkpoint / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* rank-00000.safetensors is missing"):
+        find(run["accelerator"], written)
+    assert len(complete(written)) == 2
+
+
+def test_a_newer_toolkits_checkpoint_is_no_damage(run: dict[str, Any], written: Path) -> None:
+    for checkpoint in complete(written):
+        crafted = dataclasses.replace(read_manifest(checkpoint), format=99)
+        (checkpoint / "manifest.json").write_bytes(crafted.encode())
+    with pytest.raises(CheckpointError, match="of format 99"):
+        find(run["accelerator"], written)
+    assert len(complete(written)) == 2
+
+
+def test_a_file_that_cannot_be_read_is_named(written: Path) -> None:
+    path = complete(written)[0] / "rank-00000.safetensors"
+    size = path.stat().st_size
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as there:  # opening it fails for everybody, root included
+        where = os.getcwd()
+        os.chdir(path.parent)
+        try:
+            there.bind(path.name)
+        finally:
+            os.chdir(where)
+        manifest = read_manifest(path.parent)
+        files = {path.name: {**manifest.files[path.name], "bytes": 0}}
+        (path.parent / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).encode())
+        assert size
+        assert "cannot be read" in problems(path.parent)[0]
+
+
+def test_what_cannot_be_written_is_said_and_not_waited_for(run: dict[str, Any], tmp_path: Path) -> None:
+    keeper = saver(run, tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / ".step-00000001.partial").touch()  # a file where the folder has to be
+    keeper.save(1)
+    with pytest.raises(CheckpointError, match=r"step-00000001.partial cannot be written"):
+        keeper.wait()
+    assert complete(tmp_path / "checkpoints") == []
+
+
+def test_a_rank_that_writes_nothing_is_named(run: dict[str, Any], tmp_path: Path) -> None:
+    keeper = saver(run, tmp_path, patience=0.1)
+    with pytest.raises(CheckpointError, match=r"no file of rank\(s\) 1, 2 in .* after 0.1 s"):
+        keeper._await(tmp_path / "partial", range(1, 3))
+    (tmp_path / "rank-00001.failed").write_text("its disk is broken")
+    with pytest.raises(CheckpointError, match=r"rank 1 could not write its part of .*: its disk is broken"):
+        keeper._await(tmp_path, range(1, 2))
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    for optimizer, said in (
+        (torch.optim.SGD(weights, lr=0.1, momentum=0.9), "the state of SGD"),
+        (torch.optim.AdamW(weights, amsgrad=True), "AdamW with amsgrad"),
+    ):
+        odd = {**run, "ours": dataclasses.replace(run["ours"], optimizer=optimizer)}
+        with pytest.raises(StrategyError, match=said):
+            saver(odd, tmp_path)
+    adam = torch.optim.AdamW(weights)
+    parts = [torch.optim.lr_scheduler.ConstantLR(adam) for _ in range(2)]
+    sequence = torch.optim.lr_scheduler.SequentialLR(adam, parts, milestones=[2])
+    with pytest.raises(StrategyError, match="the state of SequentialLR"):
+        saver({**run, "schedule": sequence}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ({"seed": 7}, "seed 0, and here it is 7"),
+        ({"micro_batch": 2}, "global batch 4, and here it is 2"),
+        ({"steps": 1}, "has done 2 already. Give --steps 2 or more"),
+    ],
+)
+def test_another_order_of_the_data_is_refused(
+    run: dict[str, Any], written: Path, loop: dict[str, Any], said: str
+) -> None:
+    newest = complete(written)[0]
+    found = Found(path=newest, manifest=read_manifest(newest), skipped=())
+    job = run["ours"].job
+    check_fits(found, job, run["identity"])
+    with pytest.raises(CheckpointError, match=said):
+        check_fits(found, dataclasses.replace(job, loop=dataclasses.replace(job.loop, **loop)), run["identity"])
+
+
+def test_nothing_to_go_on_from(run: dict[str, Any], tmp_path: Path) -> None:
+    found = find(run["accelerator"], tmp_path / "checkpoints")
+    assert (found.path, found.step) == (None, 0)
+    assert "starting again" in str(found)
+
+
+def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dict[str, Any], tmp_path: Path) -> None:
+    half = tmp_path / ".step-00000007.partial"
+    half.mkdir()
+    (half / "rank-00000.safetensors").touch()
+    keeper = saver(run, tmp_path, keep=3)
+    assert not half.exists()
+    for step in range(1, 6):
+        keeper.save(step)
+        keeper.wait()
+        assert complete(tmp_path)
+    assert [path.name[-1] for path in complete(tmp_path)] == ["5", "4", "3"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": "other"}, "other data"),
+        ({"parameters": "0" * 64}, "another model"),
+        ({"architecture": "T5"}, "another architecture"),
+        ({"adapter": {"adapter": "lora", "lora_rank": 16, "lora_targets": "all-linear"}}, "another adapter"),
+        ({"base": {"revision": None, "files": {"model.safetensors": "0" * 64}}}, "another base"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(
+    run: dict[str, Any], written: Path, change: dict[str, Any], said: str
+) -> None:
+    newest = complete(written)[0]
+    other = dataclasses.replace(run["identity"], **change)
+    found = Found(path=newest, manifest=read_manifest(newest), skipped=())
+    with pytest.raises(CheckpointError, match=said):
+        restore(run["ours"], run["schedule"], found, other)
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> None:
+    newest = complete(written)[0]
+    manifest = read_manifest(newest)
+    for name in ("../rank-00000.safetensors", "/etc/passwd", "a/../../b", "", "manifest.json"):
+        crafted = dataclasses.replace(manifest, files={name: {"sha256": "0", "bytes": 1}})
+        (newest / "manifest.json").write_bytes(crafted.encode())
+        with pytest.raises(CheckpointError, match="expected rank-00000"):
+            read_manifest(newest)
+
+
+def test_a_manifest_of_another_format_says_which(written: Path) -> None:
+    newest = complete(written)[0]
+    crafted = dataclasses.replace(read_manifest(newest), format=99)
+    (newest / "manifest.json").write_bytes(crafted.encode())
+    with pytest.raises(CheckpointError, match="of format 99"):
+        read_manifest(newest)
+
+
+def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    newest = complete(written)[0]
+    manifest = read_manifest(newest)
+    path = newest / "rank-00000.safetensors"
+    tensors = load_file(path)
+    tensors["weight:0:lm_head.weight"] = tensors["weight:0:lm_head.weight"][:-5].contiguous()
+    save_file(tensors, path)
+    with (
+        opened(newest, manifest) as ranges,
+        pytest.raises(CheckpointError, match=r"lacks elements from 2043 on of weight of lm_head"),
+    ):
+        ranges.whole("lm_head.weight")
+
+
+def test_a_manifest_is_what_was_written(written: Path) -> None:
+    newest = complete(written)[0]
+    assert read_manifest(newest).encode() == (newest / "manifest.json").read_bytes()
+    fields = {field.name for field in dataclasses.fields(Manifest)}
+    assert set(json.loads((newest / "manifest.json").read_bytes())) == fields | {"sha256"}
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_checkpoints as tests
+from toolkit.checkpoints import complete, problems, saving
+from toolkit.errors import CheckpointError, StrategyError
+
+disk = Path(sys.argv[1])
+class Factory:
+    def mktemp(self, name):
+        made = disk.parent / name
+        made.mkdir()
+        return made
+
+run = next(tests.run.__wrapped__(Factory()))
+size = tests.saver(run, disk / "size", keep=1).layout.total_bytes
+try:
+    tests.saver(run, disk / "many", keep=1000)
+except CheckpointError as error:
+    print("BEFORE", error)
+keeper = tests.saver(run, disk / "checkpoints", keep=1)
+keeper.save(1)
+keeper.wait()
+import shutil
+def fill(left):
+    with open(disk / "filler", "ab") as file:
+        file.write(bytes(shutil.disk_usage(disk).free - left))
+fill(saving.SLACK // 2)
+try:
+    keeper.save(2)
+except CheckpointError as error:
+    print("CHECKED", error)
+saving.SLACK = 0  # as if the disk had become full after the check
+saving.check_space = lambda *told: None
+fill(size // 2)
+keeper.save(2)
+try:
+    keeper.wait()
+except CheckpointError as error:
+    print("WRITING", error)
+print("LEFT", [path.name for path in complete(disk / "checkpoints")], problems(complete(disk / "checkpoints")[0]))
+"""
+
+
+def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:
+    """On a file system of its own, mounted in a user namespace."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = f'mount -t tmpfs -o size=64m tmpfs {disk} && exec {sys.executable} -c "$1" {disk} {Path(__file__).parent}'
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", FULL_DISK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0].isupper())
+    for when in ("BEFORE", "CHECKED", "WRITING"):
+        assert "bytes) are needed" in said[when], when
+        assert "bytes) are free" in said[when], when
+    assert "1001 checkpoints" in said["BEFORE"]
+    assert said["LEFT"] == "['step-00000001'] []"
+    shutil.rmtree(disk, ignore_errors=True)

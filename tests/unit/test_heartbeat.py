@@ -1,0 +1,103 @@
+"""A rank's sign of life: always there, always whole, and it says where the rank is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.heartbeat import Beat, read_beats
+from toolkit.phases import phase
+
+
+def test_it_says_where_the_rank_is(tmp_path: Path) -> None:
+    beat = Beat(tmp_path / "rank-3.beat", 3)
+    with beat:
+        assert (beat.last.where, beat.last.step, beat.last.pid) == ("before its first step", 0, os.getpid())
+        with phase("load"):
+            assert beat.last.where == "in phase load"
+        beat.note("between", step=6)
+        beat.note("begin", step=7)
+        assert beat.last.where == "at the beginning of step 7"
+        with phase("forward"):
+            assert beat.last.where == "in the forward of step 7"
+            with phase("step"):
+                assert beat.phase == "step"
+            assert beat.phase == "forward"
+        beat.note("between")
+        assert beat.last.where == "after step 7"
+        with phase("save"):
+            assert beat.last.where == "in phase save, after step 7"
+    assert read_beats(tmp_path)[3].phase == "ended"
+    assert read_beats(tmp_path)[3].step == 7
+
+
+def test_of_two_ranks_the_one_with_fewer_marks_is_behind(tmp_path: Path) -> None:
+    first, second = Beat(tmp_path / "rank-0.beat", 0), Beat(tmp_path / "rank-1.beat", 1)
+    with first, second:
+        first.note("begin", step=1)
+        second.note("begin", step=1)
+        assert first.marks == second.marks
+        first.note("between")
+        assert first.marks > second.marks
+
+
+def test_the_place_of_an_exception_stays(tmp_path: Path) -> None:
+    def fail() -> None:
+        with Beat(tmp_path / "rank-0.beat", 0) as beat:
+            beat.note("begin", step=4)
+            with phase("backward"):
+                raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert read_beats(tmp_path)[0].where == "in the backward of step 4"
+
+
+def test_it_beats_by_itself_and_tells_at_once_that_it_listens(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.beat"
+    with Beat(path, 0, every=0.05) as beat:
+        size, first = path.stat().st_size, read_beats(tmp_path)[0]
+        assert not first.listens
+        assert first.rss > 2**20
+        with beat.listening():
+            assert read_beats(tmp_path)[0].listens
+        assert not read_beats(tmp_path)[0].listens
+        deadline = time.monotonic() + 30
+        while read_beats(tmp_path)[0].time < first.time + 0.1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert path.stat().st_size == size, "a full disk has room for what is overwritten"
+
+
+def test_what_is_no_heartbeat_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.beat").write_text('{"rank": 0, "pi')
+    (tmp_path / "rank-1.beat").write_text(json.dumps({"rank": 1}))
+    (tmp_path / "rank-2.beat").write_bytes(b"\0" * 256)
+    assert read_beats(tmp_path) == {}
+
+
+def test_a_stopped_process_stops_beating(tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from toolkit.heartbeat import Beat
+with Beat(Path({str(tmp_path / "rank-0.beat")!r}), 0, every=0.02):
+    print("beats", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert read_beats(tmp_path)[0].pid == process.pid
+        process.send_signal(19)
+        time.sleep(0.2)
+        last = read_beats(tmp_path)[0].time
+        time.sleep(0.2)
+        assert read_beats(tmp_path)[0].time == last
+        process.kill()

@@ -1,0 +1,118 @@
+"""What a run trains: fingerprints of model, tokenizer, data and base, by which a checkpoint knows its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.cache import cache_folder
+from toolkit.checkpoints.hashing import sha256_of_all
+from toolkit.errors import CheckpointError
+from toolkit.folder import write_whole
+from toolkit.model import ModelSpec, local_weights
+
+if TYPE_CHECKING:
+    from toolkit.strategy import Strategy
+
+ADAPTER_FIELDS = ("adapter", "lora_rank", "lora_targets")
+"""Fields of Strategy that decide which parameters there are: what is trained stays what it was."""
+
+_BLOB = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What is trained, on what."""
+
+    model: str
+    """As it was named."""
+    source: str | None
+    """Where its weights were read."""
+    architecture: str
+    parameters: str
+    """sha256 over names and shapes of the model's parameters."""
+    data: str
+    """The rows' fingerprint; the tokenizer and the sequence length are in it."""
+    adapter: Mapping[str, Any]
+    """`ADAPTER_FIELDS`."""
+    base: Mapping[str, Any] | None
+    """Under an adapter: the base's `revision` on the Hub, if it has one, and the sha256 of each of its weight `files`."""
+
+
+def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
+    """The identity of a run that trains `spec` under `strategy` on rows with the fingerprint `data`."""
+    shapes = json.dumps([(parameter.name, parameter.shape) for parameter in spec.parameters])
+    adapter = {name: getattr(strategy, name) for name in ADAPTER_FIELDS} if strategy.adapter != "none" else {}
+    return Identity(
+        model=spec.name,
+        source=spec.source,
+        architecture=spec.architecture,
+        parameters=hashlib.sha256(shapes.encode()).hexdigest(),
+        data=data,
+        adapter=adapter,
+        base=_base(spec) if adapter else None,
+    )
+
+
+def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuse a checkpoint of another model, adapter, base or data set.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    mine = asdict(ours)
+    told = {
+        "architecture": "another architecture",
+        "parameters": f"another model than {ours.model}: parameters differ in name or shape",
+        "data": "other data, another tokenizer or another sequence length",
+        "adapter": "another adapter",
+    }
+    for name, what in told.items():
+        if mine[name] != theirs.get(name):
+            raise CheckpointError(
+                f"{checkpoint} was written of {what} ({_brief(theirs.get(name))}, and here it is {_brief(mine[name])}). "
+                "Go on with what the run began with, or start a new run."
+            )
+    was, is_ = theirs.get("base") or {}, mine["base"] or {}
+    if was.get("files") != is_.get("files"):
+        raise CheckpointError(
+            f"{checkpoint} was trained over another base: the weights of {ours.source} have changed since (revision "
+            f"{was.get('revision')}, now {is_.get('revision')}). Give the base that it was trained over."
+        )
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:12] + "…" if re.fullmatch(r"[0-9a-f]{64}", text) else text
+
+
+def _base(spec: ModelSpec) -> dict[str, Any]:
+    files = local_weights(spec.source or spec.name)
+    blobs = {path: path.resolve() for path in files}
+    # The Hub's cache names a weight file by its sha256, and the folder of a snapshot by its revision.
+    known = {
+        path: blob.name for path, blob in blobs.items() if _BLOB.fullmatch(blob.name) and blob.parent.name == "blobs"
+    }
+    parent = files[0].parent
+    revision = parent.name if parent.parent.name == "snapshots" else None
+    digests = {**known, **_remembered([path for path in files if path not in known])}
+    return {"revision": revision, "files": {path.name: digests[path] for path in files}}
+
+
+def _remembered(files: list[Path]) -> dict[Path, str]:
+    """sha256 of files, each computed once as long as its path, size and time of change stay."""
+    memory = cache_folder("hashes")
+    notes = {}
+    for path in files:
+        stat = path.stat()
+        said = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        notes[path] = memory / hashlib.sha256(said.encode()).hexdigest()
+    unknown = [path for path in files if not notes[path].exists()]
+    for path, digest in zip(unknown, sha256_of_all(unknown), strict=True):
+        write_whole(notes[path], digest.encode())
+    return {path: notes[path].read_text() for path in files}

@@ -1,0 +1,181 @@
+"""`manifest.json`: what a checkpoint holds, and how to know that it still does. Reads no tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints.hashing import sha256_of_all
+from toolkit.engines.job import Counters
+from toolkit.errors import CheckpointError
+from toolkit.units import BYTES_OF
+
+FORMAT = 1
+"""Whoever changes what a checkpoint's files mean raises it."""
+
+NAME = "manifest.json"
+
+_FOLDER = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+
+
+def folder_name(step: int) -> str:
+    """The name of the checkpoint after `step` optimizer steps: `step-00000100`."""
+    return f"step-{step:08d}"
+
+
+class OtherFormat(CheckpointError):
+    """Written by another version of the toolkit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds. `files` are all of them but this one."""
+
+    format: int
+    step: int
+    """Steps of the loop that were done, those that fp16's scaler skipped included."""
+    ranks: int
+    global_batch: int
+    """Samples of a step. `step` × `global_batch` of the data's order are behind."""
+    strategy: Mapping[str, Any]
+    """That it was written under; it can be read under any other."""
+    loop: Mapping[str, Any]
+    counters: Mapping[str, Any]
+    """The optimizer's steps, fp16's scale: see `engines.job.Counters`."""
+    schedule: Mapping[str, Any]
+    """The learning-rate schedule's state."""
+    tensors: Mapping[str, Mapping[str, Any]]
+    """Canonical parameter name → its whole `shape` and, by kind (`weight`, `exp_avg`, `exp_avg_sq`), its `dtypes`."""
+    identity: Mapping[str, Any]
+    """Fingerprints of model, tokenizer, data and, under an adapter, of the base: see `Identity`."""
+    versions: Mapping[str, Any]
+    written: str
+    """When, in local time with its offset."""
+    files: Mapping[str, Mapping[str, Any]]
+    """File → its `sha256` and `bytes`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(int(file["bytes"]) for file in self.files.values())
+
+    def encode(self) -> bytes:
+        """`manifest.json`, byte for byte: the fields, and over them a sha256 of its own."""
+        fields = dataclasses.asdict(self)
+        own = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+        return (json.dumps({**fields, "sha256": own}, indent=1) + "\n").encode()
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """A checkpoint's manifest.
+
+    Raises:
+        CheckpointError: where there is none, where it is no manifest, or names a file that lies elsewhere.
+    """
+    path = checkpoint / NAME
+    if not path.is_file() or path.is_symlink():
+        raise CheckpointError(
+            f"{checkpoint} holds no checkpoint: {path} is missing. Name another, or the run's folder."
+        )
+    try:
+        written = path.read_bytes()
+        values = json.loads(written)
+        if values["format"] != FORMAT:
+            raise OtherFormat(
+                f"{path} is of format {values['format']!r}, and this version reads {FORMAT}. "
+                "Go on with the version of the toolkit that wrote it."
+            )
+        own = values.pop("sha256")
+        found = Manifest(**values)
+        if found.encode() != written:
+            raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
+        _check(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged, or no manifest: {error}. Take an older checkpoint.") from None
+    return found
+
+
+def _check(found: Manifest) -> None:
+    """What a sha256 does not say: whoever made the manifest may mean ill."""
+    for name, file in found.files.items():
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"it names {name!r}: expected rank-00000.safetensors and the like")
+        if not isinstance(file["sha256"], str) or not isinstance(file["bytes"], int):
+            raise ValueError(f"it says no sha256 and bytes of {name!r}")
+    for name, tensor in found.tensors.items():
+        if not all(isinstance(size, int) and size >= 0 for size in tensor["shape"]) or not tensor["dtypes"]:
+            raise ValueError(f"it says no shape and dtypes of {name!r}")
+        if not set(tensor["dtypes"].values()) <= set(BYTES_OF):
+            raise ValueError(f"it names dtypes {sorted(tensor['dtypes'].values())} of {name!r}")
+    Counters(**found.counters)
+    if not all(isinstance(value, dict) for value in (found.strategy, found.loop, found.schedule, found.identity)):
+        raise ValueError("strategy, loop, schedule and identity have to be objects")
+    if found.step < 0 or found.ranks < 1 or found.global_batch < 1:
+        raise ValueError("its counts are below their least")
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The published checkpoints of a run, newest first. That they are whole says `problems`."""
+    if not checkpoints.is_dir():
+        return []
+    numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() and not path.is_symlink()]
+
+
+def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, too many, or changed.
+
+    Args:
+        checkpoint: the folder.
+        share: (rank, ranks): hash every `ranks`-th file only, from the `rank`-th on, since the others hash the rest.
+
+    Raises:
+        OtherFormat: for one that another version wrote, which is no damage.
+    """
+    try:
+        found = read_manifest(checkpoint)
+        return _differences(checkpoint, found, share)
+    except OtherFormat:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"it cannot be read: {error}"]
+
+
+def _differences(checkpoint: Path, found: Manifest, share: tuple[int, int]) -> list[str]:
+    wrong, whole = [], []
+    here = {path.relative_to(checkpoint).as_posix(): path for path in _files(checkpoint)}
+    wrong += [f"{name} does not belong to it" for name in sorted(set(here) - set(found.files) - {NAME})]
+    for name, file in found.files.items():
+        path = here.get(name)
+        if path is None:
+            wrong.append(f"{name} is missing")
+        elif path.is_symlink():
+            wrong.append(f"{name} is a symlink")
+        elif path.stat().st_size != file["bytes"]:
+            wrong.append(f"{name} has {path.stat().st_size:,} bytes, expected {file['bytes']:,}")
+        else:
+            whole.append((name, path, file["sha256"]))
+    rank, ranks = share
+    mine = sorted(whole)[rank::ranks]
+    for (name, _, expected), sha256 in zip(mine, sha256_of_all(path for _, path, _ in mine), strict=True):
+        if sha256 != expected:
+            wrong.append(f"{name} is damaged: its sha256 is {sha256[:12]}…, expected {expected[:12]}…")
+    return wrong
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    """All that is no folder; symlinks are not followed."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            yield from _files(path)
+        else:
+            yield path

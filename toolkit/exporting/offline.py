@@ -1,0 +1,222 @@
+"""`export()`: from a checkpoint to Hugging Face files, without the engine that wrote it and without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.checkpoints import identify
+from toolkit.checkpoints.identity import check_same
+from toolkit.errors import ModelError, RunError, ToolkitError
+from toolkit.exporting.adapters import compare_adapter, job_of, merged, trained_over, write_adapter
+from toolkit.exporting.card import told_of, write_card
+from toolkit.exporting.checking import check_files, compare_whole, fits, logits, logits_of, relative_error
+from toolkit.exporting.publishing import check_room, check_target, drafted
+from toolkit.exporting.results import TOLERANCE, Export, headers, load_line
+from toolkit.exporting.sources import Source, Weights, opened_source
+from toolkit.exporting.whole import Complete, saved_bytes, skeleton, write_model
+from toolkit.loading import load_tokenizer, quiet_bars
+from toolkit.model import EMBEDDED, ModelSpec, copy_code, describe, require_weights
+from toolkit.reopening import read_base
+from toolkit.strategy import Strategy, from_dict
+from toolkit.units import BYTES_OF, DTYPE_OF, format_bytes
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+INT8 = 5e-2
+"""As `TOLERANCE`, of what was trained over an 8-bit base, whose forward rounds activations too (Dettmers et al. 2022)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    source: Source
+    spec: ModelSpec
+    dtype: str | None
+    """torch's name; None leaves it as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    what: str
+    error: float | None
+    limit: float
+    notes: tuple[str, ...] = ()
+
+
+def export(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    model: str | None = None,
+    trust_remote_code: str | None = None,
+) -> Export:
+    """Write what a checkpoint holds as Hugging Face files, open them again, and compare them with the checkpoint.
+
+    A whole model becomes safetensors with config and tokenizer, an adapter what PEFT saves. `folder` appears whole and
+    checked, or not at all. While it is written one file (5 GB) and one layer are in memory; while it is checked one whole
+    model, and where there is no room for that the result says that logits were not compared.
+
+    Args:
+        source: a run's folder, whose newest sound checkpoint is taken; one checkpoint; or a folder that DeepSpeed or
+            Accelerate wrote, of which `model` says what it is.
+        folder: a new or an empty one.
+        merge: merge an adapter into its base, which is then in memory once.
+        dtype: `fp32`, `bf16` or `fp16`; otherwise the checkpoint's own, and merged the one that the base had in training.
+        model: folder or Hub id of the model that was trained from; otherwise what the checkpoint names.
+        trust_remote_code: as `describe` takes it.
+
+    Raises:
+        RunError: where there is nothing to export, no place for it, or what was written is not what was trained.
+        CheckpointError: for a checkpoint that is damaged, or was trained from another model or base.
+        ModelError: for a model or tokenizer that cannot be read.
+    """
+    source, folder = Path(source).expanduser(), Path(folder).expanduser()
+    if dtype is not None and dtype not in DTYPES:
+        raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
+    check_target(folder, source)
+    with opened_source(source) as found, quiet_bars(True, shown=False):
+        if merge and found.adapter == "none":
+            raise RunError(f"{found.path} holds a whole model, and merging is for adapters. Leave --merge out.")
+        asked = _Asked(
+            source=found, spec=_described(found, model, trust_remote_code), dtype=DTYPE_OF[dtype] if dtype else None
+        )
+        make = _whole if found.adapter == "none" else _merged if merge else _adapter
+        with drafted(folder) as draft:
+            made = make(asked, draft)
+            if made.error is not None and not made.error <= made.limit:
+                raise RunError(
+                    f"the export of {found.path} was removed, for it is not what was trained: its logits differ by "
+                    f"{made.error:.1e} relative, more than {made.limit:.0e}."
+                )
+            rows = told_of(found.manifest) if found.manifest else {"checkpoint": found.weights.kind}
+            trained = found.adapter
+            write_card(
+                draft, asked.spec, what=made.what, trained=trained, rows=rows, notes=made.notes, error=made.error
+            )
+    return _result(asked, made, folder)
+
+
+def _result(asked: _Asked, made: _Made, folder: Path) -> Export:
+    saved, adapter = headers(folder), made.what == "adapter"
+    return Export(
+        folder=str(folder),
+        adapter=adapter,
+        tensors=len(saved),
+        size_bytes=sum(BYTES_OF[dtype] * elements for _, dtype, elements in saved),
+        logits_error=made.error,
+        load=load_line(asked.spec, asked.spec.source, str(folder), adapter=asked.source.adapter if adapter else "none"),
+        checkpoint=str(asked.source.path),
+        step=asked.source.manifest.step if asked.source.manifest else None,
+        notes=(*asked.source.skipped, *made.notes),
+    )
+
+
+def _described(source: Source, model: str | None, trust: str | None) -> ModelSpec:
+    """The model that was trained from, which has to be the checkpoint's own."""
+    identity = source.manifest.identity if source.manifest else {}
+    own = str(source.path) if (source.path / "config.json").is_file() else None
+    name = model or identity.get("source") or identity.get("model") or own
+    if name is None:
+        raise RunError(
+            f"{source.path} ({source.weights.kind}) does not say of what model it is. Name the folder or Hub id of the model "
+            "that was trained from, for its config and tokenizer, with --model."
+        )
+    try:
+        spec = describe(name, trust_remote_code=trust)
+    except ModelError as error:
+        if model or Path(name).exists():
+            raise
+        raise ModelError(f"{error} Or say where the model is now with --model.") from error
+    if spec.source is None:  # a config and a tokenizer are enough, where all weights are in the checkpoint
+        if name == EMBEDDED:
+            raise ModelError(
+                "model 'embedded' has no folder yet: `toolkit.readying.embedded_model()` makes and names it."
+            )
+        path = Path(name).expanduser()
+        spec = dataclasses.replace(spec, source=str(path if path.is_dir() else path.parent))
+    if identity.get("model") == EMBEDDED:
+        spec = dataclasses.replace(spec, name=EMBEDDED)
+    if source.manifest:
+        if source.adapter != "none":
+            require_weights(spec)
+        strategy = from_dict(Strategy, source.manifest.strategy)
+        check_same(identify(spec, strategy, identity["data"]), identity, source.path)
+    return spec
+
+
+def _whole(asked: _Asked, draft: Path) -> _Made:
+    weights = _write(asked, asked.source.weights, asked.dtype, draft)
+    dtype, notes = asked.dtype or weights.dtype, []
+    if dtype not in TOLERANCE:
+        raise RunError(
+            f"{asked.source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype."
+        )
+    if dtype != weights.dtype:
+        notes.append(f"Saved in {dtype}; the checkpoint holds {weights.dtype}. Logits were compared in {dtype}.")
+    return _Made(
+        what="model",
+        error=compare_whole(asked.spec, weights, draft, dtype),
+        limit=TOLERANCE[dtype],
+        notes=tuple(notes),
+    )
+
+
+def _merged(asked: _Asked, draft: Path) -> _Made:
+    spec, source = asked.spec, asked.source
+    job = job_of(source, spec)
+    dtype = asked.dtype or job.compute_dtype
+    wide = max(dtype, job.compute_dtype, key=lambda one: BYTES_OF[one])
+    if not fits(spec, wide):
+        raise RunError(
+            f"merging needs memory for {spec.name} in {wide}, {format_bytes(1.2 * BYTES_OF[wide] * spec.elements)}, and "
+            "there is less. Export the adapter without --merge, or merge on a larger machine."
+        )
+    model = trained_over(read_base(job, on_host=True), job, source, None)
+    wanted = logits(model, spec)
+    _write(asked, merged(model, job, source, dtype), dtype, draft)
+    del model
+    found, _ = logits_of(spec, draft, dtype)
+    coarse = min(dtype, job.compute_dtype, key=lambda one: (BYTES_OF[one], one != "bfloat16"))
+    bits = {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter)
+    notes = [f"The {source.adapter} adapter is merged into its base by PEFT, in {dtype}."]
+    if bits:
+        notes.append(
+            f"The base is the {bits} one that the adapter was trained over, dequantized: its weights are not those of the "
+            "model that was trained from."
+        )
+    return _Made(
+        what="merged model",
+        error=relative_error(found, wanted),
+        limit=INT8 if source.adapter == "qlora8" else TOLERANCE[coarse],
+        notes=tuple(notes),
+    )
+
+
+def _adapter(asked: _Asked, draft: Path) -> _Made:
+    spec, source = asked.spec, asked.source
+    job, tokenizer = job_of(source, spec), load_tokenizer(spec)
+    real = fits(spec, job.compute_dtype)
+    base = read_base(job, on_host=True) if real else skeleton(spec, tokenizer)
+    model = trained_over(base, job, source, asked.dtype)
+    wanted = logits(model, spec) if real else None
+    planned = write_adapter(model, source, asked.dtype, draft)
+    tokenizer.save_pretrained(draft)
+    check_files(draft, planned)
+    error = None if wanted is None else compare_adapter(model.unload(), wanted, draft, spec)
+    return _Made(what="adapter", error=error, limit=TOLERANCE[job.compute_dtype])
+
+
+def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> Complete:
+    """A whole model's files, checked one by one."""
+    tokenizer = load_tokenizer(asked.spec)
+    model = skeleton(asked.spec, tokenizer)
+    complete = Complete(weights, model, asked.spec)
+    check_room(draft, saved_bytes(model, complete, dtype))
+    planned = write_model(model, complete, dtype, draft)
+    tokenizer.save_pretrained(draft)
+    copy_code(asked.spec, draft)
+    check_files(draft, planned)
+    return complete

@@ -1,0 +1,60 @@
+"""`follow()`: training as it is seen: a line a step in `events.jsonl`, and a progress bar."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.job import Job, Prepared
+from toolkit.folder import Folder
+from toolkit.training import Step, Wish, nothing, train
+from toolkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+def follow(
+    prepared: Prepared,
+    loader: Any,
+    schedule: Any,
+    *,
+    folder: Folder,
+    samples: Callable[[int], str],
+    start: int = 0,
+    wish: Callable[[], Wish] = nothing,
+    attempt: int = 0,
+) -> Iterator[Step]:
+    """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process."""
+    main = prepared.accelerator.is_main_process
+    with _progress(prepared.job, start, shown=main) as bar:
+        for step in train(prepared, loader, schedule, start=start, samples=samples, wish=wish):
+            if main:
+                folder.append_event({**_event(step), "attempt": attempt, "samples": samples(step.step)})
+                _show(bar, step)
+            yield step
+
+
+def _event(step: Step) -> dict[str, Any]:
+    line = dataclasses.asdict(step)
+    del line["gradients"], line["wish"]
+    return line
+
+
+def _progress(asked: Job, start: int, *, shown: bool) -> tqdm[Any]:
+    from tqdm import tqdm
+
+    word, steps = asked.strategy.sharding, asked.loop.steps
+    return tqdm(total=steps, initial=start, desc=word, unit="step", disable=not shown, mininterval=0.25)
+
+
+def _show(bar: tqdm[Any], step: Step) -> None:
+    sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
+    bar.set_postfix_str(
+        f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {format_bytes(max(sizes, default=0))} a rank",
+        refresh=False,
+    )
+    bar.update()
+    if step.skipped:
+        bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")

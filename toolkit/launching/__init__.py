@@ -1,0 +1,8 @@
+"""Runs by `accelerate launch`: shown while they go, watched, ended whole, their failures explained, and begun again."""
+
+from toolkit.launching.failing import RankDied, RankHung
+from toolkit.launching.restarting import Care, persevere
+from toolkit.launching.stopping import Stopped
+from toolkit.launching.supervising import supervise
+
+__all__ = ["Care", "RankDied", "RankHung", "Stopped", "persevere", "supervise"]

@@ -1,0 +1,106 @@
+"""`persevere()`: after a rank died or hung, a fresh process group goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.checkpoints import complete
+from toolkit.continuing import read_run_json
+from toolkit.errors import OutOfMemory, StrategyError, nearest
+from toolkit.folder import Folder, last_step
+from toolkit.heartbeat import read_beats
+from toolkit.launching.failing import RankDied
+from toolkit.launching.supervising import supervise
+from toolkit.shrinking import halved
+from toolkit.strategy import Loop, from_dict, spell
+
+ON_OOM = ("stop", "shrink")
+
+IDLE = 2
+"""Restarts in a row without a new step after which another would be in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Care:
+    """What is done when a rank fails."""
+
+    restarts: int = field(default=0, metadata={"help": "times that a run goes on by itself after a rank died or hung"})
+    """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
+    on_oom: str = field(default="stop", metadata={"values": ON_OOM})
+    """`shrink`: after a rank ran out of memory, go on with half the micro-batch and the same global batch."""
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise StrategyError(f"restarts {self.restarts}: expected a whole number of at least 0.")
+        if self.on_oom not in ON_OOM:
+            known = ", ".join(ON_OOM)
+            raise StrategyError(f"on_oom {self.on_oom!r} is unknown.{nearest(self.on_oom, ON_OOM)} Known: {known}.")
+
+
+def persevere(
+    folder: Folder,
+    module: str,
+    first: Sequence[str],
+    again: Sequence[str],
+    config: Mapping[str, Any],
+    *,
+    timeout: float,
+    care: Care,
+) -> None:
+    """`supervise` a module, again and again as `care` says.
+
+    Args:
+        folder: the run's, entered by the caller with a `new_token()`.
+        module: the Python module that each rank runs: the recipe, or one that writes the same files.
+        first: its command line.
+        again: the one that goes on with what `first` began.
+        config: content of the Accelerate config file.
+        timeout: seconds after which a rank without a heartbeat has hung.
+        care: how often, and when.
+
+    Raises:
+        ToolkitError: as `supervise`, when it is not, or no longer, met by a restart.
+        Stopped: after SIGINT or SIGTERM.
+    """
+    arguments, smaller = list(first), list[str]()
+    restarts = idle = 0
+    furthest = last_step(folder.events)
+    while True:
+        try:
+            return supervise(folder, module, arguments, config, timeout=timeout)
+        except OutOfMemory as error:
+            if care.on_oom != "shrink" or not (fewer := _fewer(folder)):
+                raise
+            smaller = spell(fewer)
+            _say(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
+        except RankDied as error:
+            idle = idle + 1 if restarts and last_step(folder.events) <= furthest else 0
+            furthest = max(furthest, last_step(folder.events))
+            if restarts == care.restarts:
+                raise
+            if idle == IDLE:
+                why = f"{error}\n{IDLE} restarts in a row made no new step, so there is no other."
+                raise type(error)(why) from None
+            restarts += 1
+            _say(folder, f"{error}\nRestart {restarts} of {care.restarts}")
+        arguments = [*again, *smaller] if folder.run_json.exists() else list(first)
+
+
+def _fewer(folder: Folder) -> dict[str, int]:
+    """Half the micro-batch, where a rank ran out of memory in a step and there is more than one sample in it."""
+    if not folder.run_json.exists() or not any(beat.step for beat in read_beats(folder.logs).values()):
+        return {}
+    return halved(from_dict(Loop, read_run_json(folder.path)["loop"]))
+
+
+def _say(folder: Folder, text: str) -> None:
+    """To the user, and into the logs, whose later lines are another attempt's."""
+    newest = next(iter(complete(folder.checkpoints)), None)
+    whence = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
+    print(f"toolkit: {text}, {whence}.", file=sys.stderr, flush=True)
+    for log in folder.logs.glob("rank-*.log"):
+        with log.open("a") as file:
+            file.write(f"\n--- {text.splitlines()[-1]}, {whence} ---\n")

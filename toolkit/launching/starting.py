@@ -1,0 +1,65 @@
+"""A run's folder made ready, and `accelerate launch` started in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.folder import TOKEN, Folder
+
+
+def clear(folder: Folder, config: Mapping[str, Any]) -> None:
+    """Write the config file, and remove what an earlier attempt left of its end."""
+    import yaml
+
+    folder.logs.mkdir(exist_ok=True)
+    for old in (*folder.logs.glob("rank-*.error.json"), *folder.logs.glob("rank-*.beat"), failures_of(folder)):
+        old.unlink(missing_ok=True)
+    folder.config.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+
+
+def failures_of(folder: Folder) -> Path:
+    """Where the launcher notes how ranks ended."""
+    return folder.logs / "failures.json"
+
+
+def launcher_log(folder: Folder) -> Path:
+    """What the launcher printed."""
+    return folder.logs / "launcher.log"
+
+
+def ranks_here(config: Mapping[str, Any]) -> int:
+    """Of this machine."""
+    return int(config.get("num_processes", 1)) // int(config.get("num_machines", 1))
+
+
+def start(
+    folder: Folder,
+    module: str,
+    arguments: Sequence[str],
+    config: Mapping[str, Any],
+    environ: Mapping[str, str],
+    output: IO[Any] | int | None,
+) -> subprocess.Popen[bytes]:
+    """The launcher; arguments as `supervise` has them."""
+    port = [] if "main_process_port" in config else ["--main_process_port", "0"]  # 0: a free one
+    launch = ["accelerate", "launch", "--config_file", str(folder.config), *port, "-m", module, *arguments]
+    command = [sys.executable, "-m", "toolkit.launching", str(os.getpid()), str(failures_of(folder)), *launch]
+    with open(launcher_log(folder), "wb") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": _threads(ranks_here(config)), **environ, TOKEN: folder.token},
+            stdin=subprocess.DEVNULL,  # a library that asks would stop a group in the background for good
+            stdout=output,
+            stderr=log,
+            process_group=0,  # a terminal's Ctrl-C comes to the supervisor alone, which passes it on once
+        )
+
+
+def _threads(ranks: int) -> str:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))

@@ -1,0 +1,198 @@
+"""`redact()`: secrets out of whatever is printed, logged or written; as a program, out of what passes through.
+
+Standard library only, and little of it: every rank's output passes through `python -I -S redacting.py [LOG]`, a process of
+its own, so that the last words of a killed rank are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, TextIO
+
+MARK = "[redacted]"
+"""What stands where a secret stood."""
+
+LEAST = 8
+"""Characters of the shortest value that counts as a secret: `true` and `1` are none."""
+
+_SECRET = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY(?:_ID)?|PRIVATE_KEY|PASSPHRASE)$|SECRET|PASSWORD|PASSWD")
+_PLACE = re.compile(r"(?:FILE|PATH|DIR)$")
+_OURS = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
+
+_VALUE = r"[^\s\"'\\,;&<>]{8,}"
+_SHAPES = tuple(
+    (re.compile(pattern), shown)
+    for pattern, shown in (
+        # By their beginnings: Hugging Face, GitHub, GitLab, AWS, Slack, Weights & Biases, OpenAI and others.
+        (r"(?<![A-Za-z0-9])(?:hf|api_org|gh[opsur])_[A-Za-z0-9]{20,}", MARK),
+        (r"(?<![A-Za-z0-9])(?:github_pat_|wandb_v1_|glpat-|xox[abprs]-|sk-)[\w-]{20,}", MARK),
+        (r"(?<![A-Za-z0-9])A[KS]IA[0-9A-Z]{16}(?![0-9A-Za-z])", MARK),
+        # By what stands before them: a header, a key of 40 digits, an assignment in a shell, a query's signature.
+        (r"((?i:bearer)[ \t]+)[\w.~+/=-]{8,}", rf"\1{MARK}"),
+        (r"((?i:authorization)\W{1,6}\w+[ \t]+)" + _VALUE, rf"\1{MARK}"),
+        (r"((?i:key)[\"']?\s?[=:]\s?[\"']?)[0-9a-f]{40}(?![0-9a-f])", rf"\1{MARK}"),
+        (r"((?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)[\"']?\s?[=:]\s?[\"']?)" + _VALUE, rf"\1{MARK}"),
+        (r"([?&][\w-]*(?i:token|key|secret|password|signature|credential)[\w-]*=)" + _VALUE, rf"\1{MARK}"),
+        # A user in an address: with a password anywhere, alone in http's, where it is a token.
+        (r"(://)[^\s/\"'\\@:]*:[^\s/\"'\\]+@", rf"\1{MARK}@"),
+        (r"(https?://)[^\s/\"'\\@]+@", rf"\1{MARK}@"),
+    )
+)
+
+
+def redact(text: str) -> str:
+    """`text` with `[redacted]` for every secret in it.
+
+    Secret are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
+    at least 8 characters), the Hub's token file, passwords in `.netrc`, and what has the shape of a well-known token.
+    """
+    return _redacted(text, _known())
+
+
+def redact_all(value: Any) -> Any:
+    """JSON's containers with every string in them redacted, keys excepted."""
+    return _walk(value, _known())
+
+
+@contextlib.contextmanager
+def redacted_output() -> Iterator[None]:
+    """What Python prints on standard output and error meanwhile is redacted, write by write."""
+    out, err = _Stream(sys.stdout), _Stream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
+class _Stream:
+    """A text stream that redacts what is written to it, and else is the one that it stands for."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _redacted(text: str, known: re.Pattern[str] | None) -> str:
+    if known is not None:
+        text = known.sub(MARK, text)
+    for pattern, shown in _SHAPES:
+        text = pattern.sub(shown, text)
+    return text
+
+
+def _walk(value: Any, known: re.Pattern[str] | None) -> Any:
+    if isinstance(value, str):
+        return _redacted(value, known)
+    if isinstance(value, Mapping):
+        return {key: _walk(item, known) for key, item in value.items()}
+    return [_walk(item, known) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _known() -> re.Pattern[str] | None:
+    """One pattern for all secrets that this process knows, as they are now."""
+    named = [value for name, value in os.environ.items() if _tells(name)]
+    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
+    hub = os.environ.get("HF_HOME") or os.path.join(cache or os.path.join(home, ".cache"), "huggingface")
+    tokens = _in_file(os.environ.get("HF_TOKEN_PATH") or os.path.join(hub, "token"), r"(\S+)")
+    passwords = _in_file(os.environ.get("NETRC") or os.path.join(home, ".netrc"), r"\bpassword\s+(\S+)")
+    return _pattern((*named, *tokens, *passwords))
+
+
+def _tells(name: str) -> bool:
+    upper = name.upper()
+    return _SECRET.search(upper) is not None and _PLACE.search(upper) is None and upper != _OURS
+
+
+@lru_cache(maxsize=8)
+def _in_file(path: str, pattern: str) -> tuple[str, ...]:
+    """Read once: a process's secrets stay what they are."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return tuple(re.findall(pattern, file.read()))
+    except (OSError, UnicodeDecodeError):
+        return ()
+
+
+@lru_cache(maxsize=8)
+def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
+    """Longest first, line by line, and as JSON, HTML and addresses spell them."""
+    lines = {line.strip() for value in values for line in value.splitlines()}
+    found = {spelt for line in lines if len(line) >= LEAST for spelt in (line, *_spellings(line))}
+    ordered = sorted(found, key=lambda word: (-len(word), word))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _spellings(word: str) -> tuple[str, ...]:
+    if re.fullmatch(r"[\w.~-]+", word, re.ASCII):
+        return ()
+    import json
+    from html import escape
+    from urllib.parse import quote
+
+    plain, wide = json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1]
+    return plain, wide, repr(word)[1:-1], escape(word), quote(word, safe="")
+
+
+# As a program ----------------------------------------------------------------------------------------------------------
+
+QUIET = 0.1
+"""Seconds after which an unfinished line is passed on: a bar's state, a prompt."""
+
+_LONGEST = 2**20
+
+
+def _copy(source: int, targets: Sequence[int]) -> None:
+    """From one file descriptor to others until it ends, line by line; one that cannot be written stops no other."""
+    import select
+
+    known, held = _known(), b""
+
+    def pass_on(data: bytes) -> None:
+        text = _redacted(data.decode("utf-8", "surrogateescape"), known)
+        for target in targets:
+            with contextlib.suppress(OSError):
+                _write(target, text.encode("utf-8", "surrogateescape"))
+
+    while True:
+        if not select.select([source], [], [], QUIET if held else None)[0]:
+            pass_on(held)
+            held = b""
+            continue
+        data = os.read(source, 2**16)
+        if not data:
+            break
+        held += data
+        end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
+        if not end and len(held) > _LONGEST:
+            end = held.rfind(b" ") + 1 or len(held)
+        if end:
+            pass_on(held[:end])
+            held = held[end:]
+    pass_on(held)
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(target, data) :]
+
+
+if __name__ == "__main__":
+    _logs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in sys.argv[1:]]
+    _copy(0, [1, *_logs])
+    os._exit(0)

@@ -1,0 +1,200 @@
+"""Out of memory: recognised, put into figures, and met by the smallest change that could fit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.adapting import require_libraries
+from toolkit.devices import Device, hardware, host_memory
+from toolkit.engines.job import resolve
+from toolkit.errors import OutOfMemory, ToolkitError
+from toolkit.folder import Folder
+from toolkit.heartbeat import Heartbeat
+from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy, from_dict, spell
+from toolkit.units import format_bytes
+
+_SAID = re.compile(
+    r"can't allocate memory|not enough memory|CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA malloc|std::bad_alloc",
+    re.IGNORECASE,
+)
+_ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
+_WHOLE = ("fsdp", "zero3")  # what shards all, the one that holds least first: FSDP2 keeps no separate masters
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that it came from, says that an allocation failed, on a device or on the host."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
+    return any(
+        isinstance(one, MemoryError)
+        or type(one).__name__ == "OutOfMemoryError"  # torch's
+        or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
+        or (isinstance(one, RuntimeError) and bool(_SAID.search(str(one))))
+        for one in chain
+    )
+
+
+def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
+    """What a rank says of an error that `is_out_of_memory`: figures, and what to change."""
+    asked = _ASKED.search(str(error))
+    size = f"It asked for {_size(asked[1])}" if asked else "How much it asked for is not known"
+    return OutOfMemory(f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_held()}. {advice(folder, beat)}")
+
+
+def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) -> str:
+    """The message for a rank that the system killed: its last heartbeat is all that is known of it."""
+    who = f"rank {rank}" if rank is not None else f"rank {beat.rank} (which held most)" if beat else "a rank"
+    where = f" {beat.where}" if beat else ""
+    return (
+        f"{who} was killed by the system, whose memory had run out{where}. How much it asked for is not known; "
+        f"{_last_held(beat)}. {advice(folder, beat)}"
+    )
+
+
+def aborted_for_memory(folder: Folder, rank: int, asked: str | None, beat: Heartbeat | None) -> str:
+    """The message for a rank that one of its libraries ended; `asked`: bytes, where the library said so."""
+    size = f"It asked for {format_bytes(int(asked))}" if asked else "How much it asked for is not known"
+    where = f" {beat.where}" if beat else ""
+    return f"rank {rank} ran out of memory{where}. {size}; {_last_held(beat)}. {advice(folder, beat)}"
+
+
+def _last_held(beat: Heartbeat | None) -> str:
+    total, _ = host_memory()
+    held = f"it held {format_bytes(beat.rss)} at its last heartbeat, and " if beat else ""
+    return f"{held}the host has {format_bytes(total)}"
+
+
+def advice(folder: Folder, beat: Heartbeat | None) -> str:
+    """The smallest change that could fit, as a command line that goes on with the run."""
+    if not folder.run_json.exists():
+        return "Take a smaller model, or a machine with more memory."
+    was = json.loads(folder.run_json.read_bytes())
+    strategy, loop = from_dict(Strategy, was["strategy"]), from_dict(Loop, was["loop"])
+    device = hardware().device
+    in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
+    for change in changes(strategy, loop, in_a_step=in_a_step):
+        if _can_run(strategy, loop, change, int(was["ranks"]), device):
+            flags = " ".join(spell(change))
+            if "adapter" in change:  # what is trained stays what it was
+                return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
+            return f"The smallest change that could fit: `toolkit resume {shlex.quote(str(folder.path))} {flags}`."
+    return "Nothing smaller is left but --seq-len, a smaller model, or more memory."
+
+
+def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool) -> Iterator[dict[str, Any]]:
+    """Changes that take less memory, the smallest first, each by itself.
+
+    Args:
+        strategy: that did not fit.
+        loop: that did not fit.
+        in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
+    """
+    if in_a_step and loop.micro_batch > 1:
+        yield halved(loop)
+    if in_a_step and strategy.activation_checkpointing != "full":
+        yield {"activation_checkpointing": "full"}
+    if strategy.sharding not in ("none", *_WHOLE):
+        yield from ({"sharding": word} for word in _WHOLE)
+    for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
+        if offload in SHARDINGS[strategy.sharding].offload:
+            yield {"offload": offload}
+    if strategy.adapter in ("none", "lora"):
+        yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
+
+
+def halved(loop: Loop) -> dict[str, int]:
+    """Half the micro-batch (or the next less that divides a rank's share) with the same global batch; empty at 1."""
+    share = loop.micro_batch * loop.accumulation
+    micro = max((size for size in range(1, loop.micro_batch // 2 + 1) if share % size == 0), default=0)
+    return {"micro_batch": micro, "accumulation": share // micro} if micro else {}
+
+
+def _can_run(strategy: Strategy, loop: Loop, change: Mapping[str, Any], ranks: int, device: Device) -> bool:
+    """Whether this machine can, and would hold less: on CPU ranks an offload stays in the same memory."""
+    if "offload" in change and device.kind == "cpu":
+        return False
+    fields = {**dataclasses.asdict(strategy), **change}
+    if not SHARDINGS[fields["sharding"]].replicate:
+        fields["replicate"] = 1
+    try:
+        ours = from_dict(Loop, {**dataclasses.asdict(loop), **{k: v for k, v in change.items() if hasattr(loop, k)}})
+        chosen = from_dict(Strategy, {k: v for k, v in fields.items() if hasattr(strategy, k)})
+        require_libraries(resolve(chosen, ours, None, ranks, device))
+    except ToolkitError:
+        return False
+    return True
+
+
+def memory_kills() -> int:
+    """How many processes the system has ended because memory ran out: of this control group, else of the machine."""
+    return _kills(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat"))
+
+
+def _kills(root: Path, own: Path, machine: Path) -> int:
+    """Of version 2 or 1; a container often sees another path than the one written here, and the root is then its own."""
+    files = {"": "memory.events", "memory": "memory.oom_control"}
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers in files:
+            for folder in (root / controllers / path.lstrip("/"), root / controllers):
+                found = _counted(folder / files[controllers])
+                if found is not None:
+                    return found
+    return _counted(machine) or 0
+
+
+def _counted(file: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+            return int(match[1])
+    return None
+
+
+def _size(text: str) -> str:
+    """torch says bytes on the host, and larger units on a device."""
+    number, _, unit = text.replace(",", "").partition(" ")
+    return format_bytes(int(number)) if unit.lower() == "bytes" else text
+
+
+def _held() -> str:
+    """What this process holds, and what there is: of its device where it has one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
+            free, total = torch.cuda.mem_get_info()
+            held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            return (
+                f"it held {format_bytes(held)} ({format_bytes(reserved)} reserved), and {format_bytes(free)} of the "
+                f"device's {format_bytes(total)} were free"
+            )
+    import psutil
+
+    return f"it held {format_bytes(psutil.Process().memory_info().rss)}; {_host()}"
+
+
+def _host() -> str:
+    """What is free of the host's memory, and of this process's own limit on addresses, where it has one."""
+    import resource
+
+    import psutil
+
+    total, free = host_memory()
+    said = f"{format_bytes(free)} of the host's {format_bytes(total)} were free"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return said
+    used = psutil.Process().memory_info().vms
+    return f"{format_bytes(used)} of the {format_bytes(limit)} that `ulimit -v` allows were in use; {said}"
