@@ -117,7 +117,7 @@ def train(
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         micro = [next(batches) for _ in range(job.loop.accumulation)]
         counts = [trained_tokens(batch, job) for batch in micro]
-        tokens, wished, memory = _agree_on(prepared, sum(counts), wish())
+        said = _Said(prepared, sum(counts), wish())
         total = torch.zeros((), device=accelerator.device)
         for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
             last = index == len(micro) - 1
@@ -127,7 +127,7 @@ def train(
             summed = _sum_everywhere(total, job) if last else None
             # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
             # micro-batches the gradient of the mean over all tokens (transformers#34191).
-            engine.backward(prepared, mean * (count * job.ranks / tokens), last)
+            engine.backward(prepared, mean * said.weight(count), last)
             del mean
         if summed is not None:
             summed.wait()  # the ranks need not wait for each other between forward and backward
@@ -136,6 +136,7 @@ def train(
         skips = skips + 1 if done.skipped else 0
         _check(job, done, skips, step, samples)
         schedule.step()
+        tokens, wished, memory = said.everything()
         yield Step(
             step=step,
             loss=float(total) / tokens,
@@ -195,19 +196,40 @@ def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _agree_on(prepared: Prepared, tokens: int, wish: Wish) -> tuple[int, Wish, tuple[dict[str, int | None], ...]]:
-    """Tokens of the global batch, what any rank wishes, and what each rank holds: one small gather for all three."""
-    import torch
+class _Said:
+    """What every rank says as a step begins: its tokens, its wish and what it holds, in one small gather.
 
-    accelerator = prepared.accelerator
-    mine = live_bytes(accelerator.device)
-    row = [tokens, int(wish), *(-1 if size is None else size for size in mine.values())]
-    every = accelerator.gather(torch.tensor([row], device=accelerator.device)).tolist()
-    memory = tuple(dict(zip(mine, (None if s < 0 else s for s in sizes), strict=True)) for _, _, *sizes in every)
-    wished = Wish.NOTHING
-    for row in every:
-        wished |= Wish(row[1])
-    return sum(row[0] for row in every), wished, memory
+    It runs beside the first forward. Nobody waits for it but the first backward, and there the device, not the host.
+    """
+
+    def __init__(self, prepared: Prepared, tokens: int, wish: Wish) -> None:
+        import torch
+        import torch.distributed as dist
+
+        device = prepared.accelerator.device
+        held = live_bytes(device)
+        self._names, self._ranks = tuple(held), prepared.job.ranks
+        row = [tokens, int(wish), *(-1 if size is None else size for size in held.values())]
+        self._rows = torch.tensor([row] * self._ranks, device=device)
+        every = list(self._rows.unbind())
+        self._work = dist.all_gather(every, every[0].clone(), async_op=True) if self._ranks > 1 else None
+
+    def weight(self, tokens: int) -> torch.Tensor:
+        """What a mean over `tokens` of this rank counts in the global batch's, times the ranks that engines divide by."""
+        if self._work is not None:
+            self._work.wait()
+        return (tokens * self._ranks / self._rows[:, 0].sum().double()).float()
+
+    def everything(self) -> tuple[int, Wish, tuple[dict[str, int | None], ...]]:
+        """Tokens of the global batch, what any rank wishes, and what each rank held. Call after `weight`."""
+        rows = self._rows.tolist()
+        memory = tuple(
+            dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True)) for _, _, *sizes in rows
+        )
+        wished = Wish.NOTHING
+        for row in rows:
+            wished |= Wish(row[1])
+        return sum(row[0] for row in rows), wished, memory
 
 
 def _sum_everywhere(total: torch.Tensor, job: Job) -> torch.distributed.Work | None:
