@@ -5,6 +5,11 @@
 
 Each strategy is one launch. In it the two loops take their steps in turn over one prepared model, and swap who goes first
 from step to step. A pair's ratio is (hand-written median step) / (toolkit median step), steps after the fifth of each.
+
+A second launch does the same with a model so small that a step is little else than what the loops themselves cost: the
+difference is that cost in milliseconds, without the noise of a large model's steps.
+
+Results of other strategies that lie in the folder are kept, each with its own machine and date.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import about
+from machine import RESULTS, about, write_results
 
 from toolkit.engines.job import engine_of
+from toolkit.flags import spell
 from toolkit.show import Table
 from toolkit.strategy import Strategy
 
@@ -37,7 +44,22 @@ SKIPPED = 5
 WARM = 4
 """Steps before the first pair: the memory window ends with the third."""
 
-RESULTS = Path(__file__).parent / "results"
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""Of the model in which the loops themselves are most of a step."""
+
+TINY_STEPS = 205
+
+
+def tiny_model(folder: Path) -> Path:
+    """A checkpoint of it, with the embedded model's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toolkit.readying import embedded_model
+
+    LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_key_value_heads=2, **TINY)).save_pretrained(folder)
+    for file in embedded_model().glob("token*"):
+        shutil.copy(file, folder)
+    return folder
 
 
 def by_hand(
@@ -82,9 +104,9 @@ def worker(arguments: argparse.Namespace) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     machine = hardware()
     window = measuring.start(machine.device.kind)
-    loop = Loop(steps=arguments.steps, micro_batch=arguments.micro_batch)
+    loop = Loop(steps=arguments.steps, micro_batch=arguments.micro_batch, seq_len=arguments.seq_len)
     strategy = agree({}, os.environ)
-    ready = get_ready(Recipe(), strategy, loop, ranks, machine.device)
+    ready = get_ready(Recipe(model=arguments.model), strategy, loop, ranks, machine.device)
     accelerator = make(strategy, loop, ready.job.spec)
     asked = job(accelerator)
     model, _ = load(accelerator)
@@ -129,20 +151,51 @@ def worker(arguments: argparse.Namespace) -> None:
     accelerator.end_training()
 
 
-def launch(sharding: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One strategy's run, through `accelerate launch`."""
+def launch(sharding: str, ranks: int, **flags: object) -> dict[str, Any]:
+    """One strategy's run, through `accelerate launch`; the worker's flags by name."""
     strategy = Strategy(sharding=sharding)
     with tempfile.TemporaryDirectory() as made:
         config, result = Path(made, "accelerate.yaml"), Path(made, "result.json")
         config.write_text(yaml.safe_dump(engine_of(strategy).to_yaml(strategy, ranks, 1)))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         command += ["--main_process_port", "0", __file__, "--worker", str(result), "--folder", f"{made}/run"]
-        command += ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
-        command += ["--micro-batch", str(arguments.micro_batch)]
+        command += spell(flags)
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         subprocess.run(command, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
         found: dict[str, Any] = json.loads(result.read_text())
         return found
+
+
+def measured(sharding: str, arguments: argparse.Namespace, tiny: Path) -> dict[str, Any]:
+    """Both launches of a strategy."""
+    ranks = STRATEGIES[sharding]
+    run = launch(
+        sharding, ranks, pairs=arguments.pairs, steps=arguments.steps, micro_batch=arguments.micro_batch, seq_len=256
+    )
+    small = launch(sharding, ranks, pairs=arguments.pairs, steps=TINY_STEPS, micro_batch=1, seq_len=64, model=str(tiny))
+    ratios = [pair["hand"] / pair["toolkit"] for pair in run["pairs"]]
+    cost = statistics.median(pair["toolkit"] - pair["hand"] for pair in small["pairs"])
+    step = statistics.median(pair["hand"] for pair in run["pairs"])
+    shape = {"micro_batch": arguments.micro_batch, "steps": arguments.steps}
+    ratio = statistics.median(ratios)
+    return {**about(), **shape, **run, "ratio": ratio, "cost_seconds": cost, "ratio_by_cost": step / (step + cost)}
+
+
+def row(run: dict[str, Any]) -> tuple[str, ...]:
+    """A strategy's line."""
+    ratios = [pair["hand"] / pair["toolkit"] for pair in run["pairs"]]
+    speeds = [run["tokens_per_step"] / statistics.median(p[name] for p in run["pairs"]) for name in ("hand", "toolkit")]
+    return (
+        run["sharding"],
+        str(run["ranks"]),
+        *(f"{speed:,.0f}" for speed in speeds),
+        f"{run['ratio']:.3f}",
+        f"{min(ratios):.3f} to {max(ratios):.3f}",
+        f"{run['cost_seconds'] * 1e3:.1f}",
+        f"{run['ratio_by_cost']:.3f}",
+        f"{run['window_seconds']:.2f}",
+        run["date"],
+    )
 
 
 def main() -> None:
@@ -152,39 +205,37 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=55, help="of each loop and pair")
     made.add_argument("--micro-batch", type=int, default=4)
     made.add_argument("--sharding", default=",".join(STRATEGIES))
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    made.add_argument("--folder", help=argparse.SUPPRESS)
+    for name, kind in (("worker", str), ("folder", str), ("model", str), ("seq-len", int)):
+        made.add_argument(
+            f"--{name}", type=kind, default="embedded" if name == "model" else None, help=argparse.SUPPRESS
+        )
     arguments = made.parse_args()
     if arguments.worker:
         worker(arguments)
         return
-    runs = [launch(word, STRATEGIES[word], arguments) for word in arguments.sharding.split(",")]
-    rows = []
-    for run in runs:
-        ratios = [pair["hand"] / pair["toolkit"] for pair in run["pairs"]]
-        run["ratio"] = statistics.median(ratios)
-        rows.append(
-            (
-                run["sharding"],
-                run["ranks"],
-                f"{run['tokens_per_step'] / statistics.median(p['hand'] for p in run['pairs']):,.0f}",
-                f"{run['tokens_per_step'] / statistics.median(p['toolkit'] for p in run['pairs']):,.0f}",
-                f"{run['ratio']:.3f}",
-                f"{min(ratios):.3f} to {max(ratios):.3f}",
-                f"{run['window_seconds']:.2f}",
-            )
-        )
-    columns = ("sharding", "ranks", "by hand, tokens/s", "toolkit, tokens/s", "ratio", "of the pairs", "window, s")
+    before = RESULTS / "overhead.json"
+    runs = {run["sharding"]: run for run in (json.loads(before.read_text())["runs"] if before.exists() else ())}
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = tiny_model(Path(folder))
+        for word in arguments.sharding.split(","):
+            runs[word] = measured(word, arguments, tiny)
+    runs = {word: runs[word] for word in STRATEGIES if word in runs}
+    columns = ("sharding", "ranks", "by hand, tokens/s", "toolkit, tokens/s", "ratio", "of the pairs")
+    columns += ("cost, ms a step", "ratio by cost", "window, s", "date")
     notes = (
         f"ratio: median of {arguments.pairs} pairs; {arguments.steps} steps of each, medians after step {SKIPPED};"
         f" micro-batch {arguments.micro_batch} x 256 tokens.",
+        "cost: what the toolkit's loop takes more than the other in a step of a tiny model; ratio by cost: what it is of a step.",
         "window: what starting, stopping and reading the memory window costs once a run.",
     )
-    table = Table(title="The toolkit's loop beside a hand-written one", columns=columns, rows=rows, notes=notes)
+    table = Table(
+        title="The toolkit's loop beside a hand-written one",
+        columns=columns,
+        rows=[row(run) for run in runs.values()],
+        notes=notes,
+    )
     print(table.text())
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "overhead.json").write_text(json.dumps({**about(), "runs": runs}, indent=2) + "\n")
-    (RESULTS / "overhead.md").write_text(f"{about()['machine']}, {about()['date']}\n\n```\n{table.text()}\n```\n")
+    write_results("overhead", table.title, {**about(), "runs": list(runs.values())}, table.text())
 
 
 if __name__ == "__main__":

@@ -16,22 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.flags import Parser, add_flags, from_dict, given, spell, to_flags
 from toolkit.launching import Stopped
 from toolkit.redacting import redact_all, redacted_output
 from toolkit.show import Shown
-from toolkit.strategy import (
-    SHARDINGS,
-    Loop,
-    Parser,
-    Strategy,
-    add_flags,
-    catalog,
-    from_dict,
-    given,
-    sharding_word,
-    spell,
-    to_flags,
-)
+from toolkit.strategy import SHARDINGS, Loop, Strategy, catalog, sharding_word
 
 
 def doctor(flags: argparse.Namespace) -> Shown:
@@ -68,6 +57,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     _check_file(strategy, ranks, flags.nodes)
     content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
     if flags.output:
+        _check_other(Path(flags.output), yaml.safe_dump(content))
         _write(Path(flags.output), yaml.safe_dump(content))
     elif flags.json != "-":
         print(yaml.safe_dump(content), end="")
@@ -92,8 +82,9 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model, in processes of its own."""
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
-    from toolkit.folder import check_new, enter, new_path, new_token
+    from toolkit.folder import check_new, enter, new_path
     from toolkit.launching import Care, persevere
+    from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.runtime import check_ranks
 
@@ -123,11 +114,12 @@ def resume(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
-    from toolkit.continuing import continued, finished, read_run_json
+    from toolkit.continuing import continued, finished
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
-    from toolkit.folder import enter, new_token
+    from toolkit.folder import enter, read_run_json
     from toolkit.launching import Care, persevere
+    from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.runtime import check_ranks
 
@@ -271,6 +263,12 @@ def _check_target(target: str | None) -> None:
         why = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written"
     if why:
         raise ToolkitError(f"--json {target}: {why}. Name a file in a folder that exists, or - for standard output.")
+
+
+def _check_other(path: Path, text: str) -> None:
+    """Somebody's own file is not written over."""
+    if path.is_file() and path.read_bytes() != text.encode():
+        raise ToolkitError(f"{path} exists and says something else. Remove it, or name another file with --output.")
 
 
 def _write(path: Path, text: str) -> None:

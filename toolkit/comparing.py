@@ -11,13 +11,15 @@ from typing import Any
 
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
-from toolkit.folder import check_new, enter, new_path, new_token, read_events
+from toolkit.flags import to_flags
+from toolkit.folder import check_new, enter, new_path, read_events, read_run_json
 from toolkit.launching import supervise
+from toolkit.locking import new_token
 from toolkit.phases import PHASES
 from toolkit.readying import Recipe, get_ready
 from toolkit.runtime import check_ranks
 from toolkit.show import Shown, Table
-from toolkit.strategy import Loop, Strategy, to_flags
+from toolkit.strategy import Loop, Strategy
 from toolkit.units import format_bytes
 
 AGREE = {"fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3, "bf16_pure": 1e-2}
@@ -154,7 +156,7 @@ def read_run(path: Path) -> Result:
     """A finished run's folder as a row of the comparison."""
     from statistics import median
 
-    about, memory = json.loads((path / "run.json").read_text()), json.loads((path / "memory.json").read_text())
+    about, memory = read_run_json(path), json.loads((path / "memory.json").read_text())
     steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
     timed = steps[WARM:] or steps
     return Result(

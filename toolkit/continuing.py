@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import time
 from collections.abc import Mapping
@@ -14,35 +13,16 @@ from toolkit.checkpoints import complete
 from toolkit.checkpoints.manifest import folder_name
 from toolkit.devices import Hardware
 from toolkit.errors import RunError, StrategyError
-from toolkit.folder import Folder, cut_events, last_step, write_json
+from toolkit.flags import flag, from_dict
+from toolkit.folder import Folder, cut_events, last_step, read_run_json, write_json
 from toolkit.readying import Ready, Recipe, versions
 from toolkit.redacting import MARK
-from toolkit.strategy import SHARDINGS, Loop, flag, from_dict, sharding_word
+from toolkit.strategy import SHARDINGS, Loop, sharding_word
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from toolkit.checkpoints import Found
-
-
-def read_run_json(path: Path) -> dict[str, Any]:
-    """What `run.json` of a run's folder says.
-
-    Raises:
-        RunError: where there is none, or it is none of ours.
-    """
-    file = path / "run.json"
-    try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
-        missing = {name for name in ("strategy", "loop", "recipe") if not isinstance(found.get(name), dict)}
-        missing |= {"ranks"} - ({"ranks"} if type(found.get("ranks")) is int and found["ranks"] > 0 else set())
-    except FileNotFoundError:
-        raise RunError(f"{path} holds no run: {file} does not exist. Name the folder of a run to go on with.") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
-    if missing:
-        raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
-    return found
 
 
 def continued(
@@ -140,7 +120,7 @@ def begin(
 
     told: list[Any] = [0]
     if accelerator.is_main_process:
-        old = json.loads(folder.run_json.read_bytes()) if folder.run_json.exists() else {}
+        old = read_run_json(folder.path) if folder.run_json.exists() else {}
         attempts = old.get("attempts", [])
         about = describe_run(ready, recipe, machine)
         attempts.append({key: about[key] for key in ("strategy", "ranks", "started")} | {"from_step": found.step})
@@ -158,7 +138,7 @@ def adopt(folder: Folder, ready: Ready, recipe: Recipe, machine: Hardware, found
 
     What is otherwise than before comes back in words.
     """
-    old, new = json.loads(folder.run_json.read_bytes()), describe_run(ready, recipe, machine)
+    old, new = read_run_json(folder.path), describe_run(ready, recipe, machine)
     kept = {name: old[name] for name in ("started", "attempts", "finished")}
     write_json(folder.run_json, {**new, **kept})
     cut_events(folder.events, found.step)
@@ -174,7 +154,7 @@ def how_to_go_on(folder: Folder) -> str:
     """A sentence on what a stopped run has left, and the command that goes on with it."""
     if not folder.run_json.exists():
         return "It had not begun, and there is nothing to go on with."
-    about = json.loads(folder.run_json.read_bytes())
+    about = read_run_json(folder.path)
     if about["finished"]:
         return "It had finished."
     newest, command = (
@@ -202,7 +182,7 @@ def finished(path: Path, was: Mapping[str, Any], loop: Loop) -> str | None:
 
 def finish(folder: Folder) -> None:
     """Note in `run.json` that the run is done."""
-    about = json.loads(folder.run_json.read_bytes())
+    about = read_run_json(folder.path)
     write_json(folder.run_json, {**about, "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 

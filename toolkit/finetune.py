@@ -20,25 +20,27 @@ from typing import Any
 
 from toolkit import measuring
 from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore
-from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on, read_run_json
+from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on
 from toolkit.data import Rows, batches, eval_batches, hash_ids, sample_ids
 from toolkit.devices import hardware
 from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
 from toolkit.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError
 from toolkit.exporting import save, spelled, verify
-from toolkit.folder import Folder, enter, run_token, supervised, write_json
+from toolkit.flags import Parser, add_flags, from_dict, given
+from toolkit.folder import Folder, enter, read_run_json, write_json
 from toolkit.following import follow
 from toolkit.heartbeat import Beat
 from toolkit.keeping import Keeper
 from toolkit.lifetime import StopSignal
 from toolkit.loading import load
+from toolkit.locking import run_token, supervised
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Ready, Recipe, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
 from toolkit.runtime import agree, job, launched
 from toolkit.shrinking import is_out_of_memory, out_of_memory
-from toolkit.strategy import Loop, Parser, Strategy, add_flags, from_dict, given
+from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, Wish, adamw, evaluate, warmup_cosine
 
 ALONE = 3.0

@@ -6,21 +6,16 @@ import contextlib
 import json
 import math
 import os
-import random
 import shutil
-import socket
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import RunError
+from toolkit.locking import hold, run_token
 from toolkit.redacting import redact_all
-
-TOKEN = "TOOLKIT_RUN_TOKEN"
-"""The environment variable by which a supervisor tells its ranks which run they belong to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +154,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
             f"the run folder {path} cannot be made: {error.strerror}. Choose another folder with --run-dir."
         ) from error
     try:
-        first = _hold(path, lock, token, resume, wait)
+        first = hold(path, lock, token, wait, admit=lambda: resume or _refuse_old(path))
     except BaseException:
         os.close(lock)
         raise
@@ -178,27 +173,6 @@ def check_new(path: str | Path) -> None:
     why = "it is a file" if not there.is_dir() else "" if os.access(there, os.W_OK) else "it cannot be written"
     if why:
         raise RunError(f"the run folder {path} cannot be made in {there}: {why}. Choose another folder with --run-dir.")
-
-
-def supervised() -> bool:
-    """Whether a supervisor of ours started this process: it then shows errors and the logs' last lines."""
-    return TOKEN in os.environ
-
-
-def new_token() -> str:
-    """A name that no other run has."""
-    return uuid.uuid4().hex
-
-
-def run_token() -> str:
-    """What all ranks of this run, and of no other, have in common: what the supervisor set, or else their launcher."""
-    if found := os.environ.get(TOKEN):
-        return found
-    if "LOCAL_RANK" not in os.environ:
-        return new_token()
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        return f"{socket.gethostname()}-{os.getppid()}-{_started(os.getppid())}"
-    return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
 
 
 def new_path(root: str | Path, word: str) -> Path:
@@ -232,6 +206,26 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Add a line of JSON in one write: whoever reads sees it whole, and a killed process leaves it."""
     with open(path, "ab", buffering=0) as file:
         file.write((json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode())
+
+
+def read_run_json(path: Path) -> dict[str, Any]:
+    """What `run.json` of a run's folder says.
+
+    Raises:
+        RunError: where there is none, or it is none of ours.
+    """
+    file = path / "run.json"
+    try:
+        found: dict[str, Any] = json.loads(file.read_bytes())
+        missing = {name for name in ("strategy", "loop", "recipe") if not isinstance(found.get(name), dict)}
+        missing |= {"ranks"} - ({"ranks"} if type(found.get("ranks")) is int and found["ranks"] > 0 else set())
+    except FileNotFoundError:
+        raise RunError(f"{path} holds no run: {file} does not exist. Name the folder of a run to go on with.") from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
+    if missing:
+        raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
+    return found
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -335,96 +329,3 @@ def _refuse_links(path: Path) -> None:
                     f"{entry} is a link that leads out of the run's folder, to {entry.resolve()}, and a run writes there. "
                     "Put the file or folder itself in its place, or choose another folder with --run-dir."
                 )
-
-
-def _hold(path: Path, lock: int, token: str, resume: bool, wait: float) -> bool:
-    """Take the lock together with the other processes of this run; true for the first of them.
-
-    The file names the run, and all of the run's processes share the lock. The first takes it alone, writes the name,
-    and then shares it; `flock` lets go in between, so whoever comes to share reads the name again afterwards. While
-    anybody shares, nobody has it alone, and the name stands.
-    """
-    deadline, first = time.monotonic() + wait, False
-    while True:
-        if _flock(path, lock, shared=True):
-            if _holders(lock)[:1] == [{"token": token}]:
-                _write_line(lock, {"pid": os.getpid(), "host": socket.gethostname(), "role": _role()})
-                return first
-            _unlock(lock)
-        first = False
-        if _flock(path, lock, shared=False):
-            if not resume:
-                _refuse_old(path)
-            os.ftruncate(lock, 0)
-            _write_line(lock, {"token": token})
-            first = True
-            continue
-        if time.monotonic() >= deadline:
-            raise RunError(_held_by(path, lock))
-        time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
-
-
-def _flock(path: Path, lock: int, *, shared: bool) -> bool:
-    import fcntl
-
-    try:
-        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise RunError(
-            f"{path} cannot be locked: {error.strerror}. Choose a folder on a file system with flock (--run-dir)."
-        ) from error
-    return True
-
-
-def _unlock(lock: int) -> None:
-    import fcntl
-
-    fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-def _write_line(lock: int, line: Mapping[str, Any]) -> None:
-    os.write(lock, (json.dumps(line) + "\n").encode())
-
-
-def _holders(lock: int) -> list[dict[str, Any]]:
-    text = os.pread(lock, 1 << 20, 0).decode(errors="replace")
-    return list(_objects(text.splitlines()))
-
-
-def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
-
-
-def _held_by(path: Path, lock: int) -> str:
-    here = socket.gethostname()
-    holders = [line for line in _holders(lock) if "pid" in line]
-    living = [line for line in holders if line["host"] != here or process_lives(line["pid"])] or holders
-    who = ", ".join(f"process {line['pid']} ({line['role']}, on {line['host']})" for line in living) or "another run"
-    return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
-
-
-def process_lives(pid: int) -> bool:
-    """Whether there is a process of this number on this machine, whoever owns it."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _role() -> str:
-    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "supervisor"
-
-
-def _started(pid: int) -> str:
-    """When a process began, in clock ticks: with it a pid names one process for good. Empty without /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

@@ -7,7 +7,7 @@ import hashlib
 import math
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from toolkit.devices import Device
 from toolkit.engines import cpu
 from toolkit.engines.job import Job, resolve
 from toolkit.errors import StrategyError
+from toolkit.flags import amount
 from toolkit.loading import embedded_checkpoint, load_tokenizer
 from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
 from toolkit.runtime import check_trackers
@@ -31,43 +32,43 @@ LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deeps
 class Recipe:
     """What is trained, and on what."""
 
-    model: str = field(default=EMBEDDED, metadata={"help": "Hub id, folder, or the embedded 5M-parameter Llama"})
+    model: str = amount(EMBEDDED, "Hub id, folder, or the embedded 5M-parameter Llama")
     """A Hub id or a folder with weights."""
-    trust_remote_code: str | None = field(
-        default=None, metadata={"help": "run the model's own code, of this full commit (of a folder: this sha256)"}
+    trust_remote_code: str | None = amount(
+        None, "run the model's own code, of this full commit (of a folder: this sha256)"
     )
     """As `describe` takes it. A run's folder alone never says it: resuming needs the flag again."""
-    data: str = field(default=EMBEDDED, metadata={"help": "text, JSONL, folder, dataset, or the embedded text"})
+    data: str = amount(EMBEDDED, "text, JSONL, folder, dataset, or the embedded text")
     """As `data.check_source` says."""
-    eval_data: str | None = field(default=None, metadata={"help": "data whose loss is reported"})
+    eval_data: str | None = amount(None, "data whose loss is reported")
     """Evaluated every `eval_every` steps, and at the end."""
-    eval_every: int = field(default=0, metadata={"help": "steps between evaluations; 0: at the end alone"})
+    eval_every: int = amount(0, "steps between evaluations; 0: at the end alone")
     """In optimizer steps."""
-    mask_prompts: bool = field(default=True, metadata={"help": "train on completions and assistant turns alone"})
+    mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
-    chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
+    chat_template: str | None = amount(None, "a Jinja file, where the tokenizer has none")
     """In place of the tokenizer's own."""
-    text_column: str = field(default="text", metadata={"help": "column of JSONL and dataset rows that holds a text"})
+    text_column: str = amount("text", "column of JSONL and dataset rows that holds a text")
     """Of JSONL and dataset rows."""
-    packing: bool = field(default=True, metadata={"help": "several documents a row, where the model keeps them apart"})
+    packing: bool = amount(True, "several documents a row, where the model keeps them apart")
     """Otherwise one document a row, padded."""
-    tracker: str | None = field(default=None, metadata={"help": "tensorboard, trackio, wandb, …; several by commas"})
+    tracker: str | None = amount(None, "tensorboard, trackio, wandb, …; several by commas")
     """Accelerate's trackers by name."""
-    memory_window: bool = field(default=True, metadata={"help": "measure peaks on a CPU through the third step"})
+    memory_window: bool = amount(True, "measure peaks on a CPU through the third step")
     """On CUDA measuring costs nothing and is always on."""
-    allow_unquantized: bool = field(default=False, metadata={"help": "QLoRA with most weights unquantized"})
+    allow_unquantized: bool = amount(False, "QLoRA with most weights unquantized")
     """Where fused experts stay in the compute dtype."""
-    save: bool = field(default=True, metadata={"help": "save and check the trained model at the end"})
+    save: bool = amount(True, "save and check the trained model at the end")
     """Into the run's folder, `export/`."""
-    save_every: int = field(default=0, metadata={"help": "steps between checkpoints; 0: by time alone"})
+    save_every: int = amount(0, "steps between checkpoints; 0: by time alone")
     """In optimizer steps."""
-    save_seconds: float = field(default=1800.0, metadata={"help": "seconds between checkpoints; 0: by steps alone"})
+    save_seconds: float = amount(1800.0, "seconds between checkpoints; 0: by steps alone")
     """Whichever comes first. Where both are 0 there are no checkpoints at all."""
-    keep: int = field(default=2, metadata={"help": "complete checkpoints to keep"})
+    keep: int = amount(2, "complete checkpoints to keep")
     """The newest ones."""
-    workers: int = field(default=0, metadata={"help": "processes that a rank loads its batches in; 0: none"})
+    workers: int = amount(0, "processes that a rank loads its batches in; 0: none")
     """Order and values do not depend on it."""
-    timeout: float = field(default=600.0, metadata={"help": "seconds after which a rank that gives no sign has hung"})
+    timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung")
     """Of a rank's heartbeat, and of every rank in a collective that waits for another."""
 
     def __post_init__(self) -> None:

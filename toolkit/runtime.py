@@ -13,8 +13,9 @@ from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, engine_of, resolve
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
+from toolkit.flags import from_dict
 from toolkit.model import ModelSpec
-from toolkit.strategy import SHARDINGS, Loop, Strategy, from_dict
+from toolkit.strategy import SHARDINGS, Loop, Strategy
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import re
 import shlex
 import sys
@@ -17,9 +16,10 @@ from toolkit.adapting import require_libraries
 from toolkit.devices import Device, hardware, host_memory
 from toolkit.engines.job import resolve
 from toolkit.errors import OutOfMemory, ToolkitError
-from toolkit.folder import Folder
+from toolkit.flags import from_dict, spell
+from toolkit.folder import Folder, read_run_json
 from toolkit.heartbeat import Heartbeat
-from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy, from_dict, spell
+from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy
 from toolkit.units import format_bytes
 
 _SAID = re.compile(
@@ -81,7 +81,7 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
     """The smallest change that could fit, as a command line that goes on with the run."""
     if not folder.run_json.exists():
         return "Take a smaller model, or a machine with more memory."
-    was = json.loads(folder.run_json.read_bytes())
+    was = read_run_json(folder.path)
     strategy, loop = from_dict(Strategy, was["strategy"]), from_dict(Loop, was["loop"])
     device = hardware().device
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")

@@ -1,17 +1,14 @@
-"""What a user asks for: `Strategy`, `Loop`, the flags that spell both, and one table of what runs. Knows no library."""
+"""What a user asks for: `Strategy`, `Loop`, and one table of what runs. Knows no library."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from toolkit.errors import StrategyError, nearest
+from toolkit.flags import amount, check_choices, choice
 from toolkit.show import Shown, Table
 
 OFFLOADS = ("none", "optimizer", "cpu", "nvme", "superoffload")
@@ -111,13 +108,6 @@ def sharding_word(word: str) -> str:
     )
 
 
-def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise StrategyError(f"{name} {value!r} is unknown.{nearest(value, known)} Known: {', '.join(known)}.")
-    if value in LATER.get(name, ()):
-        raise StrategyError(f"{name} {value!r} is not available yet.")
-
-
 def _count(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise StrategyError(f"{name} {value!r}: expected a whole number of at least {least}.")
@@ -131,37 +121,35 @@ class Strategy(Shown):
         StrategyError: for a value that is unknown or not available yet, and for a combination that no engine can run.
     """
 
-    sharding: str = field(default="none", metadata={"values": tuple(SHARDINGS)})
-    """Who holds what: see `SHARDINGS`. FSDP1's names are taken as aliases."""
-    offload: str = field(default="none", metadata={"values": OFFLOADS})
-    """What lives in host memory between its uses: `optimizer` states, or `cpu`: parameters too."""
-    adapter: str = field(default="none", metadata={"values": ADAPTERS})
-    """What is trained: all weights (`none`), or a PEFT adapter over frozen ones."""
-    precision: str = field(default="auto", metadata={"values": PRECISIONS})
-    """`auto`: bf16 where the device has it natively, else fp16 on a GPU, fp32 on a CPU. bf16 and fp16 keep fp32 masters."""
-    attention: str = field(default="auto", metadata={"values": ATTENTIONS})
-    """The attention kernel. `auto`: the best one that is installed and works for this dtype and device."""
-    activation_checkpointing: str = field(default="full", metadata={"values": ACTIVATION_CHECKPOINTINGS})
-    """`full`: recompute each layer in the backward."""
-    tensor: int = 1
-    """Degree of tensor parallelism."""
-    context: int = 1
-    """Degree of context (sequence) parallelism."""
-    expert: int = 1
-    """Degree of expert parallelism."""
-    pipeline: int = 1
-    """Number of pipeline stages."""
-    replicate: int = 1
-    """hsdp: the number of groups that each hold a whole sharded copy."""
-    lora_rank: int = 16
-    """Rank of the adapter's matrices; its alpha is twice that."""
-    lora_targets: str = "all-linear"
-    """Which modules get an adapter: `all-linear` (the head excepted), or names separated by commas."""
+    sharding: str = choice("none", tuple(SHARDINGS), "who holds what; FSDP1's names are aliases")
+    offload: str = choice(
+        "none", OFFLOADS, "what lives in host memory between its uses; cpu: parameters too", LATER["offload"]
+    )
+    adapter: str = choice("none", ADAPTERS, "what is trained: all weights (none), or a PEFT adapter over frozen ones")
+    precision: str = choice(
+        "auto",
+        PRECISIONS,
+        "auto: bf16 where it is native, else fp16 on a GPU, fp32 on a CPU; bf16 and fp16 keep fp32 masters",
+        LATER["precision"],
+    )
+    attention: str = choice("auto", ATTENTIONS, "auto: the best that is installed and works for this dtype and device")
+    activation_checkpointing: str = choice(
+        "full",
+        ACTIVATION_CHECKPOINTINGS,
+        "full: recompute each layer in the backward",
+        LATER["activation_checkpointing"],
+    )
+    tensor: int = amount(1, "degree of tensor parallelism (more than 1 is not available yet)")
+    context: int = amount(1, "degree of context (sequence) parallelism (more than 1 is not available yet)")
+    expert: int = amount(1, "degree of expert parallelism (more than 1 is not available yet)")
+    pipeline: int = amount(1, "number of pipeline stages (more than 1 is not available yet)")
+    replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
+    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that")
+    lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
-        for name in ("offload", "adapter", "precision", "attention", "activation_checkpointing"):
-            _choose(name, getattr(self, name), _values(Strategy, name))
+        check_choices(self)
         for name in (*LATER_DEGREES, "replicate", "lora_rank"):
             _count(name, getattr(self, name))
         for name in LATER_DEGREES:
@@ -212,24 +200,17 @@ class Loop(Shown):
         StrategyError: for a value out of its range.
     """
 
-    micro_batch: int = 4
-    """Sequences that a rank takes through the model at once."""
-    accumulation: int = 1
-    """Micro-batches before one optimizer step. Global batch = micro_batch × accumulation × data-parallel ranks."""
-    seq_len: int = 256
-    """Tokens of a sequence."""
-    max_grad_norm: float = 1.0
-    """The global gradient norm is clipped to this; 0 clips nothing."""
-    optimizer: str = field(default="adamw", metadata={"values": OPTIMIZERS})
-    """The optimizer, with torch's defaults."""
-    lr: float | None = None
-    """Peak learning rate. Left open: 1e-3 for the embedded model, 2e-4 for an adapter, 2e-5 for all weights."""
-    warmup: int = 5
-    """Steps in which the learning rate rises linearly; then it falls as a cosine, towards 0."""
-    steps: int = 100
-    """Optimizer steps."""
-    seed: int = 0
-    """Of the data's order, dropout, and an adapter's first weights."""
+    micro_batch: int = amount(4, "sequences that a rank takes through the model at once")
+    accumulation: int = amount(1, "micro-batches before one optimizer step")
+    seq_len: int = amount(256, "tokens of a sequence")
+    max_grad_norm: float = amount(1.0, "the global gradient norm is clipped to this; 0 clips nothing")
+    optimizer: str = choice("adamw", OPTIMIZERS, "the optimizer, with torch's defaults", LATER["optimizer"])
+    lr: float | None = amount(
+        None, "peak learning rate; open: 1e-3 embedded, 2e-4 for an adapter, 2e-5 for all weights"
+    )
+    warmup: int = amount(5, "steps in which the rate rises linearly; then it falls as a cosine, towards 0")
+    steps: int = amount(100, "optimizer steps")
+    seed: int = amount(0, "of the data's order, dropout, and an adapter's first weights")
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation", "seq_len", "steps"):
@@ -242,18 +223,10 @@ class Loop(Shown):
             raise StrategyError(f"max_grad_norm {self.max_grad_norm}: expected a number of at least 0.")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise StrategyError(f"lr {self.lr}: expected a number above 0.")
-        _choose("optimizer", self.optimizer, OPTIMIZERS)
+        check_choices(self)
 
     def tables(self) -> list[Table]:
         return [_fields_table("Loop", self)]
-
-
-Owner = TypeVar("Owner")
-
-
-def _values(owner: type[Any], name: str) -> tuple[str, ...]:
-    found: tuple[str, ...] = next(f.metadata.get("values", ()) for f in dataclasses.fields(owner) if f.name == name)
-    return found
 
 
 def _fields_table(title: str, owner: Any) -> Table:
@@ -274,111 +247,3 @@ def catalog() -> dict[str, Strategy]:
         for offload in row.offload
         if offload not in LATER["offload"]
     }
-
-
-def flag(name: str) -> str:
-    """A field's flag: `"micro_batch"` → `"--micro-batch"`."""
-    return "--" + name.replace("_", "-")
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line whose flags are written out whole, and whose mistakes are one sentence.
-
-    Raises:
-        StrategyError: for a flag or value that is not known, in place of a usage text and the interpreter's end.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise StrategyError(f"{message}. See `{self.prog} --help`.")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            near = nearest(unknown[0], self._option_string_actions)
-            raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
-        return found, unknown
-
-
-def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = ()) -> None:
-    """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing."""
-    for owner in owners:
-        group = parser.add_argument_group(owner.__name__)
-        kinds = typing.get_type_hints(owner)
-        for f in dataclasses.fields(owner):
-            if f.name in without:
-                continue
-            kind, values = _plain(kinds[f.name]), f.metadata.get("values")
-            told = (
-                f"{f.metadata['help']} (default: {_default(f)})" if "help" in f.metadata else f"default: {_default(f)}"
-            )
-            if kind is bool:
-                group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
-            else:
-                shown = "|".join(values) if values else kind.__name__.upper()
-                group.add_argument(flag(f.name), type=kind, metavar=shown, help=told)
-
-
-def _plain(kind: Any) -> type[Any]:
-    """The type of a field that may be left open: `float | None` → `float`."""
-    if isinstance(kind, types.UnionType):
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    found: type[Any] = kind
-    return found
-
-
-def _default(f: dataclasses.Field[Any]) -> str:
-    return "open" if f.default is None else str(f.default)
-
-
-def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
-    """The fields of `owner` that were given as flags, with their values."""
-    found = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def to_flags(*owners: Any) -> list[str]:
-    """The shortest command line that says the same: only fields that differ from their defaults."""
-    differing = {
-        f.name: getattr(owner, f.name)
-        for owner in owners
-        for f in dataclasses.fields(owner)
-        if getattr(owner, f.name) != f.default
-    }
-    return spell(differing)
-
-
-def spell(values: Mapping[str, Any]) -> list[str]:
-    """A command line that gives these fields these values."""
-    words: list[str] = []
-    for name, value in values.items():
-        if value is True:
-            words.append(flag(name))
-        elif value is False:
-            words.append("--no-" + flag(name).removeprefix("--"))
-        else:
-            words += [flag(name), str(value)]
-    return words
-
-
-def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
-    """A Strategy or Loop from JSON.
-
-    Raises:
-        StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
-    """
-    known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
-    kinds = typing.get_type_hints(owner)
-    for name, value in values.items():
-        if name not in known:
-            raise StrategyError(
-                f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
-            )
-        kind = _plain(kinds[name])
-        right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
-        if not right and not (value is None and kind != kinds[name]):
-            raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
-    return owner(**values)

@@ -321,6 +321,22 @@ def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -
         ranges.whole("lm_head.weight")
 
 
+@pytest.mark.parametrize(
+    ("key", "shape"), [("no range", (4,)), ("weight:x:lm_head.weight", (4,)), ("weight:0:lm_head.weight", (2, 2))]
+)
+def test_a_key_that_names_no_range_is_refused(written: Path, key: str, shape: tuple[int, ...]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    newest = complete(written)[0]
+    save_file({key: torch.zeros(shape)}, newest / "rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="names no flat range"), opened(newest, read_manifest(newest)):
+        pass
+    (newest / "rank-00000.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(CheckpointError, match="is no safetensors file"), opened(newest, read_manifest(newest)):
+        pass
+
+
 def test_a_manifest_is_what_was_written(written: Path) -> None:
     newest = complete(written)[0]
     assert read_manifest(newest).encode() == (newest / "manifest.json").read_bytes()

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import folder
+from toolkit import folder, locking
 from toolkit.errors import RunError
 
 HOLD = """
 import sys, time
-from toolkit import folder
+from toolkit import folder, locking
 run = folder.enter(sys.argv[1], resume=True, token=sys.argv[2], wait=float(sys.argv[3]))
 print("in", flush=True)
 sys.stdin.read()
@@ -212,17 +212,17 @@ def test_of_two_runs_at_once_one_is_let_in(tmp_path: Path) -> None:
 
 def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a supervisor: what they share is the launcher; a process started by hand is a run of its own."""
-    monkeypatch.delenv(folder.TOKEN, raising=False)
+    monkeypatch.delenv(locking.TOKEN, raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert not folder.supervised()
-    assert folder.run_token() != folder.run_token()
-    code = "from toolkit import folder; print(folder.run_token())"
+    assert not locking.supervised()
+    assert locking.run_token() != locking.run_token()
+    code = "from toolkit import locking; print(locking.run_token())"
     ranks = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
         for rank in ("0", "1")
     ]
     assert ranks[0].stdout == ranks[1].stdout
     assert str(os.getpid()) in ranks[0].stdout.decode()
-    monkeypatch.setenv(folder.TOKEN, "the supervisor's")
-    assert folder.supervised()
-    assert folder.run_token() == "the supervisor's"
+    monkeypatch.setenv(locking.TOKEN, "the supervisor's")
+    assert locking.supervised()
+    assert locking.run_token() == "the supervisor's"

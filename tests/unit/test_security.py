@@ -19,16 +19,18 @@ import pytest
 
 from toolkit import cli, folder, redacting
 from toolkit.checkpoints.manifest import Manifest, read_manifest
-from toolkit.continuing import continued, read_run_json
+from toolkit.continuing import continued
 from toolkit.data.encoding import Encoder
 from toolkit.data.reading import Document
 from toolkit.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
+from toolkit.flags import from_dict
+from toolkit.folder import read_run_json
 from toolkit.model import describe, local_weights, require_weights
 from toolkit.model.trusting import digest_of
 from toolkit.readying import Recipe
 from toolkit.redacting import redact, redact_all
 from toolkit.show import Shown, Table
-from toolkit.strategy import Loop, Strategy, from_dict
+from toolkit.strategy import Loop, Strategy
 
 ROOT = Path(__file__).parents[2]
 SECRET = "swordfish-4711"

@@ -7,17 +7,8 @@ import json
 import pytest
 
 from toolkit.errors import StrategyError
-from toolkit.strategy import (
-    ADAPTERS,
-    PRECISIONS,
-    SHARDINGS,
-    Loop,
-    Strategy,
-    add_flags,
-    from_dict,
-    given,
-    to_flags,
-)
+from toolkit.flags import add_flags, from_dict, given, to_flags
+from toolkit.strategy import ADAPTERS, PRECISIONS, SHARDINGS, Loop, Strategy
 
 VALID = [
     Strategy(),

@@ -170,12 +170,18 @@ class Ranges:
         """`files`: open safetensors files by name."""
         self.path, self.manifest, self._files = path, manifest, files
         self._where: dict[tuple[str, str], list[tuple[Range, Any, str]]] = {}
-        for file in files.values():
+        for name, file in files.items():
             for key in file.keys():  # noqa: SIM118  not a dictionary
                 if key.startswith(GENERATOR):
                     continue
-                (length,) = file.get_slice(key).get_shape()
-                range_ = range_of(key, length)
+                try:
+                    (length,) = file.get_slice(key).get_shape()
+                    range_ = range_of(key, length)
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{path / name}: {key!r} names no flat range of a tensor, so this toolkit did not write it. "
+                        "Take another checkpoint."
+                    ) from error
                 self._where.setdefault((range_.kind, range_.name), []).append((range_, file, key))
         for parts in self._where.values():
             parts.sort(key=lambda part: part[0].start)
@@ -225,9 +231,12 @@ class Ranges:
 @contextlib.contextmanager
 def opened(path: Path, manifest: Manifest) -> Iterator[Ranges]:
     """A checkpoint's tensors, mapped: only what is asked for is read."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     with contextlib.ExitStack() as stack:
         names = [name for name in manifest.files if name.endswith(".safetensors")]
-        files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
+        try:
+            files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} holds a file that is no safetensors file: {error}. Take another.") from error
         yield Ranges(path, manifest, files)

@@ -160,7 +160,7 @@ def _decoded(data: bytes, where: str) -> str:
 def _filled(value: Any, where: str, what: str) -> str:
     """`value`, if it is a string with something in it."""
     if not isinstance(value, str):
-        raise DataError(f"{where}: {what} is {_type(value)}, expected a string.")
+        raise DataError(f"{where}: {what} is {_type(value)}, expected a string. Write it in quotes, or remove the row.")
     if not value.strip():
         raise DataError(f"{where}: {what} is empty. Fill it or remove it.")
     try:
@@ -242,7 +242,7 @@ def _kind(row: Mapping[str, Any], text_column: str, where: str) -> str:
         return kinds[0]
     for name, other in (("prompt", "completion"), ("completion", "prompt")):
         if name in row:
-            raise DataError(f"{where}: lacks the column {other!r}, though it has {name!r}.")
+            raise DataError(f"{where}: lacks the column {other!r}, though it has {name!r}. Add it or remove the row.")
     raise DataError(
         f"{where}: lacks the column {text_column!r}. It has {_names(row)}; expected {text_column!r}, 'prompt' and"
         " 'completion', or 'messages'. Rename it, or name the text's column with --text-column."
@@ -257,6 +257,7 @@ def _conversation(messages: Any, where: str) -> list[dict[str, str]]:
     if not isinstance(messages, list):
         raise DataError(
             f"{where}: column 'messages' is {_type(messages)}, expected a list of objects with 'role' and 'content'."
+            " Correct or remove the row."
         )
     if not messages:
         raise DataError(f"{where}: column 'messages' is empty. Fill it or remove the row.")
@@ -265,6 +266,7 @@ def _conversation(messages: Any, where: str) -> list[dict[str, str]]:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
             raise DataError(
                 f"{where}: message {index} is {_type(message)}, expected an object with 'role' and 'content'."
+                " Correct or remove the row."
             )
         turns.append(
             {name: _filled(message[name], where, f"message {index}'s {name!r}") for name in ("role", "content")}

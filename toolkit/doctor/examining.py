@@ -86,7 +86,7 @@ def _rank(finding: Finding) -> int:
     """Software first, then the machine, then the Hub."""
     order = (
         "python", "torch", "torch build", "transformers", "accelerate", "deepspeed", "deepspeed operators",
-        "bitsandbytes", "peft", "flash-attn", "datasets", "ipywidgets", "libaio", "GPUs", "bf16", "processes",
+        "bitsandbytes", "peft", "flash-attn", "datasets", "ipywidgets", "GPUs", "bf16", "processes",
         "host memory", "/dev/shm", "disk", "limits", "Hugging Face cache", "Hugging Face Hub",
     )  # fmt: skip
     return order.index(finding.check)

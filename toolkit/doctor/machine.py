@@ -103,15 +103,6 @@ def widgets() -> Finding:
     return Finding(check="ipywidgets", status="ok", detail=metadata.version("ipywidgets"))
 
 
-def nvme() -> Finding:
-    """libaio, with which DeepSpeed offloads to NVMe."""
-    found = any(Path(folder, "libaio.h").is_file() for folder in ("/usr/include", "/usr/local/include"))
-    if found:
-        return Finding(check="libaio", status="ok", detail="its header is there (offload to NVMe)")
-    fix = "`apt-get install libaio-dev`"
-    return Finding(check="libaio", status="missing", detail="not installed: no offload to NVMe", fix=fix)
-
-
 def hub_cache() -> Finding:
     """The local cache of the Hugging Face Hub."""
     from huggingface_hub import constants
@@ -148,5 +139,5 @@ def build() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, build, gpus, memory, shared_memory, disk, limits, widgets, nvme, hub_cache, hub,
+    python, build, gpus, memory, shared_memory, disk, limits, widgets, hub_cache, hub,
 )  # fmt: skip

@@ -137,7 +137,9 @@ def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
 
     from toolkit.engines import cpu
 
-    _free_builds()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _free_builds()
+        _announce_build(job)
     # DeepSpeed calls ninja by name; it lies beside this interpreter, whether its environment is active or not.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     logger.setLevel(logging.WARNING)
@@ -161,14 +163,10 @@ def _free_builds() -> None:
     """Remove locks that a killed process left where torch compiles DeepSpeed's operators: it would wait for them for ever.
 
     torch's `FileBaton` keeps its lock file open while it holds it, so a lock of ours that no process has open is nobody's.
-    One rank of each machine looks.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
     import psutil
-    from torch.utils.cpp_extension import get_default_build_root
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = _build_root()
     locks = {str(path) for path in root.glob("**/lock") if path.stat().st_uid == os.getuid()}
     if not locks:
         return
@@ -177,6 +175,20 @@ def _free_builds() -> None:
             locks -= {file.path for file in process.open_files()}
     for lock in locks:
         Path(lock).unlink(missing_ok=True)
+
+
+def _announce_build(job: Job) -> None:
+    """Say that nothing seems to happen for a while, where an operator has not been compiled yet."""
+    name = "deepspeed_shm_comm" if job.device.kind == "cpu" else "cpu_adam"
+    needed = job.device.kind == "cpu" or job.strategy.offload != "none"
+    if needed and not any(_build_root().glob(f"**/{name}.so")):
+        print(f"DeepSpeed compiles {name}, which takes a minute or two, once", file=sys.stderr, flush=True)
+
+
+def _build_root() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     if ranks % strategy.replicate or ranks < 2 * strategy.replicate:
         raise StrategyError(
             f"sharding {strategy.sharding!r} with replicate {strategy.replicate} needs groups of at least 2 ranks each; "
-            f"got {ranks} ranks. Choose {2 * strategy.replicate} processes"
+            f"got {ranks} {'rank' if ranks == 1 else 'ranks'}. Choose {2 * strategy.replicate} processes"
             + (", or sharding 'none' for one." if strategy.replicate == 1 else ", or sharding 'fsdp'.")
         )
     half = strategy.precision in ("bf16", "fp16")

@@ -12,9 +12,10 @@ from toolkit.engines.job import Job
 from toolkit.errors import RunError
 from toolkit.exporting.checking import attention_of, logits, relative_error
 from toolkit.exporting.sources import Held, Source
+from toolkit.flags import from_dict
 from toolkit.model import ModelSpec
 from toolkit.reopening import reopen_adapter
-from toolkit.strategy import Loop, Strategy, from_dict
+from toolkit.strategy import Loop, Strategy
 from toolkit.units import dtype_name
 
 if TYPE_CHECKING:

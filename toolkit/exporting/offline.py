@@ -16,10 +16,11 @@ from toolkit.exporting.publishing import check_room, check_target, drafted
 from toolkit.exporting.results import TOLERANCE, Export, headers, load_line
 from toolkit.exporting.sources import Source, Weights, opened_source
 from toolkit.exporting.whole import Complete, saved_bytes, skeleton, write_model
+from toolkit.flags import from_dict
 from toolkit.loading import load_tokenizer, quiet_bars
 from toolkit.model import EMBEDDED, ModelSpec, copy_code, describe, require_weights
 from toolkit.reopening import read_base
-from toolkit.strategy import Strategy, from_dict
+from toolkit.strategy import Strategy
 from toolkit.units import BYTES_OF, DTYPE_OF, format_bytes
 
 DTYPES = ("fp32", "bf16", "fp16")

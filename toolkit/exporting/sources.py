@@ -15,9 +15,10 @@ from toolkit.checkpoints.layout import WEIGHT
 from toolkit.checkpoints.manifest import NAME
 from toolkit.checkpoints.restoring import Ranges, opened
 from toolkit.errors import CheckpointError, ModelError, RunError, StrategyError
+from toolkit.flags import from_dict
 from toolkit.model import ModelSpec, require_weights
 from toolkit.reading import auto_class, without_engine
-from toolkit.strategy import Loop, Strategy, from_dict
+from toolkit.strategy import Loop, Strategy
 from toolkit.units import dtype_name
 
 if TYPE_CHECKING:

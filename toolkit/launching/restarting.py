@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoints import complete
-from toolkit.continuing import read_run_json
-from toolkit.errors import OutOfMemory, StrategyError, nearest
-from toolkit.folder import Folder, last_step
+from toolkit.errors import OutOfMemory, StrategyError
+from toolkit.flags import amount, check_choices, choice, from_dict, spell
+from toolkit.folder import Folder, last_step, read_run_json
 from toolkit.heartbeat import read_beats
 from toolkit.launching.failing import RankDied
 from toolkit.launching.supervising import supervise
 from toolkit.shrinking import halved
-from toolkit.strategy import Loop, from_dict, spell
+from toolkit.strategy import Loop
 
 ON_OOM = ("stop", "shrink")
 
@@ -27,17 +27,15 @@ IDLE = 2
 class Care:
     """What is done when a rank fails."""
 
-    restarts: int = field(default=0, metadata={"help": "times that a run goes on by itself after a rank died or hung"})
+    restarts: int = amount(0, "times that a run goes on by itself after a rank died or hung")
     """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
-    on_oom: str = field(default="stop", metadata={"values": ON_OOM})
-    """`shrink`: after a rank ran out of memory, go on with half the micro-batch and the same global batch."""
+    on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: go on with half the micro-batch")
+    """The global batch stays what it was."""
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
             raise StrategyError(f"restarts {self.restarts}: expected a whole number of at least 0.")
-        if self.on_oom not in ON_OOM:
-            known = ", ".join(ON_OOM)
-            raise StrategyError(f"on_oom {self.on_oom!r} is unknown.{nearest(self.on_oom, ON_OOM)} Known: {known}.")
+        check_choices(self)
 
 
 def persevere(

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.folder import TOKEN, Folder
+from toolkit.folder import Folder
+from toolkit.locking import TOKEN
 
 
 def clear(folder: Folder, config: Mapping[str, Any]) -> None:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from toolkit.folder import TOKEN, Folder, read_events
+from toolkit.folder import Folder, read_events
 from toolkit.launching.failing import Known, RankHung, failure
 from toolkit.launching.starting import clear, ranks_here, start
 from toolkit.launching.stopping import Stop, Stopped
 from toolkit.launching.sweeping import carrying, send, sweep
 from toolkit.launching.watching import Watch
+from toolkit.locking import TOKEN
 from toolkit.shrinking import memory_kills
 
 STOP_SECONDS = 40.0

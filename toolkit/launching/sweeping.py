@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from toolkit.folder import TOKEN
+from toolkit.errors import RunError
+from toolkit.locking import TOKEN
 
 if TYPE_CHECKING:
     import psutil
 
 
+KILL_SECONDS = 60.0
+"""After which a killed process will not end soon: it waits in the kernel, for a disk or a network that does not answer."""
+
+
 def sweep(token: str, launcher: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run: kill the launcher, give the others two seconds to follow it, kill them."""
+    """End what is left of a run: kill the launcher, give the others two seconds to follow it, kill them.
+
+    Raises:
+        RunError: naming processes that are still there a minute later. They hold the run's lock until they end.
+    """
     import psutil
+
+    deadline = time.monotonic() + KILL_SECONDS
 
     launcher.kill()
     launcher.wait()
     _, left = psutil.wait_procs(carrying(token), timeout=2)
     while left:
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise RunError(
+                f"processes {pids} were killed {KILL_SECONDS:.0f} s ago and have not ended: they wait in the kernel, for a "
+                "disk or a network that does not answer. They hold the run's folder until they end; look at `dmesg`."
+            )
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-from toolkit.folder import Folder, process_lives
+from toolkit.folder import Folder
 from toolkit.heartbeat import EVERY, Heartbeat, read_beats
 from toolkit.launching.failing import RankHung, awaited, end_of_log
 from toolkit.launching.sweeping import lives
+from toolkit.locking import process_lives
 
 BEGIN_SECONDS = 60.0
 """What a rank has at least until its first beat: the interpreter's and the launcher's start."""

@@ -1,0 +1,146 @@
+"""The fields of dataclasses as command-line flags, and back. Whatever a field is called, its flag is called."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, TypeVar
+
+from toolkit.errors import StrategyError, nearest
+
+Owner = TypeVar("Owner")
+
+
+def amount(default: Any, told: str) -> Any:
+    """A dataclass field with what its flag's help says."""
+    return field(default=default, metadata={"help": told})
+
+
+def choice(default: str, values: tuple[str, ...], told: str, later: tuple[str, ...] = ()) -> Any:
+    """A field that takes one of `values`; those in `later` have a name already and nothing behind it yet."""
+    return field(default=default, metadata={"help": told, "values": values, "later": later})
+
+
+def check_choices(owner: Any) -> None:
+    """Refuse a value that a `choice` of this dataclass does not know, or that is not available yet.
+
+    Raises:
+        StrategyError: with the nearest known value.
+    """
+    for f in dataclasses.fields(owner):
+        known, value = f.metadata.get("values"), getattr(owner, f.name)
+        if known and value not in known:
+            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, known)} Known: {', '.join(known)}.")
+        if value in f.metadata.get("later", ()):
+            raise StrategyError(f"{f.name} {value!r} is not available yet.")
+
+
+def flag(name: str) -> str:
+    """A field's flag: `"micro_batch"` → `"--micro-batch"`."""
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose flags are written out whole, and whose mistakes are one sentence.
+
+    Raises:
+        StrategyError: for a flag or value that is not known, in place of a usage text and the interpreter's end.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise StrategyError(f"{message}. See `{self.prog} --help`.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = nearest(unknown[0], self._option_string_actions)
+            raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
+        return found, unknown
+
+
+def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = ()) -> None:
+    """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing."""
+    for owner in owners:
+        group = parser.add_argument_group(owner.__name__)
+        kinds = typing.get_type_hints(owner)
+        for f in dataclasses.fields(owner):
+            if f.name in without:
+                continue
+            kind, later = _plain(kinds[f.name]), f.metadata.get("later", ())
+            values = [value for value in f.metadata.get("values", ()) if value not in later]
+            told = f"{f.metadata['help']} (default: {_default(f)})"
+            if kind is bool:
+                group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
+            else:
+                shown = "|".join(values) if values else kind.__name__.upper()
+                group.add_argument(flag(f.name), type=kind, metavar=shown, help=told)
+
+
+def _plain(kind: Any) -> type[Any]:
+    """The type of a field that may be left open: `float | None` → `float`."""
+    if isinstance(kind, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    found: type[Any] = kind
+    return found
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    return "open" if f.default is None else str(f.default)
+
+
+def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
+    """The fields of `owner` that were given as flags, with their values."""
+    found = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def to_flags(*owners: Any) -> list[str]:
+    """The shortest command line that says the same: only fields that differ from their defaults."""
+    differing = {
+        f.name: getattr(owner, f.name)
+        for owner in owners
+        for f in dataclasses.fields(owner)
+        if getattr(owner, f.name) != f.default
+    }
+    return spell(differing)
+
+
+def spell(values: Mapping[str, Any]) -> list[str]:
+    """A command line that gives these fields these values."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(flag(name))
+        elif value is False:
+            words.append("--no-" + flag(name).removeprefix("--"))
+        else:
+            words += [flag(name), str(value)]
+    return words
+
+
+def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
+    """A Strategy or Loop from JSON.
+
+    Raises:
+        StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
+    """
+    known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
+    kinds = typing.get_type_hints(owner)
+    for name, value in values.items():
+        if name not in known:
+            raise StrategyError(
+                f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
+            )
+        kind = _plain(kinds[name])
+        right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
+        if not right and not (value is None and kind != kinds[name]):
+            raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
+    return owner(**values)
