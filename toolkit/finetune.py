@@ -16,19 +16,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit import measuring
-from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore
+from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore, set_aside
 from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on
 from toolkit.data import Rows, batches, eval_batches, hash_ids, sample_ids
 from toolkit.devices import hardware
 from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
-from toolkit.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError
+from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError
 from toolkit.exporting import save, spelled, verify
 from toolkit.flags import Parser, add_flags, from_dict, given
-from toolkit.folder import Folder, enter, read_run_json, write_json
+from toolkit.folder import Folder, enter, read_events, read_run_json, write_json
 from toolkit.following import follow
 from toolkit.heartbeat import Beat
 from toolkit.keeping import Keeper
@@ -43,8 +43,15 @@ from toolkit.shrinking import is_out_of_memory, out_of_memory
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, Wish, adamw, evaluate, warmup_cosine
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
+
+
+READING_SECONDS = 3600.0
+"""What ranks wait for the one that reads, at least. From then on they wait `--timeout`; a rank that hangs has no heartbeat."""
 
 
 def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[Recipe, Loop, Strategy]:
@@ -77,7 +84,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
         ready.job.spec,
         log_with=recipe.tracker,
         project_dir=str(folder.path),
-        timeout=recipe.timeout,
+        timeout=max(recipe.timeout, READING_SECONDS),
     )
     seed_everything(ready.job.loop.seed)
     asked = job(accelerator)
@@ -86,6 +93,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     with accelerator.local_main_process_first():  # the others find the base's hashes in the cache
         identity = identify(ready.spec, asked.strategy, ready.rows.fingerprint)
     check_fits(found, asked, identity)
+    set_aside(accelerator, found)
     attempt = begin(accelerator, folder, ready, recipe, machine, found)
     model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
     optimizer = adamw(model, asked.loop)
@@ -151,10 +159,11 @@ def _steps(
     """The steps that are left. The last audit, and the step after which a signal stopped the run, or 0."""
     asked, accelerator = ours.job, ours.accelerator
     held: Audit | None = None
+    if ready.eval_rows and _left_out(ours, recipe, keeper, start):
+        _evaluate(ours, ready.eval_rows, recipe, keeper, beat, start)
 
-    def wish() -> Wish:
-        beat.note("begin", step=beat.step + 1)
-        return keeper.wish()
+    def begins(step: int) -> None:
+        beat.note("begin", step=step)
 
     def samples(step: int) -> str:
         return hash_ids(sample_ids(ready.rows, asked.loop, ranks=asked.ranks, step=step - 1))
@@ -166,42 +175,62 @@ def _steps(
         folder=keeper.folder,
         samples=samples,
         start=start,
-        wish=wish,
+        begin=begins,
+        wish=keeper.wish,
         attempt=keeper.attempt,
     )
-    for step in _rescued(followed, keeper, start):
+    for step in _rescued(followed, keeper, beat, start):
         beat.note("between")
         keeper.window.step_done(step.step)
-        if step.step == start + 1:
+        if held is None and not step.skipped:  # a step that fp16's scaler skips makes no moments
             held = audit(ours, gradients=step.gradients)
         if recipe.tracker:
             accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
-        if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
-            beat.note("evaluate")
-            _evaluate(ours, ready.eval_rows, recipe, keeper, step.step)
-            beat.note("between")
         if Wish.STOP in step.wish:
             beat.note("save")  # however long it takes, the supervisor waits for it
-        keeper.step_done(step)
+        keeper.step_done(step)  # before an evaluation, which may take long
         if Wish.STOP in step.wish:
             return held or audit(ours), step.step
-    return held or audit(ours), 0
+        if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
+            _evaluate(ours, ready.eval_rows, recipe, keeper, beat, step.step)
+    return held or audit(ours), asked.loop.steps if _any(accelerator, Wish.STOP in keeper.wish()) else 0
 
 
-def _rescued(steps: Iterator[Step], keeper: Keeper, start: int) -> Iterator[Step]:
+def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> Iterator[Step]:
     """The same steps. Where numbers that are not finite end them, the weights of the step before are published first."""
     done = start
     try:
         for step in steps:
             yield step
             done = step.step
-    except NotFinite:
-        keeper.rescue(done)
+    except NotFinite as error:
+        beat.note("save")
+        try:
+            keeper.rescue(done)
+        except CheckpointError as failed:
+            raise NotFinite(f"{error} The weights could not be saved: {failed}") from failed
         raise
 
 
-def _evaluate(ours: Prepared, rows: Rows, recipe: Recipe, keeper: Keeper, step: int) -> None:
+def _any(accelerator: Accelerator, here: bool) -> bool:
+    """Whether it is so on any rank. A collective."""
+    import torch
+
+    flag = torch.tensor(float(here), device=accelerator.device)
+    return bool(accelerator.reduce(flag, reduction="sum").item())
+
+
+def _left_out(ours: Prepared, recipe: Recipe, keeper: Keeper, step: int) -> bool:
+    """Whether the evaluation after `step` is due and was never made: the run was stopped before it. A collective."""
+    if not step or not _due(step, ours.job.loop.steps, recipe.eval_every):
+        return False
+    made = any(line["step"] == step for line in read_events(keeper.folder.events) if "eval_loss" in line)
+    return not _any(ours.accelerator, made)
+
+
+def _evaluate(ours: Prepared, rows: Rows, recipe: Recipe, keeper: Keeper, beat: Beat, step: int) -> None:
     asked, accelerator = ours.job, ours.accelerator
+    beat.note("evaluate")
     held_out = eval_batches(
         rows,
         micro_batch=asked.loop.micro_batch,
@@ -215,6 +244,7 @@ def _evaluate(ours: Prepared, rows: Rows, recipe: Recipe, keeper: Keeper, step: 
     if recipe.tracker:
         accelerator.log({"eval_loss": loss}, step=step)
     accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
+    beat.note("between")
 
 
 def _due(step: int, last: int, every: int) -> bool:
@@ -277,24 +307,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _tell(rank, error)
     with folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised())
-        with Beat(folder.beat(rank), rank) as beat:
-            try:
+        beat = Beat(folder.beat(rank), rank)
+        try:
+            with beat:  # whose last one says where an exception came from
                 return run(flags, folder, beat)
-            except ToolkitError as error:
-                return _refused(folder, rank, error)
-            except BaseException as error:
-                if not is_out_of_memory(error):
-                    folder.record_error(rank, error)
-                    raise
-                return _refused(folder, rank, out_of_memory(error, folder, beat.last))
+        except ToolkitError as error:
+            return _refused(folder, rank, error, resumed=flags.resume)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                folder.record_error(rank, error)
+                raise
+            return _refused(folder, rank, out_of_memory(error, folder, beat.last), resumed=flags.resume)
 
 
-def _refused(folder: Folder, rank: int, error: ToolkitError) -> int:
-    """Say it to the supervisor, or where there is none to the user."""
+def _refused(folder: Folder, rank: int, error: ToolkitError, *, resumed: bool) -> int:
+    """Say it to the supervisor, or where there is none to the user. A new run that never began leaves nothing."""
     if supervised():
         folder.record_error(rank, error)
         return error.exit_code
-    if not isinstance(error, OutOfMemory):
+    if not resumed and not isinstance(error, OutOfMemory | NotFinite):
         folder.discard(shared=True)
     return _tell(rank, error)
 

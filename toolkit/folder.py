@@ -203,9 +203,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line of JSON in one write: whoever reads sees it whole, and a killed process leaves it."""
+    """Add a line of JSON in one write: whoever reads sees it whole, and a killed process leaves it.
+
+    Raises:
+        RunError: where the disk takes only a part of it, which is taken back, or nothing.
+    """
+    data = (json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
-        file.write((json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode())
+        before = file.tell()
+        try:
+            if file.write(data) == len(data):
+                return
+            file.truncate(before)
+            why = "the disk is full"
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise RunError(f"{path} cannot be written: {why}. Make room, then go on with `toolkit resume`.")
 
 
 def read_run_json(path: Path) -> dict[str, Any]:

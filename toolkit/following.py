@@ -23,13 +23,14 @@ def follow(
     folder: Folder,
     samples: Callable[[int], str],
     start: int = 0,
+    begin: Callable[[int], object] = lambda step: None,
     wish: Callable[[], Wish] = nothing,
     attempt: int = 0,
 ) -> Iterator[Step]:
     """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process."""
     main = prepared.accelerator.is_main_process
     with _progress(prepared.job, start, shown=main) as bar:
-        for step in train(prepared, loader, schedule, start=start, samples=samples, wish=wish):
+        for step in train(prepared, loader, schedule, start=start, begin=begin, samples=samples, wish=wish):
             if main:
                 folder.append_event({**_event(step), "attempt": attempt, "samples": samples(step.step)})
                 _show(bar, step)

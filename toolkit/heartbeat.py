@@ -19,7 +19,8 @@ EVERY = 1.0
 """Seconds between two beats."""
 
 _SIZE = 256  # always as many bytes: a full disk has room for what is overwritten
-_IN_A_STEP = ("forward", "backward", "step")
+IN_A_STEP = ("begin", "forward", "backward", "step")
+"""Phases in which every rank waits for all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Heartbeat:
     @property
     def where(self) -> str:
         """`in the backward of step 3`, to follow «it was»."""
-        if self.phase in _IN_A_STEP:
+        if self.phase in IN_A_STEP[1:]:
             return f"in the {self.phase} of step {self.step}"
         known = {
             "start": "before its first step",

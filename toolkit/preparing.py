@@ -129,7 +129,8 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     if wrong:
         raise StrategyMismatch(
             f"sharding {asked.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
-            "Nothing was trained. Check versions with `toolkit doctor`."
+            f"{'Nothing was trained' if gradients is None else 'Training ended with its first step'}. "
+            "Check versions with `toolkit doctor`."
         )
     return found
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapting import quiet
 from toolkit.engines.job import Job, Prepared, Update, engine_of
-from toolkit.errors import NotFinite
+from toolkit.errors import DataError, NotFinite
 from toolkit.measuring import live_bytes
 from toolkit.phases import phase
 from toolkit.strategy import Loop
@@ -27,7 +28,7 @@ SKIPS = 20
 
 
 class Wish(IntFlag):
-    """What a rank asks of all of them; they agree on it as a step begins, and act when it is done."""
+    """What a rank asks of all of them; they agree on it in the middle of a step, and act when it is done."""
 
     NOTHING = 0
     SAVE = 1
@@ -63,7 +64,7 @@ class Step:
     bytes: tuple[Mapping[str, int | None], ...]
     """Memory of each rank as the step began."""
     wish: Wish
-    """What any rank asked for as the step began."""
+    """What any rank asked for when its last forward was done."""
 
 
 def adamw(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
@@ -92,6 +93,7 @@ def train(
     schedule: Any,
     *,
     start: int = 0,
+    begin: Callable[[int], object] = lambda step: None,
     samples: Callable[[int], str] = lambda step: "not recorded",
     wish: Callable[[], Wish] = nothing,
 ) -> Iterator[Step]:
@@ -102,10 +104,12 @@ def train(
         loader: this rank's micro-batches in order, `accumulation` of them a step: `input_ids`, `labels`, … [b, s].
         schedule: stepped once a step, whatever the number of ranks.
         start: steps that were done before.
+        begin: told each step as it begins.
         samples: says which samples a step took, for messages.
-        wish: what this rank asks of all as a step begins; after a step with `Wish.STOP` there is no other.
+        wish: what this rank asks of all, asked once a step; after a step with `Wish.STOP` there is no other.
 
     Raises:
+        DataError: for a loader that ends before the steps do, and for a step without a trained label.
         NotFinite: at the first loss, norm or step that is not finite; weights are those of the step before. fp16 goes
             on over steps that its scaler skips, until 20 in a row or the scale is at its smallest.
     """
@@ -115,31 +119,36 @@ def train(
     skips, batches = 0, iter(loader)
     for step in range(start + 1, job.loop.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
-        micro = [next(batches) for _ in range(job.loop.accumulation)]
+        begin(step)
+        micro = list(itertools.islice(batches, job.loop.accumulation))
+        _check_data(micro, job, step)
         counts = [trained_tokens(batch, job) for batch in micro]
-        said = _Said(prepared, sum(counts), wish())
-        total = torch.zeros((), device=accelerator.device)
+        said = _Said(prepared, sum(counts))
+        sums = torch.zeros(1 + len(Wish), device=accelerator.device)
         for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
             last = index == len(micro) - 1
             with phase("forward"):
                 mean = mean_loss(prepared, _to(batch, accelerator.device))
-            total += mean.detach() * count
-            summed = _sum_everywhere(total, job) if last else None
+            if count:  # the mean over no token is not a number, and its gradient is zero
+                sums[0] += mean.detach() * count
+            summed = _sum_everywhere(sums, wish(), job) if last else None
             # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
             # micro-batches the gradient of the mean over all tokens (transformers#34191).
             engine.backward(prepared, mean * said.weight(count), last)
             del mean
         if summed is not None:
             summed.wait()  # the ranks need not wait for each other between forward and backward
-        _check_loss(float(total), job, step, samples)
+        total, *wishes = sums.tolist()
+        tokens, memory = said.everything()
+        _check_loss(total, tokens, job, step, samples)
         done = engine.update(prepared)
         skips = skips + 1 if done.skipped else 0
         _check(job, done, skips, step, samples)
         schedule.step()
-        tokens, wished, memory = said.everything()
+        wished = Wish(sum(one for one, count in zip(Wish, wishes, strict=True) if count))
         yield Step(
             step=step,
-            loss=float(total) / tokens,
+            loss=total / tokens,
             grad_norm=done.norm,
             lr=lr,
             tokens=tokens,
@@ -197,50 +206,65 @@ def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 class _Said:
-    """What every rank says as a step begins: its tokens, its wish and what it holds, in one small gather.
+    """What every rank says as a step begins, its tokens and what it holds, in one small gather beside the first forward.
 
-    It runs beside the first forward. Nobody waits for it but the first backward, and there the device, not the host.
+    Nobody waits for it before the first backward. On CUDA the device waits there, and the host reads the rows when it
+    reads the loss.
     """
 
-    def __init__(self, prepared: Prepared, tokens: int, wish: Wish) -> None:
+    def __init__(self, prepared: Prepared, tokens: int) -> None:
         import torch
         import torch.distributed as dist
 
         device = prepared.accelerator.device
         held = live_bytes(device)
         self._names, self._ranks = tuple(held), prepared.job.ranks
-        row = [tokens, int(wish), *(-1 if size is None else size for size in held.values())]
-        self._rows = torch.tensor([row] * self._ranks, device=device)
+        row = [tokens, *(-1 if size is None else size for size in held.values())]
+        mine = torch.tensor([row] * self._ranks, pin_memory=device.type == "cuda")
+        self._rows = mine.to(device, non_blocking=True)
+        self._count: torch.Tensor | None = None
         every = list(self._rows.unbind())
         self._work = dist.all_gather(every, every[0].clone(), async_op=True) if self._ranks > 1 else None
 
     def weight(self, tokens: int) -> torch.Tensor:
         """What a mean over `tokens` of this rank counts in the global batch's, times the ranks that engines divide by."""
-        if self._work is not None:
-            self._work.wait()
-        return (tokens * self._ranks / self._rows[:, 0].sum().double()).float()
+        if self._count is None:
+            if self._work is not None:
+                self._work.wait()
+            self._count = self._rows[:, 0].sum().double()
+        return (tokens * self._ranks / self._count).float()
 
-    def everything(self) -> tuple[int, Wish, tuple[dict[str, int | None], ...]]:
-        """Tokens of the global batch, what any rank wishes, and what each rank held. Call after `weight`."""
+    def everything(self) -> tuple[int, tuple[dict[str, int | None], ...]]:
+        """Tokens of the global batch, and what each rank held. Call after `weight`."""
         rows = self._rows.tolist()
         memory = tuple(
-            dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True)) for _, _, *sizes in rows
+            dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True)) for _, *sizes in rows
         )
-        wished = Wish.NOTHING
-        for row in rows:
-            wished |= Wish(row[1])
-        return sum(row[0] for row in rows), wished, memory
+        return sum(row[0] for row in rows), memory
 
 
-def _sum_everywhere(total: torch.Tensor, job: Job) -> torch.distributed.Work | None:
-    """Begin to add up the loss over all ranks, in place."""
+def _sum_everywhere(sums: torch.Tensor, wish: Wish, job: Job) -> torch.distributed.Work | None:
+    """Begin to add up over all ranks, in place: the loss, and how many ranks have each wish."""
     import torch.distributed as dist
 
-    return dist.all_reduce(total, async_op=True) if job.ranks > 1 else None
+    for index, one in enumerate(Wish, start=1):
+        if one in wish:
+            sums[index] += 1
+    return dist.all_reduce(sums, async_op=True) if job.ranks > 1 else None
 
 
-def _check_loss(total: float, job: Job, step: int, samples: Callable[[int], str]) -> None:
+def _check_data(micro: Sequence[Batch], job: Job, step: int) -> None:
+    if len(micro) < job.loop.accumulation:
+        raise DataError(
+            f"step {step}: the loader gave {len(micro)} of {job.loop.accumulation} micro-batches. {job.loop.steps} steps "
+            f"need {job.loop.steps * job.loop.accumulation}. Give more data, or lower --steps."
+        )
+
+
+def _check_loss(total: float, tokens: int, job: Job, step: int, samples: Callable[[int], str]) -> None:
     """Every rank sees the same sum, before the weights could be touched."""
+    if not tokens:
+        raise DataError(f"step {step}: none of its labels is trained. Samples: {samples(step)}. Give data with labels.")
     if job.strategy.precision != "fp16" and not math.isfinite(total):
         raise NotFinite(
             f"step {step}: the loss is {total}. Weights are those of step {step - 1}. Samples: {samples(step)}. "

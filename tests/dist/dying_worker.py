@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import folder
+from toolkit import folder, locking
 from toolkit.errors import ToolkitError
 from toolkit.heartbeat import Beat
 from toolkit.launching import Care, Stopped, persevere
@@ -60,7 +60,7 @@ def supervisor(path: Path) -> int:
         "use_cpu": False,
     }
     first = ["--run-dir", str(path), *sys.argv[3:]]
-    with folder.enter(path, token=folder.new_token()) as run:
+    with folder.enter(path, token=locking.new_token()) as run:
         try:
             persevere(
                 run,

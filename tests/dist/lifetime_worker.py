@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import folder, lifetime
+from toolkit import folder, lifetime, locking
 
 
 def note(path: Path, word: str) -> None:
@@ -89,7 +89,7 @@ def main() -> None:
         note(path.with_name(f"outlived-{rank}"), "")
         time.sleep(120)
     run = folder.enter(path)
-    lifetime.tee_output(run.log(rank), rank=rank, supervised=folder.supervised())
+    lifetime.tee_output(run.log(rank), rank=rank, supervised=locking.supervised())
     try:
         work(task, path, rank)
     except Exception as error:
@@ -113,7 +113,7 @@ def supervisor() -> None:
         "mixed_precision": "no",
     }
     try:
-        with folder.enter(path, token=folder.new_token()) as run:
+        with folder.enter(path, token=locking.new_token()) as run:
             module = "no_such_module" if task == "typo" else "lifetime_worker"
             launching.supervise(run, module, [task, "--run-dir", str(path)], config)
     except launching.Stopped as stopped:

@@ -7,45 +7,25 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.checkpoints import Found, Saver, check_fits, complete, find, identify, problems, read_manifest, restore
+from toolkit.checkpoints import (
+    Found,
+    Saver,
+    check_fits,
+    complete,
+    find,
+    problems,
+    read_manifest,
+    restore,
+    set_aside,
+)
 from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.restoring import opened
 from toolkit.errors import CheckpointError, StrategyError
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A tiny Llama on one rank, two steps trained, with a Saver."""
-    import torch
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from toolkit.model import describe
-    from toolkit.preparing import prepare, prepared
-    from toolkit.runtime import accelerator as make
-    from toolkit.strategy import Loop, Strategy
-    from toolkit.training import adamw, warmup_cosine
-
-    folder = tmp_path_factory.mktemp("checkpoints")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    module = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
-    module.save_pretrained(folder / "model")
-    loop = Loop(steps=8, lr=1e-2)
-    accelerator = make(Strategy(), loop, describe(str(folder / "model")))
-    optimizer = adamw(module, loop)
-    model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, loop))
-    ours = prepared(accelerator, (model, optimizer))
-    identity = identify(ours.job.spec, ours.job.strategy, "data")
-    yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": accelerator}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def saver(run: dict[str, Any], folder: Path, **options: Any) -> Saver:
@@ -147,6 +127,8 @@ def test_an_older_checkpoint_is_taken_and_the_damaged_one_set_aside(run: dict[st
     assert found.step == 1
     assert "step-00000002" in found.skipped[0]
     assert "is damaged" in found.skipped[0]
+    assert complete(written) == [newest, older]  # nothing is renamed before it is clear that the run goes on
+    set_aside(run["accelerator"], found)
     assert sorted(path.name for path in written.iterdir()) == ["step-00000001", "step-00000002.damaged"]
     # What goes on saves step 2 again, and what was set aside never counts as a checkpoint to keep.
     keeper = saver(run, written, keep=1)
@@ -174,7 +156,7 @@ def test_a_newer_toolkits_checkpoint_is_no_damage(run: dict[str, Any], written: 
     assert len(complete(written)) == 2
 
 
-def test_a_file_that_cannot_be_read_is_named(written: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(run: dict[str, Any], written: Path) -> None:
     path = complete(written)[0] / "rank-00000.safetensors"
     size = path.stat().st_size
     path.unlink()
@@ -190,6 +172,9 @@ def test_a_file_that_cannot_be_read_is_named(written: Path) -> None:
         (path.parent / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).encode())
         assert size
         assert "cannot be read" in problems(path.parent)[0]
+        with pytest.raises(CheckpointError, match="Go on where its file system answers"):
+            find(run["accelerator"], written)
+    assert len(complete(written)) == 2
 
 
 def test_what_cannot_be_written_is_said_and_not_waited_for(run: dict[str, Any], tmp_path: Path) -> None:
@@ -359,7 +344,8 @@ class Factory:
         made.mkdir()
         return made
 
-run = next(tests.run.__wrapped__(Factory()))
+import conftest
+run = next(conftest.run.__wrapped__(Factory()))
 size = tests.saver(run, disk / "size", keep=1).layout.total_bytes
 try:
     tests.saver(run, disk / "many", keep=1000)

@@ -210,6 +210,21 @@ def test_of_two_runs_at_once_one_is_let_in(tmp_path: Path) -> None:
             assert "in use by" in process.communicate(timeout=10)[1]
 
 
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path) -> None:
+    """What comes later would be glued to it, and no line behind it could be read."""
+    path = tmp_path / "events.jsonl"
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from toolkit.folder import append_line\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); path = Path(sys.argv[1]); append_line(path, {'step': 1})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5,) * 2)\n"
+        "append_line(path, {'step': 2})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert f"RunError: {path} cannot be written: " in done.stderr
+    assert folder.read_events(path) == [{"step": 1}]
+    assert path.read_bytes().endswith(b"}\n")
+
+
 def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a supervisor: what they share is the launcher; a process started by hand is a run of its own."""
     monkeypatch.delenv(locking.TOKEN, raising=False)

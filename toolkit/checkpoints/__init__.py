@@ -2,7 +2,7 @@
 
 from toolkit.checkpoints.identity import Identity, identify
 from toolkit.checkpoints.manifest import Manifest, complete, folder_name, problems, read_manifest
-from toolkit.checkpoints.restoring import Found, check_fits, find, restore
+from toolkit.checkpoints.restoring import Found, check_fits, find, restore, set_aside
 from toolkit.checkpoints.saving import Saver
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "problems",
     "read_manifest",
     "restore",
+    "set_aside",
 ]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 WEIGHT = "weight"
 """The kind that a checkpoint knows a parameter's values by: its master where the engine keeps one."""
 
-KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-
 OPTIMIZERS = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
 """Classes whose state is two moments and a count of steps."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import re
@@ -129,6 +130,10 @@ def complete(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() and not path.is_symlink()]
 
 
+UNREADABLE = "it cannot be read"
+"""How a sentence of `problems` begins that says nothing of the checkpoint itself."""
+
+
 def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, too many, or changed.
 
@@ -147,7 +152,8 @@ def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
-        return [f"it cannot be read: {error}"]
+        # A disk that has lost a block is damage; a server that does not answer, or too many open files, are not.
+        return [f"{'it is damaged' if error.errno == errno.EIO else UNREADABLE}: {error}"]
 
 
 def _differences(checkpoint: Path, found: Manifest, share: tuple[int, int]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.identity import Identity, check_same
 from toolkit.checkpoints.layout import GENERATOR, WEIGHT, Range, range_of, trained_pieces
-from toolkit.checkpoints.manifest import Manifest, complete, problems, read_manifest
+from toolkit.checkpoints.manifest import UNREADABLE, Manifest, complete, problems, read_manifest
 from toolkit.checkpoints.randomness import write_generators
 from toolkit.engines.job import Counters, Job, Prepared, engine_of
 from toolkit.errors import CheckpointError
@@ -29,6 +29,8 @@ class Found:
     manifest: Manifest | None
     skipped: tuple[str, ...]
     """A sentence for every newer checkpoint that could not be taken."""
+    damaged: tuple[Path, ...] = ()
+    """Those checkpoints."""
 
     @classmethod
     def nothing(cls) -> Found:
@@ -49,10 +51,11 @@ class Found:
 def find(accelerator: Accelerator, checkpoints: Path) -> Found:
     """The newest checkpoint of a run whose hashes hold; every rank hashes a part of the files. A collective.
 
-    Newer ones that are damaged are set aside once an older one is taken, so that they are not taken for the newest again.
+    Nothing is renamed: `set_aside` does that to the newer ones that are damaged, once it is clear that the run goes on.
 
     Raises:
-        CheckpointError: where there are checkpoints, and none can be taken. Nothing is renamed then.
+        CheckpointError: where there are checkpoints, and none can be taken; where a file system does not answer, which is
+            no damage.
     """
     from accelerate.utils import broadcast_object_list, gather_object
 
@@ -65,12 +68,10 @@ def find(accelerator: Accelerator, checkpoints: Path) -> Found:
         path = checkpoints / name
         wrong = list(dict.fromkeys(gather_object(problems(path, share=(rank, ranks)))))
         if not wrong:
-            manifest = read_manifest(path)
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                _set_aside([checkpoints / newer for newer in names[0][: len(skipped)]])
-            accelerator.wait_for_everyone()
-            return Found(path=path, manifest=manifest, skipped=tuple(skipped))
+            damaged = tuple(checkpoints / newer for newer in names[0][: len(skipped)])
+            return Found(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)
+        if unread := [sentence for sentence in wrong if sentence.startswith(UNREADABLE)]:
+            raise CheckpointError(f"{path}: {unread[0]}. Go on where its file system answers, or remove it.")
         skipped.append(f"skipping {path}: {'; '.join(wrong[:3])}. It is set aside as {name}.damaged")
     if skipped:
         said = "; ".join(sentence.partition(". It is")[0].removeprefix("skipping ") for sentence in skipped)
@@ -81,14 +82,17 @@ def find(accelerator: Accelerator, checkpoints: Path) -> Found:
     return Found.nothing()
 
 
-def _set_aside(damaged: list[Path]) -> None:
+def set_aside(accelerator: Accelerator, found: Found) -> None:
+    """Rename what `find` found damaged, so that it is not taken for the newest again. A collective."""
     import shutil
 
-    for path in damaged:
+    accelerator.wait_for_everyone()
+    for path in found.damaged if accelerator.is_main_process else ():
         aside = path.with_name(f"{path.name}.damaged")
         if aside.exists():
             shutil.rmtree(aside)
         path.rename(aside)
+    accelerator.wait_for_everyone()
 
 
 def check_fits(found: Found, job: Job, identity: Identity) -> None:

@@ -95,6 +95,8 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             clear_partial(folder)
         prepared.accelerator.wait_for_everyone()
+        if prepared.accelerator.device.type == "cuda":
+            self._make_buffers()  # where there is no room for them it is known before the first step
         missing = keep + 1 - min(keep, len(complete(folder)))
         self._check_space(missing * (self.layout.total_bytes + SLACK), f"{missing} checkpoints")
 
@@ -129,9 +131,21 @@ class Saver:
         self._raise()
 
     def wait_published(self, step: int) -> None:
-        """Until the checkpoint of `step` has its name, on every rank; not by a collective, which would time out."""
+        """Until the checkpoint of `step` has its name, on every rank; not by a collective, which would time out.
+
+        Raises:
+            CheckpointError: where rank 0 could not publish it, or says nothing for too long.
+        """
         self.wait()
+        failed = _failed(self.folder / f".{folder_name(step)}.partial", 0)
+        deadline = time.monotonic() + 2 * self.patience  # rank 0 waits that long for the others before it writes
         while not (self.folder / folder_name(step)).exists():
+            if failed.exists():
+                raise CheckpointError(f"rank 0 could not publish the checkpoint of step {step}: {failed.read_text()}")
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank 0 has not published the checkpoint of step {step} after {2 * self.patience:g} s."
+                )
             time.sleep(_POLL)
 
     def _check_space(self, needed: int, what: str) -> None:
@@ -153,17 +167,22 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def _snapshot(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's parts in host memory, in buffers that are used again."""
+    def _make_buffers(self) -> None:
         import torch
 
         sizes: dict[torch.dtype, int] = {}
         for part in self.layout.mine:
             sizes[part.tensor.dtype] = sizes.get(part.tensor.dtype, 0) + part.range.length
+        pinned = self.prepared.accelerator.device.type == "cuda"
+        self._buffers = {dtype: torch.empty(n, dtype=dtype, pin_memory=pinned) for dtype, n in sizes.items()}
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's parts in host memory, in buffers that are used again."""
+        import torch
+
         if not self._buffers:
-            pinned = self.prepared.accelerator.device.type == "cuda"
-            self._buffers = {dtype: torch.empty(n, dtype=dtype, pin_memory=pinned) for dtype, n in sizes.items()}
-        at = dict.fromkeys(sizes, 0)
+            self._make_buffers()
+        at = dict.fromkeys(self._buffers, 0)
         found = {}
         for part in self.layout.mine:
             dtype, length = part.tensor.dtype, part.range.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -51,9 +52,12 @@ def _pass_on(number: int, _: object) -> None:
     """Before torch elastic listens, and for one process without it: the rank ends, and then its launcher."""
     import psutil
 
-    ranks = [child for child in psutil.Process().children() if redacting.__file__ not in child.cmdline()]
-    for rank in ranks:
-        rank.send_signal(number)
+    ranks = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it may be ending
+            if redacting.__file__ not in child.cmdline():
+                child.send_signal(number)
+                ranks.append(child)
     if not ranks:
         sys.exit(128 + number)
 

@@ -121,10 +121,9 @@ def _short_of_memory(
 ) -> OutOfMemory | None:
     """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
     beats = read_beats(folder.logs)
-    if rank is not None and error is None and how == _ended(-signal.SIGABRT):
-        text = folder.log(rank).read_text(errors="replace")[-_ABORT_CHARACTERS:] if folder.log(rank).exists() else ""
-        if found := _ABORTED.search(text):
-            return OutOfMemory(aborted_for_memory(folder, rank, found["bytes"], beats.get(rank)))
+    aborted = rank is not None and error is None and how == _ended(-signal.SIGABRT)
+    if rank is not None and aborted and (found := _ABORTED.search(_end(folder.log(rank)))):
+        return OutOfMemory(aborted_for_memory(folder, rank, found["bytes"], beats.get(rank)))
     if not known.memory_kills:
         return None
     if how == _ended(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
@@ -141,7 +140,7 @@ def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, r
     if rank is None:
         return False
     if error is None:
-        return "Watchdog caught collective operation timeout" in last_lines(folder.log(rank))
+        return "Watchdog caught collective operation timeout" in _end(folder.log(rank))
     said = [str(one["message"]) for one in raised.values()]
     return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in said)
 
@@ -176,6 +175,11 @@ def end_of_log(folder: Folder, rank: int) -> str:
     """The last lines of a rank; the launcher's where it had not come to its own log."""
     log = folder.log(rank)
     return last_lines(log if log.exists() else launcher_log(folder))
+
+
+def _end(log: Path) -> str:
+    """What stands before the stacks of all threads, too, which an abort writes behind its reason."""
+    return log.read_text(errors="replace")[-_ABORT_CHARACTERS:] if log.exists() else ""
 
 
 def last_lines(log: Path) -> str:

@@ -11,7 +11,7 @@ from toolkit.checkpoints import complete
 from toolkit.errors import OutOfMemory, StrategyError
 from toolkit.flags import amount, check_choices, choice, from_dict, spell
 from toolkit.folder import Folder, last_step, read_run_json
-from toolkit.heartbeat import read_beats
+from toolkit.heartbeat import IN_A_STEP, read_beats
 from toolkit.launching.failing import RankDied
 from toolkit.launching.supervising import supervise
 from toolkit.shrinking import halved
@@ -89,7 +89,8 @@ def persevere(
 
 def _fewer(folder: Folder) -> dict[str, int]:
     """Half the micro-batch, where a rank ran out of memory in a step and there is more than one sample in it."""
-    if not folder.run_json.exists() or not any(beat.step for beat in read_beats(folder.logs).values()):
+    beats = read_beats(folder.logs).values()
+    if not folder.run_json.exists() or not any(beat.step and beat.phase in IN_A_STEP for beat in beats):
         return {}
     return halved(from_dict(Loop, read_run_json(folder.path)["loop"]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from toolkit.folder import Folder
-from toolkit.heartbeat import EVERY, Heartbeat, read_beats
+from toolkit.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
 from toolkit.launching.failing import RankHung, awaited, end_of_log
 from toolkit.launching.sweeping import lives
 from toolkit.locking import process_lives
@@ -18,9 +18,6 @@ IDLE = 0.2
 
 STILL_SECONDS = 5.0
 """After the timeout: first the process group's own has a chance, which leaves the other ranks' tracebacks in their logs."""
-
-
-_IN_A_STEP = ("begin", "forward", "backward", "step")
 
 
 class Watch:
@@ -95,7 +92,7 @@ class Watch:
         if self._still <= self.timeout + STILL_SECONDS:
             return
         beat = self.behind()
-        there = [one for one in self.beats.values() if one.phase not in _IN_A_STEP]
+        there = [one for one in self.beats.values() if one.phase not in IN_A_STEP]
         if there in ([], [beat]) and (found := beat or self._idle()):
             raise awaited(self.folder, found, self.timeout)
 

@@ -1,0 +1,36 @@
+"""What several unit tests share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A tiny Llama on one rank, two steps trained, with a Saver."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toolkit.checkpoints import identify
+    from toolkit.model import describe
+    from toolkit.preparing import prepare, prepared
+    from toolkit.runtime import accelerator as make
+    from toolkit.strategy import Loop, Strategy
+    from toolkit.training import adamw, warmup_cosine
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
+    module.save_pretrained(folder / "model")
+    loop = Loop(steps=8, lr=1e-2)
+    accelerator = make(Strategy(), loop, describe(str(folder / "model")))
+    optimizer = adamw(module, loop)
+    model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, loop))
+    ours = prepared(accelerator, (model, optimizer))
+    identity = identify(ours.job.spec, ours.job.strategy, "data")
+    yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": accelerator}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -1,0 +1,50 @@
+"""The loop on one rank: what ends it, and what it takes no notice of."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from toolkit.engines.job import Prepared
+from toolkit.errors import DataError
+from toolkit.training import Step, Wish, train
+
+
+def batch(trained: bool = True) -> dict[str, Any]:
+    import torch
+
+    tokens = torch.arange(16)[None]
+    return {"input_ids": tokens, "labels": tokens if trained else torch.full_like(tokens, -100)}
+
+
+def steps(run: dict[str, Any], batches: list[dict[str, Any]], accumulation: int = 1, **options: Any) -> list[Step]:
+    ours: Prepared = run["ours"]
+    loop = dataclasses.replace(ours.job.loop, accumulation=accumulation, steps=4)
+    asked = dataclasses.replace(ours, job=dataclasses.replace(ours.job, loop=loop))
+    return list(train(asked, batches, run["schedule"], **options))
+
+
+def test_a_wish_that_comes_in_the_middle_of_a_step_ends_with_that_step(run: dict[str, Any]) -> None:
+    begun: list[int] = []
+    found = steps(run, [batch()] * 4, begin=begun.append, wish=lambda: Wish.STOP if begun[-1] == 2 else Wish.SAVE)
+    assert [(step.step, step.wish) for step in found] == [(1, Wish.SAVE), (2, Wish.STOP)]
+    assert begun == [1, 2]
+
+
+def test_a_loader_that_ends_before_the_steps_do_is_named(run: dict[str, Any]) -> None:
+    with pytest.raises(
+        DataError, match=r"step 2: the loader gave 1 of 2 micro-batches. 4 steps need 8. Give more data"
+    ):
+        steps(run, [batch()] * 3, accumulation=2)
+
+
+def test_a_micro_batch_in_which_nothing_is_trained_changes_nothing(run: dict[str, Any]) -> None:
+    found = steps(run, [batch(), batch(trained=False)] * 4, accumulation=2)
+    assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in found)
+    assert [step.tokens for step in found] == [15] * 4
+
+
+def test_a_step_in_which_nothing_is_trained_is_refused(run: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"step 1: none of its labels is trained\. Samples: here"):
+        steps(run, [batch(trained=False)] * 4, samples=lambda step: "here")
