@@ -16,19 +16,20 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit import measuring
 from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore, set_aside
 from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on
-from toolkit.data import Rows, batches, eval_batches, hash_ids, sample_ids
+from toolkit.data import batches, hash_ids, sample_ids
 from toolkit.devices import hardware
 from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
 from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError
+from toolkit.evaluating import Evaluator
 from toolkit.exporting import save, spelled, verify
 from toolkit.flags import Parser, add_flags, from_dict, given
-from toolkit.folder import Folder, enter, read_events, read_run_json, write_json
+from toolkit.folder import Folder, enter, read_run_json, write_json
 from toolkit.following import follow
 from toolkit.heartbeat import Beat
 from toolkit.keeping import Keeper
@@ -38,13 +39,10 @@ from toolkit.locking import run_token, supervised
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Ready, Recipe, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
-from toolkit.runtime import agree, job, launched
+from toolkit.runtime import agree, job, launched, on_any_rank
 from toolkit.shrinking import is_out_of_memory, out_of_memory
 from toolkit.strategy import Loop, Strategy
-from toolkit.training import Step, Wish, adamw, evaluate, warmup_cosine
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from toolkit.training import Step, Wish, adamw, warmup_cosine
 
 ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
@@ -159,8 +157,10 @@ def _steps(
     """The steps that are left. The last audit, and the step after which a signal stopped the run, or 0."""
     asked, accelerator = ours.job, ours.accelerator
     held: Audit | None = None
-    if ready.eval_rows and _left_out(ours, recipe, keeper, start):
-        _evaluate(ours, ready.eval_rows, recipe, keeper, beat, start)
+    evaluator = Evaluator(ours, ready.eval_rows, recipe, keeper.folder, attempt=keeper.attempt)
+    if evaluator.left_out(start):
+        beat.note("evaluate")
+        evaluator.evaluate(start)
 
     def begins(step: int) -> None:
         beat.note("begin", step=step)
@@ -191,9 +191,11 @@ def _steps(
         keeper.step_done(step)  # before an evaluation, which may take long
         if Wish.STOP in step.wish:
             return held or audit(ours), step.step
-        if ready.eval_rows and _due(step.step, asked.loop.steps, recipe.eval_every):
-            _evaluate(ours, ready.eval_rows, recipe, keeper, beat, step.step)
-    return held or audit(ours), asked.loop.steps if _any(accelerator, Wish.STOP in keeper.wish()) else 0
+        if evaluator.due(step.step):
+            beat.note("evaluate")
+            evaluator.evaluate(step.step)
+            beat.note("between")
+    return held or audit(ours), asked.loop.steps if on_any_rank(accelerator, Wish.STOP in keeper.wish()) else 0
 
 
 def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> Iterator[Step]:
@@ -210,45 +212,6 @@ def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> I
         except CheckpointError as failed:
             raise NotFinite(f"{error} The weights could not be saved: {failed}") from failed
         raise
-
-
-def _any(accelerator: Accelerator, here: bool) -> bool:
-    """Whether it is so on any rank. A collective."""
-    import torch
-
-    flag = torch.tensor(float(here), device=accelerator.device)
-    return bool(accelerator.reduce(flag, reduction="sum").item())
-
-
-def _left_out(ours: Prepared, recipe: Recipe, keeper: Keeper, step: int) -> bool:
-    """Whether the evaluation after `step` is due and was never made: the run was stopped before it. A collective."""
-    if not step or not _due(step, ours.job.loop.steps, recipe.eval_every):
-        return False
-    made = any(line["step"] == step for line in read_events(keeper.folder.events) if "eval_loss" in line)
-    return not _any(ours.accelerator, made)
-
-
-def _evaluate(ours: Prepared, rows: Rows, recipe: Recipe, keeper: Keeper, beat: Beat, step: int) -> None:
-    asked, accelerator = ours.job, ours.accelerator
-    beat.note("evaluate")
-    held_out = eval_batches(
-        rows,
-        micro_batch=asked.loop.micro_batch,
-        rank=accelerator.process_index,
-        ranks=asked.ranks,
-        attention=asked.strategy.attention,
-    )
-    loss = evaluate(ours, held_out)
-    if accelerator.is_main_process:
-        keeper.folder.append_event({"step": step, "attempt": keeper.attempt, "eval_loss": loss})
-    if recipe.tracker:
-        accelerator.log({"eval_loss": loss}, step=step)
-    accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
-    beat.note("between")
-
-
-def _due(step: int, last: int, every: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
 
 
 def seed_everything(seed: int) -> None:

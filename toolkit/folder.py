@@ -146,6 +146,11 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
     if not resume and not (path / "lock").exists():
         _refuse_old(path)
     _refuse_links(path)
+
+    def admit() -> None:
+        if not resume:
+            _refuse_old(path)
+
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -154,7 +159,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
             f"the run folder {path} cannot be made: {error.strerror}. Choose another folder with --run-dir."
         ) from error
     try:
-        first = hold(path, lock, token, wait, admit=lambda: resume or _refuse_old(path))
+        first = hold(path, lock, token, wait, admit=admit)
     except BaseException:
         os.close(lock)
         raise

@@ -166,3 +166,11 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
                 f"Give `accelerate launch` the config file of {value!r} (`toolkit config`), or leave the flag out."
             )
     return from_dict(Strategy, bound | fields)
+
+
+def on_any_rank(accelerator: Accelerator, here: bool) -> bool:
+    """Whether it is so on any rank. A collective."""
+    import torch
+
+    flag = torch.tensor(float(here), device=accelerator.device)
+    return bool(accelerator.reduce(flag, reduction="sum").item())
