@@ -6,7 +6,6 @@ import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.engines import deepspeed
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import adapted, quantizable
 from toolkit.errors import MissingLibrary, ModelError, StrategyError
@@ -50,8 +49,7 @@ def require_libraries(job: Job) -> None:
     Raises:
         MissingLibrary: with the command that installs it.
     """
-    if job.strategy.engine == "deepspeed":
-        deepspeed.require_library(job.strategy)
+    engine_of(job.strategy).require_library(job.strategy)
     adapter = job.strategy.adapter
     if adapter != "none" and importlib.util.find_spec("peft") is None:
         raise MissingLibrary(

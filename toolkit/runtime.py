@@ -61,11 +61,6 @@ def accelerator(
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     job = resolve(asked, loop or Loop(), spec, ranks, machine.device)
-    if asked.engine == "deepspeed" and "RANK" not in os.environ:
-        raise RunError(
-            f"sharding {asked.sharding!r} needs ranks that were launched. Start the script with `accelerate launch "
-            f"--config_file accelerate_configs/{asked.sharding}.yaml`; `toolkit config` writes such a file."
-        )
     made = Accelerator(
         **engine_of(job.strategy).plugin(job, None if timeout is None else patience(timeout)),
         # Batches are sharded by `data`, whose order does not depend on the number of ranks.

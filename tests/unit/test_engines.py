@@ -8,9 +8,9 @@ import yaml
 
 from toolkit.devices import Device
 from toolkit.engines.job import Engine, Job, engine_of, resolve
-from toolkit.errors import StrategyError
+from toolkit.errors import RunError, StrategyError
 from toolkit.model import ModelSpec, Parameter
-from toolkit.runtime import agree
+from toolkit.runtime import accelerator, agree
 from toolkit.strategy import SHARDINGS, Loop, Strategy, catalog
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
@@ -237,3 +237,9 @@ def test_a_flag_that_contradicts_the_launcher_is_refused(asked: object, environ:
 def test_outside_of_accelerate_launch_flags_decide() -> None:
     assert agree({"sharding": "fsdp"}, {"WORLD_SIZE": "2"}).sharding == "fsdp"
     assert agree({"sharding": "FULL_SHARD"}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).sharding == "fsdp"
+
+
+def test_deepspeed_needs_ranks_that_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RunError, match=r"'zero3' needs ranks that were launched.*accelerate_configs/zero3\.yaml"):
+        accelerator(Strategy(sharding="zero3"))

@@ -43,6 +43,10 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     }
 
 
+def require_library(strategy: Strategy) -> None:
+    """torch alone."""
+
+
 def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     """No plugin: Accelerate's own DDP. Accumulation is ours, since the loss is weighted by tokens."""
     return {

@@ -15,7 +15,7 @@ from toolkit.devices import Device
 from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
 from toolkit.engines.states import holdings, moment_pieces, moments, parameters_of, set_steps, steps_of
 from toolkit.engines.waiting import handlers
-from toolkit.errors import MissingLibrary, StrategyError
+from toolkit.errors import MissingLibrary, RunError, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
 from toolkit.strategy import Loop, Strategy
@@ -127,11 +127,22 @@ def require_library(strategy: Strategy) -> None:
 
 
 def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-    """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device."""
+    """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device.
+
+    Raises:
+        MissingLibrary: where DeepSpeed is not installed.
+        RunError: in a process that no launcher started.
+    """
     import copy
     import logging
 
     require_library(job.strategy)
+    if "RANK" not in os.environ:
+        word = job.strategy.sharding
+        raise RunError(
+            f"sharding {word!r} needs ranks that were launched. Start the script with `accelerate launch "
+            f"--config_file accelerate_configs/{word}.yaml`; `toolkit config` writes such a file."
+        )
     from accelerate.utils import DeepSpeedPlugin
     from deepspeed.utils import logger
 

@@ -58,6 +58,10 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
     }
 
 
+def require_library(strategy: Strategy) -> None:
+    """torch alone."""
+
+
 def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     """A `FullyShardedDataParallelPlugin` of version 2, the mesh for HSDP, and the shim where the ranks have no device."""
     import torch

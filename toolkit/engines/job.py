@@ -158,6 +158,9 @@ class Engine(Protocol):
     ) -> dict[str, Any]:
         """The resolved configuration; refuses what this device, model or number of ranks cannot do."""
 
+    def require_library(self, strategy: Strategy) -> None:
+        """Refuse where the engine's library is not installed. A forecast needs none, so `settings` does not ask."""
+
     def plugin(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         """Arguments for `Accelerator(...)`; `timeout`: after which a rank gives up waiting for another."""
 
