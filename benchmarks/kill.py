@@ -28,13 +28,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import about
+from machine import RESULTS, about
 from striking import KINDS, Attempt, Victim, command
 
 from toolkit.folder import append_line, read_events
 from toolkit.show import Table
 
-RESULTS = Path(__file__).parent / "results"
 PLAN = ("sharding", "ranks", "steps", "seed")
 """What a benchmark that goes on must have begun with."""
 

@@ -20,12 +20,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from machine import about
+from machine import RESULTS, about
 
 from toolkit.show import Table
 from toolkit.units import KiB, MiB, format_bytes
-
-RESULTS = Path(__file__).parent / "results"
 
 CASES = [
     {"sharding": sharding, "precision": precision, "stored": stored, "ranks": ranks, "way": way}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from toolkit.folder import Folder, cut_events, last_step, read_run_json, write_j
 from toolkit.readying import Ready, Recipe, versions
 from toolkit.redacting import MARK
 from toolkit.strategy import SHARDINGS, Loop, sharding_word
+from toolkit.units import timestamp
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -183,7 +183,7 @@ def finished(path: Path, was: Mapping[str, Any], loop: Loop) -> str | None:
 def finish(folder: Folder) -> None:
     """Note in `run.json` that the run is done."""
     about = read_run_json(folder.path)
-    write_json(folder.run_json, {**about, "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    write_json(folder.run_json, {**about, "finished": timestamp()})
 
 
 def describe_run(ready: Ready, recipe: Recipe, machine: Hardware) -> dict[str, Any]:
@@ -200,5 +200,5 @@ def describe_run(ready: Ready, recipe: Recipe, machine: Hardware) -> dict[str, A
         "hardware": machine.to_dict(),
         "seed": asked.loop.seed,
         "data": ready.rows.to_dict(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": timestamp(),
     }

@@ -1,8 +1,9 @@
-"""Bytes, dtypes and how both are written. Standard library only."""
+"""Bytes, dtypes, times, and how they are written. Standard library only."""
 
 from __future__ import annotations
 
 import math
+import time
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
@@ -59,3 +60,8 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def timestamp() -> str:
+    """Now, to the second, with its offset from UTC (ISO 8601)."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

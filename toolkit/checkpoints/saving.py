@@ -24,7 +24,7 @@ from toolkit.engines.job import Prepared, engine_of
 from toolkit.errors import CheckpointError, StrategyError
 from toolkit.folder import sync_folder, write_json, write_whole
 from toolkit.redacting import redact_all
-from toolkit.units import format_bytes
+from toolkit.units import format_bytes, timestamp
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +210,7 @@ class Saver:
             "tensors": self.layout.tensors,
             "identity": dataclasses.asdict(self.identity),
             "versions": dict(self.versions),
-            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "written": timestamp(),
         }
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None, stall: float) -> None:

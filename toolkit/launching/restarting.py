@@ -19,7 +19,7 @@ from toolkit.strategy import Loop
 
 ON_OOM = ("stop", "shrink")
 
-IDLE = 2
+IN_VAIN = 2
 """Restarts in a row without a new step after which another would be in vain."""
 
 
@@ -79,8 +79,8 @@ def persevere(
             furthest = max(furthest, last_step(folder.events))
             if restarts == care.restarts:
                 raise
-            if idle == IDLE:
-                why = f"{error}\n{IDLE} restarts in a row made no new step, so there is no other."
+            if idle == IN_VAIN:
+                why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so there is no other."
                 raise type(error)(why) from None
             restarts += 1
             _say(folder, f"{error}\nRestart {restarts} of {care.restarts}")
