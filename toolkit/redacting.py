@@ -106,7 +106,7 @@ def _walk(value: Any, known: re.Pattern[str] | None) -> Any:
 
 def _known() -> re.Pattern[str] | None:
     """One pattern for all secrets that this process knows, as they are now."""
-    named = [value for name, value in os.environ.items() if _tells(name)]
+    named = [os.environ[name] for name in os.environ if _tells(name)]
     home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
     hub = os.environ.get("HF_HOME") or os.path.join(cache or os.path.join(home, ".cache"), "huggingface")
     tokens = _in_file(os.environ.get("HF_TOKEN_PATH") or os.path.join(hub, "token"), r"(\S+)")
@@ -114,7 +114,9 @@ def _known() -> re.Pattern[str] | None:
     return _pattern((*named, *tokens, *passwords))
 
 
+@lru_cache(maxsize=1024)
 def _tells(name: str) -> bool:
+    """Whether a variable of this name holds a secret. Asked for every variable of the environment at every line written."""
     upper = name.upper()
     return _SECRET.search(upper) is not None and _PLACE.search(upper) is None and upper != _OURS
 

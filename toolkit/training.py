@@ -131,14 +131,13 @@ def train(
                 mean = mean_loss(prepared, _to(batch, accelerator.device))
             if count:  # the mean over no token is not a number, and its gradient is zero
                 sums[0] += mean.detach() * count
-            summed = _sum_everywhere(sums, wish(), job) if last else None
+            if last:
+                heard = _Gathered(_with_wishes(sums, wish()), job.ranks)
             # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
             # micro-batches the gradient of the mean over all tokens (transformers#34191).
             engine.backward(prepared, mean * said.weight(count), last)
             del mean
-        if summed is not None:
-            summed.wait()  # the ranks need not wait for each other between forward and backward
-        total, *wishes = sums.tolist()
+        total, *wishes = map(sum, zip(*heard.rows().tolist(), strict=True))
         tokens, memory = said.everything()
         _check_loss(total, tokens, job, step, samples)
         done = engine.update(prepared)
@@ -205,52 +204,59 @@ def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-class _Said:
-    """What every rank says as a step begins, its tokens and what it holds, in one small gather beside the first forward.
+class _Gathered:
+    """A row of each rank, under way to all of them while the rest of the step goes on."""
 
-    Nobody waits for it before the first backward. On CUDA the device waits there, and the host reads the rows when it
-    reads the loss.
-    """
+    def __init__(self, row: torch.Tensor, ranks: int) -> None:
+        import torch.distributed as dist
+
+        self._rows = row.expand(ranks, -1).contiguous()
+        # On gloo a gather takes half of what an all-reduce does.
+        self._work = dist.all_gather_into_tensor(self._rows, row[None], async_op=True) if ranks > 1 else None
+
+    def rows(self) -> torch.Tensor:
+        """All of them [ranks, …], in the order of the ranks. On CUDA the device waits for them, and the host does not."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._rows
+
+
+class _Said:
+    """What every rank says as a step begins: its tokens and what it holds. Nobody waits for it before the first backward."""
 
     def __init__(self, prepared: Prepared, tokens: int) -> None:
         import torch
-        import torch.distributed as dist
 
         device = prepared.accelerator.device
         held = live_bytes(device)
         self._names, self._ranks = tuple(held), prepared.job.ranks
         row = [tokens, *(-1 if size is None else size for size in held.values())]
-        mine = torch.tensor([row] * self._ranks, pin_memory=device.type == "cuda")
-        self._rows = mine.to(device, non_blocking=True)
+        mine = torch.tensor(row, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        self._gathered = _Gathered(mine, self._ranks)
         self._count: torch.Tensor | None = None
-        every = list(self._rows.unbind())
-        self._work = dist.all_gather(every, every[0].clone(), async_op=True) if self._ranks > 1 else None
 
     def weight(self, tokens: int) -> torch.Tensor:
         """What a mean over `tokens` of this rank counts in the global batch's, times the ranks that engines divide by."""
         if self._count is None:
-            if self._work is not None:
-                self._work.wait()
-            self._count = self._rows[:, 0].sum().double()
+            self._count = self._gathered.rows()[:, 0].sum().double()
         return (tokens * self._ranks / self._count).float()
 
     def everything(self) -> tuple[int, tuple[dict[str, int | None], ...]]:
-        """Tokens of the global batch, and what each rank held. Call after `weight`."""
-        rows = self._rows.tolist()
+        """Tokens of the global batch, and what each rank held."""
+        rows = self._gathered.rows().tolist()
         memory = tuple(
             dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True)) for _, *sizes in rows
         )
         return sum(row[0] for row in rows), memory
 
 
-def _sum_everywhere(sums: torch.Tensor, wish: Wish, job: Job) -> torch.distributed.Work | None:
-    """Begin to add up over all ranks, in place: the loss, and how many ranks have each wish."""
-    import torch.distributed as dist
-
+def _with_wishes(sums: torch.Tensor, wish: Wish) -> torch.Tensor:
+    """This rank's loss, and 1 for each of its wishes."""
     for index, one in enumerate(Wish, start=1):
         if one in wish:
             sums[index] += 1
-    return dist.all_reduce(sums, async_op=True) if job.ranks > 1 else None
+    return sums
 
 
 def _check_data(micro: Sequence[Batch], job: Job, step: int) -> None:

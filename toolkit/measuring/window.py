@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.measuring.results import Measured
 from toolkit.phases import PHASES, phase
 from toolkit.units import KiB
+
+if TYPE_CHECKING:
+    import psutil
 
 STEPS = 3
 """Optimizer steps that are measured: the first creates the moments, the third is like all that follow."""
@@ -68,9 +74,15 @@ class Window:
 
 def rss() -> int:
     """Bytes of this process that are in memory now."""
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    """Made once for each process: that costs more than asking it, and every step asks."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    return psutil.Process(pid)
 
 
 def rss_peak() -> int:
