@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.engines.job import Counters, Prepared, Update
@@ -20,8 +21,9 @@ def clip_and_step(prepared: Prepared) -> Update:
     Under fp16 the scaler decides: it skips the step and lowers its scale.
     """
     with phase("step"):
-        norm = _clipped_norm(prepared)
-        gradients = _gradient_dtypes(prepared.model)
+        trained = [parameter for parameter in prepared.model.parameters() if parameter.requires_grad]
+        norm = _clipped_norm(prepared, trained)
+        gradients = _gradient_dtypes(trained)
         scaled = prepared.accelerator.scaler is not None
         if scaled or math.isfinite(norm):
             prepared.optimizer.step()
@@ -31,16 +33,15 @@ def clip_and_step(prepared: Prepared) -> Update:
     return Update(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
 
 
-def _clipped_norm(prepared: Prepared) -> float:
+def _clipped_norm(prepared: Prepared, trained: Sequence[torch.nn.Parameter]) -> float:
     limit = prepared.job.loop.max_grad_norm or math.inf
-    trained = [parameter for parameter in prepared.model.parameters() if parameter.requires_grad]
     norm = prepared.accelerator.clip_grad_norm_(trained, limit)
     assert norm is not None
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def _gradient_dtypes(model: torch.nn.Module) -> str:
-    kinds = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+def _gradient_dtypes(trained: Sequence[torch.nn.Parameter]) -> str:
+    kinds = {parameter.grad.dtype for parameter in trained if parameter.grad is not None}
     return "+".join(sorted(map(dtype_name, kinds)))
 
 
