@@ -210,9 +210,9 @@ class _Gathered:
     def __init__(self, row: torch.Tensor, ranks: int) -> None:
         import torch.distributed as dist
 
-        self._rows = row.expand(ranks, -1).contiguous()
+        self._rows = row.repeat(ranks, 1)
         # On gloo a gather takes half of what an all-reduce does.
-        self._work = dist.all_gather_into_tensor(self._rows, row[None], async_op=True) if ranks > 1 else None
+        self._work = dist.all_gather(list(self._rows.unbind()), row, async_op=True) if ranks > 1 else None
 
     def rows(self) -> torch.Tensor:
         """All of them [ranks, …], in the order of the ranks. On CUDA the device waits for them, and the host does not."""

@@ -186,6 +186,25 @@ def test_what_cannot_be_written_is_said_and_not_waited_for(run: dict[str, Any], 
     assert complete(tmp_path / "checkpoints") == []
 
 
+def test_behind_a_ranks_note_the_folder_may_be_published_at_once(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 renames the folder as soon as it sees the last note, so the rank that wrote it may not touch it again."""
+    one = saver(run, tmp_path)
+    one.rank, one.main = 1, False
+    replace = os.replace
+
+    def then_publish(draft: Path, path: Path) -> None:
+        replace(draft, path)
+        if path.name == "rank-00001.json":
+            path.parent.rename(tmp_path / "step-00000001")
+
+    monkeypatch.setattr(os, "replace", then_publish)
+    one.save(1)
+    one.wait()
+    assert (tmp_path / "step-00000001" / "rank-00001.safetensors").exists()
+
+
 def test_a_rank_that_writes_nothing_is_named(run: dict[str, Any], tmp_path: Path) -> None:
     keeper = saver(run, tmp_path, patience=0.1)
     with pytest.raises(CheckpointError, match=r"no file of rank\(s\) 1, 2 in .* after 0.1 s"):

@@ -22,7 +22,7 @@ from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, folde
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.engines.job import Prepared, engine_of
 from toolkit.errors import CheckpointError, StrategyError
-from toolkit.folder import sync_folder, write_json, write_whole
+from toolkit.folder import sync_folder, write_whole
 from toolkit.redacting import redact_all
 from toolkit.units import format_bytes, timestamp
 
@@ -220,8 +220,9 @@ class Saver:
         try:
             partial.mkdir(exist_ok=True)
             write_tensors(partial / name, tensors)
+            sync_folder(partial)
             note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
-            write_json(_note(partial, self.rank), {"name": name, **note})
+            _tell(_note(partial, self.rank), {"name": name, **note})
             if about is not None:
                 path, size = self._publish(partial, about)
                 seconds = time.perf_counter() - began
@@ -332,6 +333,13 @@ def _is_plain(value: Any) -> bool:
 def _note(partial: Path, rank: int) -> Path:
     """Where a rank says that its file is written."""
     return partial / f"rank-{rank:05d}.json"
+
+
+def _tell(note: Path, what: Mapping[str, Any]) -> None:
+    """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
+    draft = note.with_suffix(".tmp")
+    draft.write_text(json.dumps(what), encoding="utf-8")
+    os.replace(draft, note)
 
 
 def _failed(partial: Path, rank: int) -> Path:
