@@ -17,6 +17,7 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.exporting import Export, export, save, verify
+from toolkit.forecasting import Forecast, forecast
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
@@ -32,6 +33,7 @@ __all__ = [
     "DataError",
     "Device",
     "Export",
+    "Forecast",
     "Hardware",
     "Holdings",
     "Job",
@@ -55,6 +57,7 @@ __all__ = [
     "evaluate",
     "examine",
     "export",
+    "forecast",
     "hardware",
     "job",
     "load",

@@ -37,6 +37,21 @@ def describe(flags: argparse.Namespace) -> Shown:
     return describe(flags.model, trust_remote_code=flags.trust_remote_code)
 
 
+def forecast(flags: argparse.Namespace) -> Shown:
+    """What a run will take, before it is launched: bytes of the fullest rank, by part and phase."""
+    from toolkit.forecasting import forecast
+    from toolkit.model import describe
+
+    return forecast(
+        describe(flags.model, trust_remote_code=flags.trust_remote_code),
+        from_dict(Strategy, given(flags, Strategy)),
+        flags.hardware,
+        from_dict(Loop, given(flags, Loop)),
+        ranks=flags.processes,
+        one_document=flags.one_document,
+    )
+
+
 def config(flags: argparse.Namespace) -> dict[str, Any]:
     """Write the Accelerate config file that a strategy is, or all of them."""
     import yaml
@@ -206,6 +221,12 @@ def parser() -> Parser:
     described = verb(describe)
     described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
+    foretold = verb(forecast, Strategy, Loop)
+    foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+    foretold.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
+    foretold.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
+    foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
+    foretold.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
     written = verb(config, Strategy)
     written.add_argument("--processes", type=int, help="ranks in all (default: the fewest that shard)")
     written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")

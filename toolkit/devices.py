@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import MissingLibrary, ToolkitError, nearest
+from toolkit.cards import CARDS, Card, card_key, card_of
+from toolkit.errors import MissingLibrary, ToolkitError
 from toolkit.show import Shown, Table
 from toolkit.units import GiB, format_bytes
 
@@ -29,7 +30,9 @@ class Device:
     attentions: tuple[str, ...]
     """Attention kernels that are installed and run on it, best first; after them those that are only taken by name."""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; None on a CPU."""
+    """CUDA compute capability; None on a CPU and on AMD's GPUs."""
+    card: Card | None = None
+    """What the catalog knows of its speed; None where it does not know the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,41 +69,6 @@ class Hardware(Shown):
             ("host memory", f"{format_bytes(self.host_bytes)}, {format_bytes(self.host_free_bytes)} free"),
         ]
         return [Table(title="Hardware", columns=("figure", "value"), rows=rows, notes=self.notes)]
-
-
-@dataclass(frozen=True)
-class _Card:
-    """A GPU of the catalog."""
-
-    gib: float
-    """Total, as CUDA reports it."""
-    capability: tuple[int, int]
-    host_gib: int
-    """Host memory for each GPU of `machine`."""
-    machine: str
-
-
-_CATALOG = {
-    "T4": _Card(14.56, (7, 5), 16, "AWS g4dn.xlarge"),
-    "V100-16GB": _Card(15.77, (7, 0), 61, "AWS p3.2xlarge"),
-    "V100-32GB": _Card(31.73, (7, 0), 96, "AWS p3dn.24xlarge"),
-    "RTX-3090": _Card(23.56, (8, 6), 64, "a workstation"),
-    "RTX-4090": _Card(23.52, (8, 9), 64, "a workstation"),
-    "RTX-5090": _Card(31.36, (12, 0), 64, "a workstation"),
-    "L4": _Card(22.03, (8, 9), 16, "AWS g6.xlarge"),
-    "A10G": _Card(21.98, (8, 6), 16, "AWS g5.xlarge"),
-    "L40S": _Card(44.39, (8, 9), 32, "AWS g6e.xlarge"),
-    "A100-40GB": _Card(39.38, (8, 0), 144, "AWS p4d.24xlarge"),
-    "A100-80GB": _Card(79.14, (8, 0), 144, "AWS p4de.24xlarge"),
-    "H100-80GB": _Card(79.11, (9, 0), 256, "AWS p5.48xlarge"),
-    "H200-141GB": _Card(139.72, (9, 0), 256, "AWS p5en.48xlarge"),
-    "B200-180GB": _Card(178.35, (10, 0), 256, "AWS p6-b200.48xlarge"),
-}
-"""GPUs that can be named where there are none.
-
-Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
-and boards. Compute capability: developer.nvidia.com/cuda-gpus. Host memory: of the machine named, divided by its GPUs.
-"""
 
 
 def hardware(name: str | None = None) -> Hardware:
@@ -238,7 +206,8 @@ def _gpus() -> list[Device]:
             whole = part if uuid in known else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
             memory, name = pynvml.nvmlDeviceGetMemoryInfo(part), _text(pynvml.nvmlDeviceGetName(part))
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
-            found.append(_cuda(name, int(memory.total), int(memory.free), (major, minor), named=False))
+            total, free = int(memory.total), int(memory.free)
+            found.append(_cuda(name, total, free, (major, minor), card_of(name, total), named=False))
         return found
     except pynvml.NVMLError as error:
         raise ToolkitError(_driver(error)) from None
@@ -293,43 +262,36 @@ def _named(name: str) -> Hardware:
     if word.lower() == "cpu":
         total, free = host_memory()
         return Hardware(device=_cpu(total, free), count=count, nodes=nodes, host_bytes=total, host_free_bytes=free)
-    key = _catalog_key(name, word)
-    card = _CATALOG[key]
+    key = card_key(name, word)
+    card = CARDS[key]
     size, host = int(card.gib * GiB), card.host_gib * count * GiB
     note = f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
     return Hardware(
-        device=_cuda(key, size, size, card.capability, named=True),
+        device=_cuda(key, size, size, card.capability, card, named=True),
         count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(note,),
     )  # fmt: skip
-
-
-def _catalog_key(name: str, word: str) -> str:
-    """The catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"` → `"H100-80GB"`."""
-    plain = re.sub(r"^(nvidia|geforce|tesla)[\s-]+", "", word.strip(), flags=re.IGNORECASE)
-    plain = re.sub(r"[\s_]+", "-", plain).lower()
-    known = {key.lower(): key for key in _CATALOG}
-    matching = [key for low, key in known.items() if low == plain or low.startswith(f"{plain}-")]
-    if len(matching) > 1:
-        raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
-    if not matching:
-        raise ToolkitError(f"hardware {name!r} is unknown.{nearest(plain, known)} Known: cpu, {', '.join(_CATALOG)}.")
-    return matching[0]
 
 
 # What a device can do -------------------------------------------------------------------------------------------------
 
 
-def _cuda(name: str, total: int, free: int, capability: tuple[int, int], *, named: bool) -> Device:
-    """bf16 is native from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide, Compute Capabilities)."""
-    half = (("bf16",) if capability >= (8, 0) else ()) + (("fp16",) if capability >= (7, 0) else ())
-    flash = {"flash_attention_3": capability[0] == 9, "flash_attention_2": capability >= (8, 0)}
+def _cuda(
+    name: str, total: int, free: int, capability: tuple[int, int] | None, card: Card | None, *, named: bool
+) -> Device:
+    """bf16 is native from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide, Compute Capabilities).
+
+    AMD's have no such number; those of the catalog compute both.
+    """
+    number = capability or (8, 0)
+    half = (("bf16",) if number >= (8, 0) else ()) + (("fp16",) if number >= (7, 0) else ())
+    flash = {"flash_attention_3": number[0] == 9, "flash_attention_2": number >= (8, 0)}
     runs = [kernel for kernel, able in flash.items() if able]
     here = [kernel for kernel in runs if _installed(kernel)]
     # What is not installed here may be on a machine that is only named. It stands behind: nothing takes it unasked.
     elsewhere = [kernel for kernel in runs if named and kernel not in here]
     return Device(
         kind="cuda", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32", *half),
-        attentions=(*here, "sdpa", "eager", *elsewhere, "flex"), capability=capability,
+        attentions=(*here, "sdpa", "eager", *elsewhere, "flex"), capability=capability, card=card,
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from toolkit import Loop, Strategy, forecast
+
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,18 @@ def test_measured_memory_adds_up(compared: dict[str, Any]) -> None:
         assert set(measured["phases"]) == {"load", "prepare", "forward", "backward", "step", "save"}, row["sharding"]
         assert len(measured["per_rank"]) == 2
         assert measured["parts"]["transient"] > 0, row["sharding"]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: str) -> None:
+    """Peak and every phase of a step, of the fullest rank; what is forecast is not fitted to any run."""
+    measured = next(row for row in compared["results"] if row["sharding"] == sharding)["measured"]
+    found = forecast("embedded", Strategy(sharding=sharding), "2x cpu", Loop(steps=6, seq_len=64, micro_batch=2))
+    assert found.peak_bytes == pytest.approx(measured["peak_bytes"], rel=0.02)
+    assert found.peak_phase == measured["peak_phase"]
+    for phase in ("forward", "backward", "step", "save"):
+        assert found.phases[phase] == pytest.approx(measured["phases"][phase], rel=0.02), phase
+    assert sum(found.parts.values()) == found.peak_bytes
 
 
 def test_zero_shards_what_ddp_does_not(compared: dict[str, Any]) -> None:

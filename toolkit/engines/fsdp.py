@@ -203,19 +203,20 @@ def account(job: Job) -> Holdings:
 
     torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
     """
-    found = list(parameters_of(job))
-
-    def shard(state: State) -> int:
-        rows = state.shape[0] if state.shape else 1
-        return ceil_div(rows, job.shard_ranks) * (state.elements // rows)
-
-    trained = sum(shard(state) for state in found if state.trainable)
+    found, ranks = list(parameters_of(job)), job.shard_ranks
+    trained = sum(shard_of(state, ranks) for state in found if state.trainable)
     return Holdings(
         trainable=trained * BYTES_OF[job.weight_dtype],
-        frozen=sum(shard(state) * BYTES_OF[state.dtype] for state in found if not state.trainable),
+        frozen=sum(shard_of(state, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable),
         optimizer=2 * trained * BYTES_OF[job.weight_dtype],
         dtypes=dict.fromkeys(("trainable", "gradients", "optimizer"), job.weight_dtype),
     )
+
+
+def shard_of(state: State, ranks: int) -> int:
+    """Elements of a parameter that each of `ranks` holds: equally many rows, the last padded."""
+    rows = state.shape[0] if state.shape else 1
+    return ceil_div(rows, ranks) * (state.elements // rows)
 
 
 def check(prepared: Prepared) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ModelError
-from toolkit.model.finding import EMBEDDED, check_generates, check_known, find
+from toolkit.model.finding import EMBEDDED, check_generates, check_known, config_text, find
 from toolkit.model.hub import first_line
+from toolkit.model.remembering import recall, remember
 from toolkit.model.spec import ModelSpec, MoE, Parameter
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ def describe(
     if model is None or isinstance(model, str | Path):
         # Before torch and transformers are imported: a wrong name is refused at once.
         name = EMBEDDED if model is None else str(model)
+        source, text = config_text(name) if trust_remote_code is None else (None, None)
+        if text is not None and (known := recall(text)) is not None:
+            return dataclasses.replace(known, name=name, source=source)
         source, config = find(name, trust_remote_code)
     else:
         from torch import nn
@@ -58,14 +63,17 @@ def describe(
         if isinstance(model, nn.Module):
             module = _language_model(model)
             return _spec(module, module.config, name=type(model).__name__, source=None)
-        name, source, config = type(model).__name__, None, model
+        name, source, text, config = type(model).__name__, None, None, model
     values = config.to_dict()
     own = values.get("auto_map") if trust_remote_code else None
     if not own:
         check_known(name, values)
         check_generates(name, values)
     built = _build(name, config, own or {})
-    return _spec(built, config, name=name, source=source, trusted=trust_remote_code)
+    spec = _spec(built, config, name=name, source=source, trusted=trust_remote_code)
+    if text is not None:
+        remember(text, spec)
+    return spec
 
 
 def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTrainedModel:
@@ -151,7 +159,7 @@ def _head(module: PreTrainedModel) -> nn.Module | None:
     return head
 
 
-def _lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module list that stands in no other one, with its name: the stacks of repeated layers."""
     from torch import nn
 
@@ -177,14 +185,14 @@ def _blocks(module: PreTrainedModel) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(name for name in members if name in named))
     if found:
         return found
-    sizes = {stack: sum(parameter.numel() for parameter in stack.parameters()) for _, stack in _lists(module)}
+    sizes = {stack: sum(parameter.numel() for parameter in stack.parameters()) for _, stack in module_lists(module)}
     # An encoder's and a decoder's stack may differ in size; below a hundredth of the largest it is no stack of layers.
     large = [stack for stack, size in sizes.items() if size * 100 >= max(sizes.values())]
     return tuple(dict.fromkeys(type(layer).__name__ for stack in large for layer in stack.children()))
 
 
 def _depth(module: nn.Module, blocks: tuple[str, ...]) -> int:
-    return sum(type(layer).__name__ in blocks for _, stack in _lists(module) for layer in stack.children())
+    return sum(type(layer).__name__ in blocks for _, stack in module_lists(module) for layer in stack.children())
 
 
 def _linears(module: PreTrainedModel) -> tuple[str, ...]:
@@ -289,7 +297,7 @@ def _count_experts(routed: Iterable[_Routed]) -> int:
 
 
 def _layer_of(module: nn.Module, name: str) -> str:
-    stack, child = next((stack, child) for stack, child in _lists(module) if name.startswith(f"{stack}."))
+    stack, child = next((stack, child) for stack, child in module_lists(module) if name.startswith(f"{stack}."))
     return type(child.get_submodule(name.removeprefix(f"{stack}.").partition(".")[0])).__name__
 
 

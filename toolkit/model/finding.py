@@ -64,6 +64,26 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
     return name, _read_config(name, hub_config(name), hub=True)
 
 
+def config_text(name: str) -> tuple[str | None, bytes | None]:
+    """Where a model's weights are, and the text of its config as it lies on this disk; no text where one has to look further.
+
+    A config that names code of the model's own, or a kernel, is always looked at again.
+    """
+    if name == EMBEDDED:
+        return None, json.dumps(embedded_config()).encode()
+    path = Path(name).expanduser()
+    source: str | None = None
+    if path.is_dir():
+        source, path = _folder_source(path), path / "config.json"
+    elif not path.is_file():
+        return None, None
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return source, None
+    return source, None if b'"auto_map"' in text or b"attn_implementation" in text else text
+
+
 def _folder_source(folder: Path) -> str | None:
     weights = (folder / "model.safetensors.index.json", folder / "model.safetensors")
     return str(folder) if any(path.is_file() for path in weights) else None

@@ -1,0 +1,214 @@
+"""Traces of shallow models, spread over depth and batch; the ZeRO paper's figures; what cannot be forecast is said."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import Loop, ModelError, ModelSpec, Strategy, StrategyError, ToolkitError, describe, forecast, hardware
+from toolkit.engines.job import engine_of, resolve
+from toolkit.forecasting.ledger import Ledger
+from toolkit.forecasting.timeline import Stretch, stretches
+from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.ways import Way
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+FP32 = Way(
+    weights="float32",
+    autocast=None,
+    widened="nothing",
+    attention="sdpa",
+    checkpointing=True,
+    masked=False,
+    device="cpu",
+)
+AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16", widened="model")
+UNITS = dataclasses.replace(FP32, weights="bfloat16", widened="units", checkpointing=False)
+EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
+
+
+def config(family: str, layers: int) -> Any:
+    import transformers
+
+    if family == "gpt2":
+        return transformers.GPT2Config(n_embd=64, n_layer=layers, n_head=4, vocab_size=256)
+    if family == "gemma":
+        return transformers.Gemma3TextConfig(**SHAPE, num_hidden_layers=layers, vocab_size=256, head_dim=16)
+    if family == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return transformers.MixtralConfig(**SHAPE, **experts, num_hidden_layers=layers, vocab_size=256)
+    if family == "t5":
+        shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "decoder_start_token_id": 0}
+        return transformers.T5Config(**shape, num_layers=layers, vocab_size=256)
+    return transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers, vocab_size=256)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("llama", FP32),
+        ("llama", AUTOCAST),
+        ("llama", UNITS),
+        ("llama", EAGER),
+        ("gpt2", dataclasses.replace(FP32, checkpointing=False)),
+        ("gemma", FP32),
+        ("mixtral", FP32),
+        ("t5", FP32),
+        ("t5", AUTOCAST),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_deep_model_is_a_shallow_one_spread(family: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.forecasting import shallow, tracing
+
+    spec = describe(config(family, 8))
+    spread = stretches(tracing.trace(spec, way, batch=2, seq_len=32))
+    monkeypatch.setattr(shallow, "_kept", lambda kinds: tuple(range(len(kinds))))
+    deep = stretches(tracing.trace(spec, way, batch=2, seq_len=32))
+    assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
+    assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)
+    assert sum(one.net for one in spread) == 0
+
+
+def levels(step: Sequence[Stretch]) -> list[tuple[str, int]]:
+    """The highest total of the forward, and of the backward before each gradient."""
+    found, total, highest = [], 0, 0
+    for one in step:
+        highest, total = max(highest, total + one.rise), total + one.net
+        if one.what in ("gradient", "backward", "end"):
+            found.append((f"{one.what} {one.name} {one.size}", highest))
+            highest = total
+    return found
+
+
+def peak(step: Sequence[Stretch]) -> int:
+    """The highest total of all."""
+    return max(size for _, size in levels(step))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "mixtral", "t5"])
+def test_a_large_batch_follows_from_two_small_ones(family: str) -> None:
+    from toolkit.forecasting.tracing import trace
+
+    spec = describe(config(family, 3))
+    assert trace_of(spec, FP32, batch=7, seq_len=32) == trace(spec, FP32, batch=7, seq_len=32)
+
+
+def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
+    spec = describe(config("llama", 2))
+    way = dataclasses.replace(FP32, weights="bfloat16", device="cuda", checkpointing=False)
+    flash = peak(stretches(trace_of(spec, way, batch=1, seq_len=1024)))
+    masked = peak(stretches(trace_of(spec, dataclasses.replace(way, masked=True), batch=1, seq_len=1024)))
+    eager = peak(stretches(trace_of(spec, dataclasses.replace(way, attention="eager"), batch=1, seq_len=1024)))
+    scores = 4 * 1024 * 1024 * 2  # heads x queries x keys, in bf16: once for each of two layers, and more
+    assert flash < masked < eager
+    assert eager - flash > 2 * scores
+
+
+def test_the_zero_papers_figure() -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 ranks, K = 12: 120, 31.4, 16.6 and 1.9 GB."""
+    spec = parameters(7_500_000_000)
+    found = {}
+    for word in ("ddp", "zero1", "zero2", "zero3"):
+        job = resolve(Strategy(sharding=word, precision="bf16"), Loop(), spec, 64, hardware("8 nodes x 8x H100").device)
+        held = engine_of(job.strategy).account(job)
+        # The paper's baseline keeps bf16 weights and gradients beside fp32 states; autocast keeps fp32 weights alone.
+        share = 1 if word in ("ddp", "zero1") else 64
+        states = held.parameters + held.master + (held.optimizer or 0)
+        base = 2 * spec.elements + 12 * spec.elements if word == "ddp" else states
+        found[word] = (base + 2 * spec.elements / share) / 1e9
+    assert {word: round(size, 1) for word, size in found.items()} == {
+        "ddp": 120.0,
+        "zero1": 31.4,
+        "zero2": 16.6,
+        "zero3": 1.9,
+    }
+
+
+def parameters(elements: int) -> ModelSpec:
+    """A spec of one large matrix."""
+    spec = describe(config("llama", 1))
+    one = dataclasses.replace(spec.parameters[0], shape=(elements // 1000, 1000))
+    return dataclasses.replace(spec, parameters=(one,), tied=())
+
+
+def test_parts_add_up_to_the_peak_and_phases_hold_it() -> None:
+    found = forecast(describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", Loop(seq_len=128))
+    assert sum(found.parts.values()) == found.peak_bytes == max(found.phases.values())
+    assert found.fits
+    assert found.limit_bytes == hardware("A100-80GB").device.free_bytes
+    assert found.to_dict()["device"]["phases"][found.peak_phase] == found.peak_bytes
+    assert "It fits." in str(found)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    large = config("llama", 80)
+    large.hidden_size, large.intermediate_size, large.vocab_size = 8192, 28672, 128256
+    large.num_attention_heads, large.num_key_value_heads, large.head_dim = 64, 8, 128
+    found = forecast(describe(large), Strategy(sharding="ddp"), "8x H100-80GB", Loop(seq_len=128))
+    assert not found.fits
+    assert "A rank has 79.11 GiB and needs" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on", "ranks", "said"),
+    [
+        (Strategy(adapter="lora"), "T4", None, "adapter 'lora' cannot be forecast yet"),
+        (Strategy(sharding="hsdp", replicate=2), "2x A100-80GB", None, "needs groups of at least 2 ranks"),
+        (Strategy(sharding="ddp"), "2x H1000", None, "hardware '2x H1000' is unknown. Did you mean"),
+        (Strategy(sharding="ddp"), "2x H100", 0, "ranks 0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_forecast_is_said(strategy: Strategy, on: str, ranks: int | None, said: str) -> None:
+    with pytest.raises((StrategyError, ToolkitError), match=said):
+        forecast(describe(config("llama", 2)), strategy, on, ranks=ranks)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
+    from transformers import T5Config
+
+    without_start = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=256)
+    with pytest.raises(ModelError, match=r"model 'T5Config' cannot be traced.*decoder_start_token_id"):
+        forecast(describe(without_start), Strategy(sharding="none"), "T4")
+
+
+def test_a_forecast_imports_no_engine() -> None:
+    program = (
+        "import sys, toolkit as tk\n"
+        "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', tk.Loop(seq_len=64, micro_batch=2))\n"
+        "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = describe(config("llama", 2))
+    first = trace_of(spec, FP32, batch=1, seq_len=16)
+    (path,) = (tmp_path / "accelerate-toolkit" / "traces").iterdir()
+    path.write_text(path.read_text()[:100])
+    assert trace_of(spec, FP32, batch=1, seq_len=16) == first
+
+
+def test_a_ledger_remembers_the_highest_of_each_phase() -> None:
+    ledger = Ledger()
+    ledger.enter("load")
+    ledger.hold("parameters", 10)
+    ledger.enter("forward")
+    ledger.hold("activations", 5)
+    ledger.touch("workspace", 3)
+    ledger.hold("activations", -5)
+    ledger.enter("step")
+    assert ledger.phases == {"load": 10, "forward": 18, "step": 10}
+    assert (ledger.peak, ledger.peak_phase) == (18, "forward")
+    assert ledger.parts == {"parameters": 10, "activations": 5, "workspace": 3}

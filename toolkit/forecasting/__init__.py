@@ -1,0 +1,11 @@
+"""What a run will take, before it is launched: `forecast()` → `Forecast`.
+
+The way of a byte: `shallow` cuts the model down to three layers of each kind, `tracing` runs one step of it without memory
+and notes what every operator allocates, `traces` keeps that on disk, `timeline` spreads it over the whole depth. `replays`
+holds one file an engine: how parameters, gradients, buffers and the optimizer move meanwhile. `memory` lets both run into a
+`ledger`, and `predicting` makes the result of it. A new engine is a new file in `replays`, a new GPU a row in `cards.py`.
+"""
+
+from toolkit.forecasting.predicting import Forecast, forecast
+
+__all__ = ["Forecast", "forecast"]

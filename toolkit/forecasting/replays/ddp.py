@@ -1,0 +1,46 @@
+"""One process, or DDP: whole gradients, and buckets of the same size beside them."""
+
+from __future__ import annotations
+
+from toolkit.engines.job import Job, engine_of
+from toolkit.engines.states import parameters_of
+from toolkit.forecasting.ledger import Ledger
+from toolkit.forecasting.replays.walking import BLOCK, adamw, saving, walk
+from toolkit.forecasting.timeline import Trace, stretches
+from toolkit.units import MiB
+
+BROADCAST = 250 * MiB
+"""What DDP joins of the parameters to send them from rank 0 (torch/nn/parallel/distributed.py `broadcast_bucket_size`)."""
+
+
+def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
+    """Load, prepare, one step of all micro-batches, save."""
+    held = engine_of(job.strategy).account(job)
+    ledger.enter("load")
+    ledger.hold("parameters", held.parameters)
+    ledger.enter("prepare")
+    if job.strategy.sharding == "ddp":
+        ledger.touch("buffers", min(held.parameters, BROADCAST))
+        ledger.hold("buffers", held.trainable)
+    ledger.hold("optimizer", held.optimizer or 0)
+    moves, step = _Moves(ledger), stretches(trace, BLOCK[job.device.kind])
+    for _ in range(job.loop.accumulation):
+        ledger.enter("forward")
+        walk(ledger, step, moves)
+    ledger.enter("step")
+    adamw(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
+    ledger.hold("gradients", -ledger.held["gradients"])
+    saving(ledger, job)
+
+
+class _Moves:
+    """Gradients stay until the step has ended; those of later micro-batches are added in place."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._grown: set[str] = set()
+
+    def event(self, what: str, size: int, name: str, backward: bool) -> None:
+        if what == "gradient" and name not in self._grown:
+            self._ledger.hold("gradients", size)
+            self._grown.add(name)

@@ -1,0 +1,304 @@
+"""DeepSpeed ZeRO: buckets that gradients pass through, partitions that they end in, and parameters that are fetched.
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py; stage3.py, partition_parameters.py and partitioned_param_coordinator.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+from toolkit.engines.deepspeed import ALIGNMENT
+from toolkit.engines.job import Job, engine_of
+from toolkit.engines.states import parameters_of
+from toolkit.forecasting.ledger import Ledger
+from toolkit.forecasting.replays.walking import BLOCK, adamw, saving, walk
+from toolkit.forecasting.timeline import Stretch, Trace, stretches
+from toolkit.units import BYTES_OF, ceil_div, round_up
+
+
+def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
+    """Load, prepare, one step of all micro-batches, save."""
+    held = engine_of(job.strategy).account(job)
+    ledger.enter("load")
+    ledger.hold("parameters", held.parameters)
+    if job.settings["zero_optimization"]["stage"] == 3 and not job.strategy.quantized:
+        # `zero.Init`: each is read whole by rank 0 and broadcast before it is cut.
+        largest = max(state.elements for state in parameters_of(job))
+        ledger.touch("workspace", 2 * largest * BYTES_OF[job.compute_dtype])
+    ledger.enter("prepare")
+    ledger.hold("master", held.master)
+    ledger.hold("optimizer", held.optimizer or 0)
+    step = stretches(trace, BLOCK[job.device.kind])
+    whole = job.settings["zero_optimization"]["stage"] == 3
+    moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
+    for _ in range(job.loop.accumulation):
+        ledger.enter("forward")
+        moves.begin()
+        walk(ledger, step, moves)
+    ledger.enter("step")
+    moves.step()
+    saving(ledger, job)
+
+
+class _Buckets:
+    """Stages 1 and 2 on the rank whose partition takes most."""
+
+    def __init__(self, job: Job, ledger: Ledger) -> None:
+        assert job.spec is not None
+        self._ledger, self._job = ledger, job
+        self._early = job.settings["zero_optimization"]["stage"] == 2
+        """Whether gradients are reduced as they come; else when the backward has ended."""
+        self._room = job.settings["zero_optimization"]["reduce_bucket_size"]
+        self._size = BYTES_OF[job.compute_dtype]
+        self._fp32 = self._early and "data_types" in job.settings
+        """Whether gradients are added up in fp32 although they come in half precision."""
+        self._elements = {parameter.name: parameter.elements for parameter in job.spec.parameters}
+        self._shard, self._ranges = _partition(self._elements, job.ranks)
+        self._own = _fullest(self._ranges, self._elements, job.ranks)
+        self._bucket: list[str] | None = None
+        self._filled = 0
+        self._partition = 0
+        """Bytes of the gradients of this rank's partition."""
+
+    def begin(self) -> None:
+        """Before a forward: nothing."""
+
+    def event(self, what: str, size: int, name: str, backward: bool) -> None:
+        """Gradients come, and the backward ends."""
+        if what == "gradient":
+            self._ledger.hold("gradients", size)
+            if self._early:
+                self._ready(name)
+        elif what == "end":
+            for name in () if self._early else self._elements:
+                self._ready(name)
+            self._flush()
+            if self._early:
+                self._release()
+
+    def _release(self) -> None:
+        if self._bucket is not None:
+            self._bucket = None
+            self._ledger.hold("buffers", -self._room * self._size)
+
+    def _ready(self, name: str) -> None:
+        """`reduce_independent_p_g_buckets_and_remove_grads`: into the bucket, which is reduced when it is full."""
+        if self._bucket is None:
+            self._bucket = []
+            self._ledger.hold("buffers", self._room * self._size)
+        elements = self._elements[name]
+        if self._filled + elements > self._room:
+            self._flush()
+        if elements <= self._room:
+            self._ledger.hold("gradients", -elements * self._size)
+        self._filled += elements
+        self._bucket.append(name)
+
+    def _flush(self) -> None:
+        """`reduce_ipg_grads`: what goes to one rank is joined and sent; what this rank keeps goes into its partition."""
+        assert self._bucket is not None
+        sent = [0] * self._job.ranks
+        for name in self._bucket:
+            for rank, elements in self._ranges[name].items():
+                sent[rank] += elements
+        several = sum(len(self._ranges[name]) for name in self._bucket) > 1
+        cast = max(sent) * BYTES_OF["float32"] if self._fp32 else 0
+        self._ledger.touch("buffers", (max(sent) * self._size if several else 0) + cast)
+        for name in self._bucket:
+            mine = self._own in self._ranges[name]
+            if mine and not self._partition:
+                whole = sum(self._elements[one] for one, ranks in self._ranges.items() if self._own in ranks)
+                # With fp32 accumulation: `_build_compact_grad_partition_buffer`.
+                self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
+                self._ledger.hold("gradients", self._partition)
+            if self._elements[name] > self._room and (mine or self._early):
+                self._ledger.hold("gradients", -self._elements[name] * self._size)
+        self._bucket, self._filled = [], 0
+
+    def step(self) -> None:
+        """The partition's gradients are joined in fp32, and stepped with as one tensor."""
+        self._release()
+        self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
+        flat = self._shard * BYTES_OF[self._job.weight_dtype]
+        self._ledger.hold("gradients", flat)
+        self._ledger.hold("gradients", -self._partition)
+        adamw(self._ledger, self._job, [self._shard])
+        self._ledger.hold("gradients", -flat)
+
+
+@dataclass(eq=False)
+class _Gather:
+    """Parameters that are gathered together. What was gathered stays until each of them was asked for."""
+
+    names: set[str]
+    flat: int
+    done: bool = False
+
+
+class _Fetches:
+    """Stage 3: parameters are fetched for the module that comes, and for some behind it; none is let go that is used again soon.
+
+    From the second step on, when the coordinator knows the order of the modules.
+    """
+
+    REUSE, LIVE = 10**9, 10**9
+    """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
+
+    def __init__(self, job: Job, step: list[Stretch], ledger: Ledger) -> None:
+        assert job.spec is not None
+        zero = job.settings["zero_optimization"]
+        self._ledger, self._job = ledger, job
+        self._size, self._ranks = BYTES_OF[job.compute_dtype], job.ranks
+        self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
+        self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
+        limit = zero["stage3_param_persistence_threshold"]
+        self._elements = {parameter.name: parameter.elements for parameter in job.spec.parameters}
+        self._known = {name: name for name in self._elements} | {
+            other: names[0] for names in job.spec.tied for other in names[1:]
+        }
+        self._kept = {name for name, elements in self._elements.items() if elements <= limit}
+        self._own: dict[str, list[str]] = {}
+        for name, first in self._known.items():
+            self._own.setdefault(name.rpartition(".")[0], []).append(first)
+        self._order = [one.name for one in step if one.what in ("in", "back in") and one.name in self._own]
+        self._shard = sum(ceil_div(elements, job.ranks) for elements in self._elements.values())
+        self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
+        ledger.hold("gradients", self._shard * self._accumulated)
+        ledger.hold("buffers", self._room * self._reduced)
+        self._whole: dict[str, int] = {}
+        """Bytes of what is gathered."""
+        self._under_way: dict[str, _Gather] = {}
+        self._bucket: list[str] = []
+        self._filled = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A step of the coordinator: forward and backward of one micro-batch."""
+        self._at = 0
+        self._queue = deque((name, at) for at, module in enumerate(self._order) for name in self._own[module])
+        self._fetched_for = dict.fromkeys(self._elements, -1)
+
+    def event(self, what: str, size: int, name: str, backward: bool) -> None:
+        """Modules begin and end, gradients come, and the backward ends."""
+        if what in ("in", "back in") and name in self._own:
+            self._fetch(name)
+        elif what in ("out", "back out") and name in self._own:
+            self._release(name)
+        elif what == "gradient":
+            self._ledger.hold("gradients", size)
+            self._ready(name)
+        elif what == "end":
+            self._reduce()
+            for held in [*self._whole]:
+                self._free(held)
+
+    def _fetch(self, module: str) -> None:
+        """`_fetch_sub_module_impl`."""
+        own = self._own[module]
+        if missing := {name for name in own if self._missing(name)}:
+            self._gather(missing)
+        for name in own:
+            self._wait(name)
+        late = [name for name in dict.fromkeys(own) if self._fetched_for[name] < self._at]
+        for _ in late:
+            if self._queue:
+                name, at = self._queue.popleft()
+                self._fetched_for[name] = at
+        ahead: set[str] = set()
+        count, most = 0, min(self.LIVE - sum(self._whole.values()) // self._size, self._ahead)
+        while self._queue and count < most:
+            name, at = self._queue.popleft()
+            self._fetched_for[name] = max(self._fetched_for[name], at)
+            if self._missing(name) and name not in ahead:
+                ahead.add(name)
+                count += self._elements[name]
+        if ahead:
+            self._gather(ahead)
+        self._at += 1
+
+    def _missing(self, name: str) -> bool:
+        return name not in self._kept and name not in self._whole and name not in self._under_way
+
+    def _gather(self, names: set[str]) -> None:
+        """`all_gather_coalesced`: one parameter into its own memory, several into a buffer that they are copied from."""
+        padded = sum(ceil_div(self._elements[name], self._ranks) for name in names) * self._ranks * self._size
+        gather = _Gather(set(names), padded if len(names) > 1 else 0)
+        if len(names) > 1:
+            self._ledger.hold("buffers", padded)
+        else:
+            (name,) = names
+            self._whole[name] = padded
+            self._ledger.hold("buffers", padded)
+        self._under_way |= dict.fromkeys(names, gather)
+
+    def _wait(self, name: str) -> None:
+        gather = self._under_way.pop(name, None)
+        if gather is None:
+            return
+        if not gather.done and gather.flat:
+            for one in sorted(gather.names):
+                self._whole[one] = self._elements[one] * self._size
+                self._ledger.hold("buffers", self._whole[one])
+        gather.done = True
+        if not any(other is gather for other in self._under_way.values()):
+            self._ledger.hold("buffers", -gather.flat)
+
+    def _release(self, module: str) -> None:
+        """`__params_to_release`: not what the next `REUSE` elements use again."""
+        leaving = {name for name in self._own[module] if name in self._whole and self._fetched_for[name] <= self._at}
+        passed = 0
+        for later in self._order[self._at :]:
+            if passed >= self.REUSE or not leaving:
+                break
+            leaving -= set(self._own[later])
+            passed += sum(self._elements[name] for name in self._own[later])
+        for name in leaving:
+            self._free(name)
+
+    def _free(self, name: str) -> None:
+        self._ledger.hold("buffers", -self._whole.pop(name))
+
+    def _ready(self, name: str) -> None:
+        """`reduce_independent_p_g_buckets_and_remove_grads`."""
+        elements = self._elements[name]
+        if self._filled and self._filled + elements > self._room:
+            self._reduce()
+        if self._filled + elements <= self._room:
+            self._ledger.hold("gradients", -elements * self._size)
+        self._filled += elements
+        self._bucket.append(name)
+
+    def _reduce(self) -> None:
+        """`__avg_scatter_grads`: cast, joined in one buffer unless there is one alone, then cut into shards."""
+        whole = sum(self._elements[name] for name in self._bucket)
+        cast = whole * self._reduced if self._reduced != self._size else 0
+        alone = len(self._bucket) == 1 and whole % self._ranks == 0
+        self._ledger.touch("buffers", cast + (0 if alone else whole * self._reduced))
+        if self._filled > self._room:
+            self._ledger.hold("gradients", -self._elements[self._bucket[0]] * self._size)
+        self._bucket, self._filled = [], 0
+
+    def step(self) -> None:
+        """One tensor of all masters, and their gradients joined in another (`_prepare_fp32_grad_for_sub_group`)."""
+        flat = self._shard * BYTES_OF[self._job.weight_dtype]
+        self._ledger.hold("gradients", flat)
+        adamw(self._ledger, self._job, [self._shard])
+        self._ledger.hold("gradients", -flat)
+
+
+def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dict[int, int]]]:
+    """Elements of a rank's part of all parameters laid end to end, and of each parameter how many lie in which rank's."""
+    shard = round_up(sum(elements.values()), ALIGNMENT * ranks) // ranks
+    ends = itertools.accumulate(elements.values())
+    found = {}
+    for (name, size), end in zip(elements.items(), ends, strict=True):
+        inside = {rank: min(end, (rank + 1) * shard) - max(end - size, rank * shard) for rank in range(ranks)}
+        found[name] = {rank: count for rank, count in inside.items() if count > 0}
+    return shard, found
+
+
+def _fullest(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:
+    """The rank whose partition touches most elements: a parameter that two share is kept whole by both."""
+    return max(range(ranks), key=lambda rank: sum(elements[name] for name, inside in ranges.items() if rank in inside))

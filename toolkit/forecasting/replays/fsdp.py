@@ -1,0 +1,208 @@
+"""FSDP2: what is gathered before a module and let go behind it, and gradients that are reduced and scattered.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; which modules make a group:
+accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from toolkit.engines.fsdp import shard_of
+from toolkit.engines.job import Job, engine_of
+from toolkit.engines.states import parameters_of
+from toolkit.forecasting.ledger import Ledger
+from toolkit.forecasting.replays.walking import BLOCK, adamw, saving, walk
+from toolkit.forecasting.timeline import Trace, stretches
+from toolkit.units import BYTES_OF, ceil_div
+
+
+def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
+    """Load, prepare, one step of all micro-batches, save: of rank 0, which reads the whole model and shares it out."""
+    held = engine_of(job.strategy).account(job)
+    found = list(parameters_of(job))
+    whole = sum(state.bytes for state in found)
+    ledger.enter("load")
+    ledger.hold("parameters", whole)
+    ledger.enter("prepare")
+    if not job.strategy.quantized:
+        ledger.hold("parameters", held.parameters)
+        ledger.touch("workspace", max(state.bytes for state in found))
+        ledger.hold("parameters", -whole)
+    else:
+        ledger.hold("parameters", held.parameters - whole)
+    ledger.hold("optimizer", held.optimizer or 0)
+    moves, step = _Moves(job, trace, ledger), stretches(trace, BLOCK[job.device.kind])
+    for _ in range(job.loop.accumulation):
+        ledger.enter("forward")
+        moves.begin()
+        walk(ledger, step, moves)
+    ledger.enter("step")
+    adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
+    ledger.hold("gradients", -ledger.held["gradients"])
+    saving(ledger, job)
+
+
+@dataclass
+class _Group:
+    """Parameters that are gathered together: a layer, the embedding, the tail (last norm and head), or what is left."""
+
+    elements: int = 0
+    """Padded so that each rank holds equally many rows of each parameter."""
+    resharded: bool = True
+    """Whether it is let go behind its forward."""
+    first: str = ""
+    """The module whose forward begins the group's."""
+    last: str = ""
+    """The module whose forward ends it."""
+    gradients: dict[str, int] = field(default_factory=dict)
+    """Bytes of whole gradients that wait to be reduced."""
+    names: list[str] = field(default_factory=list)
+    """The parameters, in the order of the modules."""
+
+
+class _Moves:
+    """The groups of one rank, and what of them is whole."""
+
+    def __init__(self, job: Job, trace: Trace, ledger: Ledger) -> None:
+        self._ledger, self._ranks = ledger, job.shard_ranks
+        self._compute = BYTES_OF[job.compute_dtype]
+        self._reduce = BYTES_OF[job.settings["reduce_dtype"] or job.weight_dtype]
+        self._kept = BYTES_OF[job.weight_dtype]
+        self._gloo = job.device.kind == "cpu"
+        self._groups, self._owner = _groups(job, trace)
+        self._whole: set[str] = set()
+        self._scattered: set[str] = set()
+        self._order: list[str] = []
+        """Groups whose forward has ended, the last at the end: their gathers are begun early in the backward."""
+        self._early: str | None = None
+        self._gathered = 0
+        """Bytes of the last gather's output, kept until the next one's is copied out."""
+        self._reducing = 0
+        """Bytes of the input of the last reduce-scatter, kept until the next one begins."""
+
+    def begin(self) -> None:
+        """Before the forward: what no other group has is gathered, and stays."""
+        self._order = []
+        self._gather("")
+
+    def event(self, what: str, size: int, name: str, backward: bool) -> None:
+        """Modules begin and end, gradients come."""
+        if what == "gradient":
+            self._ledger.hold("gradients", size)
+            self._groups[self._owner[name]].gradients[name] = size
+        elif what == "backward":
+            self._release_gathered()
+            self._early_gather()
+        elif what == "end":
+            for group in [*self._groups]:
+                self._reduce_scatter(group)
+            self._ledger.hold("buffers", -self._reducing)
+            self._reducing = 0
+        else:
+            self._module(what, name, backward)
+
+    def _module(self, what: str, name: str, backward: bool) -> None:
+        for key, group in self._groups.items():
+            if what == "in" and name == group.first and not backward:
+                self._gather(key)
+            elif what == "out" and name == group.last and not backward:
+                self._order.append(key)
+                if group.resharded:
+                    self._let_go(key)
+            elif what == "back in" and name == group.last:
+                self._gather(key, backward=True)
+                self._early_gather()
+            elif what == "back out" and name == group.first and not key == name == "":
+                self._reduce_scatter(key)
+
+    def _gather(self, key: str, *, backward: bool = False) -> None:
+        """Cast this rank's shards, gather them, copy each parameter out of what was gathered."""
+        size = self._groups[key].elements * self._compute
+        if not size or key in self._whole:
+            return
+        if self._early == key:
+            self._early = None
+        else:
+            self._collect(size)
+        if not backward:
+            self._release_gathered()
+        self._ledger.hold("buffers", size)
+        if backward:
+            self._ledger.hold("buffers", -size)
+        else:
+            self._gathered = size
+        self._whole.add(key)
+
+    def _collect(self, size: int) -> None:
+        cast = size // self._ranks if self._compute != self._kept else 0
+        self._ledger.hold("buffers", cast)
+        self._ledger.hold("buffers", size)
+        self._ledger.hold("buffers", -cast)
+
+    def _release_gathered(self) -> None:
+        self._ledger.hold("buffers", -self._gathered)
+        self._gathered = 0
+
+    def _early_gather(self) -> None:
+        """`_backward_prefetch`: the group that comes next, before this one computes."""
+        if self._order:
+            key = self._order.pop()
+            if key not in self._whole and self._early is None:
+                self._collect(self._groups[key].elements * self._compute)
+                self._early = key
+
+    def _let_go(self, key: str) -> None:
+        if key in self._whole:
+            self._whole.remove(key)
+            self._ledger.hold("buffers", -self._groups[key].elements * self._compute)
+
+    def _reduce_scatter(self, key: str) -> None:
+        """Let the parameters go; copy the gradients into one buffer, which lives until the next group's; add up and scatter."""
+        self._let_go(key)
+        group = self._groups[key]
+        if not group.gradients:
+            return
+        self._ledger.hold("buffers", -self._reducing)
+        self._reducing = group.elements * self._reduce
+        self._ledger.hold("buffers", self._reducing)
+        # A loop's variable keeps the last one until all is done (`foreach_reduce`).
+        last = max(group.gradients, key=group.names.index)
+        kept = group.gradients.pop(last)
+        self._ledger.hold("gradients", -sum(group.gradients.values()))
+        shard = group.elements // self._ranks * self._reduce
+        self._ledger.hold("gradients", shard)
+        if self._gloo:
+            self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
+        self._ledger.hold("gradients", -kept)
+        group.gradients = {}
+        if key in self._scattered:  # added to what earlier micro-batches left
+            self._ledger.hold("gradients", -shard)
+        self._scattered.add(key)
+
+
+def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
+    """Every group by name, and the group of every parameter."""
+    assert job.spec is not None
+    embedding, norm, head = trace.ends
+    resharded = bool(job.settings["reshard_after_forward"])
+    layers = [f"{stack.name}.{index}" for stack in trace.stacks for index in range(len(stack.kinds))]
+    found = {layer: _Group(resharded=resharded, first=layer, last=layer) for layer in layers}
+    tied = any(f"{embedding}.weight" in names and f"{head}.weight" in names for names in job.spec.tied)
+    if embedding is not None and not tied:
+        found[embedding] = _Group(resharded=resharded, first=embedding, last=embedding)
+    tail = [name for name in (embedding if tied else None, norm, head) if name is not None]
+    if tail:
+        found["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1])
+    found[""] = _Group(resharded=False)
+    owner = {}
+    for parameter in job.spec.parameters:
+        module = parameter.name.rpartition(".")[0]
+        parents = {module[: len(key)] for key in found if f"{module}.".startswith(f"{key}.")}
+        key = "tail" if module in tail else max(parents, key=len, default="")
+        owner[parameter.name] = key
+        found[key].names.append(parameter.name)
+        rows = parameter.shape[0] if parameter.shape else 1
+        found[key].elements += ceil_div(rows, job.shard_ranks) * job.shard_ranks * (math.prod(parameter.shape) // rows)
+    return found, owner

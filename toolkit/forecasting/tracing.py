@@ -1,0 +1,238 @@
+"""One step of a model without a byte of it: what every operator allocates and frees, cut at its layers and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from toolkit.forecasting.kernels import kernels
+from toolkit.forecasting.shallow import cut
+from toolkit.forecasting.timeline import Event, Stack, Trace
+from toolkit.forecasting.ways import Way
+from toolkit.model import ModelSpec
+from toolkit.reading import attention_word, auto_class
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every storage that is made while it is active, and when it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.layer = ""
+        """The one whose forward or backward is going on."""
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._alive: dict[int, Any] = {}
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """A storage that is there already, and is not counted."""
+        self._known[tensor.untyped_storage()] = None
+
+    def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
+        self.events.append((what, 0, name))
+        if layer and (what.endswith("in") or name == self.layer):
+            self.layer = name if what.endswith("in") else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return made
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = None
+        size, key = storage.nbytes(), len(self._alive) + len(self.events)
+        layer = self.layer
+        self.events.append(("+", size, ""))
+
+        def gone(_: Any) -> None:
+            del self._alive[key]
+            self.events.append(("-", size, "" if self.layer else layer))
+
+        self._alive[key] = weakref.ref(storage, gone)
+
+
+def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
+    """One forward and backward of the shallow model."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with _quietly():
+        model = _build(spec, way)
+        stacks = cut(model, spec)
+        model.train()
+        if way.checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        tracker = Tracker()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            model.tie_weights()
+            inputs = _inputs(spec, way, batch, seq_len)
+            for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
+                tracker.know(tensor)
+            if way.widened == "units":
+                _cast_units(model, stacks, getattr(torch, way.weights))
+            _watch(model, stacks, tracker)
+            with kernels(way.device, way.masked), tracker:
+                _step(model, inputs, spec, way, tracker)
+    return Trace(stacks=stacks, events=tuple(_nested(tracker.events)), ends=_ends(model))
+
+
+def _nested(events: list[Event]) -> Iterator[Event]:
+    """Where several modules begin at one tensor the outer ones do so first, and end last."""
+    for what, together in itertools.groupby(events, key=lambda event: event[0]):
+        if what in ("back in", "back out"):
+            yield from sorted(together, key=lambda event: event[2].count("."), reverse=what == "back out")
+        else:
+            yield from together
+
+
+def _ends(model: Any) -> tuple[str | None, str | None, str | None]:
+    """As accelerate's `fsdp2_prepare_model` finds them, `_find_final_norm` among it (utils/fsdp_utils.py)."""
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else model
+    children = base.children() if isinstance(base, nn.Module) else ()
+    norms = [child for child in children if "Norm" in type(child).__name__]
+    wanted = (model.get_input_embeddings(), norms[-1] if norms else None, model.get_output_embeddings())
+    names = {module: name for name, module in model.named_modules()}
+    return names.get(wanted[0]), names.get(wanted[1]), names.get(wanted[2])
+
+
+def _build(spec: ModelSpec, way: Way) -> Any:
+    from transformers import AutoConfig
+
+    values = copy.deepcopy(spec.config)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config.use_cache = False
+    word = "sdpa" if way.attention.startswith("flash") else attention_word(way.attention)
+    with torch.device("meta"):
+        return auto_class(spec).from_config(config, dtype=getattr(torch, way.weights), attn_implementation=word)
+
+
+def _inputs(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    shape = (batch, seq_len)
+    names = ["input_ids", "labels"]
+    if way.masked:
+        names.append("attention_mask" if spec.kind == "seq2seq" else "position_ids")
+    return {name: torch.zeros(shape, dtype=torch.long) for name in names}
+
+
+def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way, tracker: Tracker) -> None:
+    """As `training.mean_loss` and what comes behind it."""
+    cast = torch.autocast("cpu", getattr(torch, way.autocast)) if way.autocast else contextlib.nullcontext()
+    tracker.mark("forward")
+    with cast:
+        made = model(**inputs, use_cache=False)
+    if way.widened == "model":
+        made = type(made)(**{key: _widened(value) for key, value in made.items()})
+    if spec.kind == "causal":
+        loss = made.loss
+    else:
+        loss = nn.functional.cross_entropy(made.logits.float().flatten(0, 1), inputs["labels"].flatten())
+    del made
+    weighted = loss * torch.ones(())
+    del loss
+    tracker.mark("backward")
+    weighted.backward()
+    del weighted
+    tracker.mark("end")
+
+
+def _cast_units(model: Any, stacks: tuple[Stack, ...], dtype: torch.dtype) -> None:
+    """As `MixedPrecisionPolicy` does: inputs of a group are cast to the compute dtype, its outputs to fp32.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`, `_post_forward`.
+    """
+
+    def narrow(_: Any, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+
+    def widen(_: Any, args: Any, made: Any) -> Any:
+        return tree_map(_widened, made)
+
+    embedding, norm, head = _ends(model)
+    layers = [f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))]
+    for name in [*layers, embedding, norm or head]:
+        model.get_submodule(name).register_forward_pre_hook(narrow, with_kwargs=True)
+    for name in [*layers, embedding, head or norm]:
+        model.get_submodule(name).register_forward_hook(widen)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _widened(value: Any) -> Any:
+    return _cast(value, torch.float32)
+
+
+def _watch(model: nn.Module, stacks: tuple[Stack, ...], tracker: Tracker) -> None:
+    """Marks at both ends of each layer and of each module that owns parameters, and where a gradient is complete."""
+
+    def grown(name: str) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            size = parameter.grad.untyped_storage().nbytes()
+            parameter.grad = None  # from here on it is the engine's
+            tracker.events.append(("gradient", size, name))
+
+        return hook
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(grown(name))  # type: ignore[no-untyped-call]
+    layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))}
+    for name, module in model.named_modules():
+        if name in layers or next(module.parameters(recurse=False), None) is not None:
+            _watch_module(module, name, name in layers, tracker)
+
+
+def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -> None:
+    """A backward ends where the inputs' gradient is there; only then the next one begins, as engines have it.
+
+    Both are said at one tensor where a module's input is another's output: a tensor's own hooks run before its node's.
+    """
+
+    def mark(what: str) -> Any:
+        return lambda _: tracker.mark(what, name, layer=layer)
+
+    def before(_: Any, args: Any, kwargs: Any) -> None:
+        tracker.mark("in", name, layer=layer)
+        if (tensor := _first((args, kwargs))) is not None:
+            tensor.register_hook(mark("back out"))  # type: ignore[no-untyped-call]
+
+    def after(_: Any, args: Any, kwargs: Any, made: Any) -> None:
+        tracker.mark("out", name, layer=layer)
+        if (tensor := _first(made)) is not None and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(mark("back in"))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True)
+
+
+def _first(values: Any) -> torch.Tensor | None:
+    """The first tensor among them that needs a gradient."""
+    leaves = tree_leaves(values)
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

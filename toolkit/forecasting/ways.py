@@ -1,0 +1,43 @@
+"""How a job's forward computes, as far as its activations go. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.engines.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """All that activations depend on, beside the model, the batch and the sequence. Many strategies share one."""
+
+    weights: str
+    """torch's name of the dtype that the weights have in the forward."""
+    autocast: str | None
+    """The dtype of autocast, or None."""
+    widened: str
+    """What has its outputs cast to fp32: `nothing`; the `model`; `units`, FSDP2's, whose inputs are cast back."""
+    attention: str
+    checkpointing: bool
+    masked: bool
+    """Whether attention gets a mask: where a row holds several documents, or padding."""
+    device: str
+    """`cpu` or `cuda`: kernels differ."""
+
+
+def way_of(job: Job, *, masked: bool) -> Way:
+    """Autocast where the engine computes on fp32 weights (one process, DDP), else weights in the compute dtype.
+
+    Accelerate's autocast and FSDP2's policy both cast what the forward returns to fp32; DeepSpeed leaves it.
+    """
+    half = job.strategy.precision in ("bf16", "fp16")
+    autocast = half and job.strategy.engine == "ddp"
+    return Way(
+        weights=job.weight_dtype if autocast else job.compute_dtype,
+        autocast=job.compute_dtype if autocast else None,
+        widened={"ddp": "model", "fsdp": "units"}.get(job.strategy.engine, "nothing") if half else "nothing",
+        attention=job.strategy.attention,
+        checkpointing=job.strategy.activation_checkpointing == "full",
+        masked=masked and not job.strategy.attention.startswith("flash"),
+        device=job.device.kind,
+    )
