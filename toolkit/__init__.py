@@ -17,7 +17,7 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.exporting import Export, export, save, verify
-from toolkit.forecasting import Forecast, forecast
+from toolkit.forecasting import Forecast, Plan, forecast, plan
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
@@ -42,6 +42,7 @@ __all__ = [
     "ModelError",
     "ModelSpec",
     "NotFinite",
+    "Plan",
     "Prepared",
     "Recipe",
     "RunError",
@@ -62,6 +63,7 @@ __all__ = [
     "job",
     "load",
     "phase",
+    "plan",
     "prepare",
     "prepared",
     "save",

@@ -52,6 +52,31 @@ def forecast(flags: argparse.Namespace) -> Shown:
     )
 
 
+def plan(flags: argparse.Namespace) -> Shown:
+    """Every strategy for this model, machine and global batch: the fastest that fits first, and why others do not."""
+    import yaml
+
+    from toolkit.forecasting import plan
+    from toolkit.model import EMBEDDED, describe
+
+    if flags.write:
+        _check_target(flags.write)
+    found = plan(
+        describe(flags.model, trust_remote_code=flags.trust_remote_code),
+        flags.hardware,
+        global_batch=flags.global_batch,
+        strategy=from_dict(Strategy, given(flags, Strategy)),
+        loop=from_dict(Loop, given(flags, Loop)),
+        one_document=flags.one_document,
+    )
+    if flags.write:
+        content = yaml.safe_dump(found.config())
+        _check_other(Path(flags.write), content)
+        _write(Path(flags.write), content)
+        print(found.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
+    return found
+
+
 def config(flags: argparse.Namespace) -> dict[str, Any]:
     """Write the Accelerate config file that a strategy is, or all of them."""
     import yaml
@@ -227,6 +252,14 @@ def parser() -> Parser:
     foretold.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
     foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
     foretold.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    kept = ("sharding", "offload", "activation_checkpointing", "replicate", "micro_batch", "accumulation")
+    planned = verb(plan, Strategy, Loop, without=kept)
+    planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+    planned.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
+    planned.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
+    planned.add_argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
+    planned.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    planned.add_argument("--write", metavar="FILE", help="write the best one's Accelerate config, and say the command")
     written = verb(config, Strategy)
     written.add_argument("--processes", type=int, help="ranks in all (default: the fewest that shard)")
     written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")

@@ -72,43 +72,52 @@ class Comparison(Shown):
         return self.difference(result) <= AGREE[str(result.strategy["precision"])]
 
     def tables(self) -> list[Table]:
+        """How fast and how true each was, and what each took beside its forecast."""
+        rows = [
+            (
+                result.sharding,
+                result.engine,
+                result.ranks,
+                f"{result.tokens_per_second:,.0f}",
+                f"{result.losses[0]:.4f}",
+                f"{result.losses[-1]:.4f}",
+                f"{'yes' if self.agrees(result) else 'NO'} ({self.difference(result):.0e})",
+            )
+            for result in self.results
+        ]
+        columns = ("sharding", "engine", "ranks", "tokens/s", "first loss", "last loss", "agree")
+        notes = ("agree: the largest relative difference of a step's loss from the first row's.",)
+        title = f"{self.model} on {self.data}"
+        return [Table(title=title, columns=columns, rows=rows, notes=notes), self._memory()]
+
+    def _memory(self) -> Table:
         seen = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
         rows = []
         for result in self.results:
-            measured = result.measured
-            ranks = measured["per_rank"] if measured else ()
-            phases = [format_bytes(max(rank["phases"][name] for rank in ranks)) if ranks else "–" for name in seen]
+            ranks = result.measured["per_rank"] if result.measured else ()
+            phases = {name: max((rank["phases"].get(name, 0) for rank in ranks), default=0) for name in seen}
+            foretold = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
             rows.append(
                 (
                     result.sharding,
-                    result.engine,
-                    result.ranks,
-                    f"{result.tokens_per_second:,.0f}",
                     format_bytes(max(result.parameter_bytes_per_rank)),
-                    format_bytes(measured["peak_bytes"]) if measured else "–",
-                    *phases,
-                    f"{result.losses[0]:.4f}",
-                    f"{result.losses[-1]:.4f}",
-                    f"{'yes' if self.agrees(result) else 'NO'} ({self.difference(result):.0e})",
+                    _beside(result.measured["peak_bytes"] if result.measured else 0, foretold["peak_bytes"]),
+                    *(_beside(phases[name], foretold["phases"].get(name)) for name in seen),
                 )
             )
-        columns = (
-            "sharding",
-            "engine",
-            "ranks",
-            "tokens/s",
-            "parameters",
-            "peak",
-            *seen,
-            "first loss",
-            "last loss",
-            "agree",
-        )
         notes = (
             "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
-            "agree: the largest relative difference of a step's loss from the first row's.",
+            "x: what was forecast before the launch, as a multiple of what was measured.",
         )
-        return [Table(title=f"{self.model} on {self.data}", columns=columns, rows=rows, notes=notes)]
+        columns = ("sharding", "parameters", "peak", *seen)
+        return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
+
+
+def _beside(measured: int, foretold: int | None) -> str:
+    """Measured bytes, and the forecast as a multiple of them."""
+    if not measured:
+        return "–"
+    return format_bytes(measured) + (f" x {foretold / measured:.2f}" if foretold else "")
 
 
 def compare(

@@ -195,7 +195,7 @@ def describe_run(ready: Ready, recipe: Recipe, machine: Hardware) -> dict[str, A
         "recipe": dataclasses.asdict(recipe),
         "ranks": asked.ranks,
         "settings": dict(asked.settings),
-        "forecast": None,
+        "forecast": ready.forecast.to_dict() if ready.forecast else None,
         "versions": versions(),
         "hardware": machine.to_dict(),
         "seed": asked.loop.seed,

@@ -37,7 +37,7 @@ from toolkit.lifetime import StopSignal
 from toolkit.loading import load
 from toolkit.locking import run_token, supervised
 from toolkit.preparing import Audit, audit, prepare, prepared
-from toolkit.readying import Ready, Recipe, get_ready, versions
+from toolkit.readying import Ready, Recipe, foretold, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
 from toolkit.runtime import agree, job, launched, on_any_rank
 from toolkit.shrinking import is_out_of_memory, out_of_memory
@@ -75,6 +75,8 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     window = measuring.start(machine.device.kind, recipe.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
     ready = get_ready(recipe, strategy, loop, ranks, machine.device)
+    if rank == 0:
+        ready = foretold(ready, recipe, machine)
 
     accelerator = make_accelerator(
         strategy,
@@ -140,7 +142,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     if recipe.save:
         with window.saving():
             save(ours, tokenizer, folder.export)
-    _record(accelerator, folder, window, held)
+    _record(accelerator, folder, window, held, ready)
     if recipe.save:
         probe = ready.rows.batch([0])
         about = {"data": f"fingerprint {ready.rows.fingerprint}", "versions": spelled(versions())}
@@ -231,14 +233,15 @@ def _headline(asked: Job) -> str:
     )
 
 
-def _record(accelerator: Any, folder: Folder, window: measuring.Window, found: Audit) -> None:
-    """`memory.json`: every rank's peaks and holdings."""
+def _record(accelerator: Any, folder: Folder, window: measuring.Window, found: Audit, ready: Ready) -> None:
+    """`memory.json`: every rank's peaks and holdings, beside the forecast."""
     from accelerate.utils import gather_object
 
     memory = measuring.collect(window.result(), on_device(job(accelerator), found.held), gather_object)
     audits = gather_object([found.to_dict()])
     if accelerator.is_main_process:
-        write_json(folder.memory, {**memory.to_dict(), "forecast": None, "audits": audits})
+        beside = {"forecast": ready.forecast.to_dict() if ready.forecast else None, "unforecast": ready.unforecast}
+        write_json(folder.memory, {**memory.to_dict(), **beside, "audits": audits})
         accelerator.print(f"\n{found}\n\n{memory}\n")
 
 

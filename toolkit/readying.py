@@ -14,11 +14,12 @@ from typing import Any
 from toolkit.adapting import check_quantized, require_libraries
 from toolkit.cache import cache_folder
 from toolkit.data import Rows, check_batch, check_source, embedded_tokenizer, prepare_data
-from toolkit.devices import Device
+from toolkit.devices import Device, Hardware
 from toolkit.engines import cpu
 from toolkit.engines.job import Job, resolve
 from toolkit.errors import StrategyError
 from toolkit.flags import amount
+from toolkit.forecasting import Forecast, forecast_job
 from toolkit.loading import embedded_checkpoint, load_tokenizer
 from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
 from toolkit.runtime import check_trackers
@@ -94,6 +95,10 @@ class Ready:
     tokenizer: Any
     rows: Rows
     eval_rows: Rows | None
+    forecast: Forecast | None = None
+    """What the run will take; None where nobody asked, and where it cannot be forecast."""
+    unforecast: str | None = None
+    """Why it cannot be."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -139,6 +144,15 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
     return Ready(
         job=asked, tokenizer=tokenizer, rows=trained, eval_rows=rows(recipe.eval_data) if recipe.eval_data else None
     )
+
+
+def foretold(ready: Ready, recipe: Recipe, machine: Hardware) -> Ready:
+    """The same, with a forecast. Call before an engine is set up, which would partition what is traced."""
+    try:
+        found = forecast_job(ready.job, machine, one_document=ready.rows.one_document, checkpoints=recipe.checkpoints)
+        return dataclasses.replace(ready, forecast=found)
+    except Exception as error:  # a run goes on without a forecast, whatever was in its way
+        return dataclasses.replace(ready, unforecast=str(error))
 
 
 def described(model: str, trust_remote_code: str | None = None) -> ModelSpec:

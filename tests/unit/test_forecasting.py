@@ -1,6 +1,7 @@
 """Traces of shallow models, spread over depth and batch; the ZeRO paper's figures; what cannot be forecast is said."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,9 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from toolkit import Loop, ModelError, ModelSpec, Strategy, StrategyError, ToolkitError, describe, forecast, hardware
+from toolkit import (
+    Loop,
+    ModelError,
+    ModelSpec,
+    Strategy,
+    StrategyError,
+    ToolkitError,
+    describe,
+    forecast,
+    hardware,
+    plan,
+)
+from toolkit.cli import main
 from toolkit.engines.job import engine_of, resolve
+from toolkit.forecasting import memory
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, stretches
 from toolkit.forecasting.traces import trace_of
@@ -212,3 +227,53 @@ def test_a_ledger_remembers_the_highest_of_each_phase() -> None:
     assert ledger.phases == {"load": 10, "forward": 18, "step": 10}
     assert (ledger.peak, ledger.peak_phase) == (18, "forward")
     assert ledger.parts == {"parameters": 10, "activations": 5, "workspace": 3}
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
+def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
+    spec = describe(config("llama", 4))
+    job = resolve(Strategy(sharding=sharding), Loop(seq_len=64), spec, 2, hardware("2x cpu").device)
+    trace = memory.traced(job, masked=True)
+    few, all_of_them = memory.whole_step(job, trace), stretches(trace)
+    assert len(few) <= len(all_of_them)
+    one, other = (memory.replay(job, trace, step, checkpoints=True) for step in (few, all_of_them))
+    assert one.phases == other.phases
+
+
+def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
+    large = config("llama", 32)
+    large.hidden_size, large.intermediate_size, large.vocab_size = 4096, 14336, 128256
+    large.num_attention_heads, large.num_key_value_heads, large.head_dim = 32, 8, 128
+    found = plan(describe(large), "8x H100-80GB", global_batch=16, seq_len=1024)
+    speeds = [one.forecast.timing.tokens_per_second for one in found.ranked if one.forecast and one.forecast.timing]
+    assert len(speeds) == len(found.ranked) > 0
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(one.forecast and one.forecast.peak_bytes <= 0.95 * one.forecast.limit_bytes for one in found.ranked)
+    assert all(one.reason for one in found.rejected)
+    assert {"ddp"} <= {one.strategy.sharding for one in found.rejected}
+    assert all(one.loop.micro_batch * one.loop.accumulation * 8 == 16 for one in found.ranked)
+    assert found.best is found.ranked[0]
+    assert found.command("M").startswith(
+        "accelerate launch --config_file accelerate.yaml -m toolkit.finetune --model M"
+    )
+    assert found.config()["num_processes"] == 8
+
+
+def test_a_global_batch_is_shared_evenly_or_refused() -> None:
+    with pytest.raises(StrategyError, match=r"global_batch 12: expected a multiple of 8.* Choose 16"):
+        plan(describe(config("llama", 2)), "8x T4", global_batch=12)
+
+
+def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "accelerate.yaml"
+    words = ["plan", "--hardware", "2x H100", "--global-batch", "4", "--seq-len", "64", "--write", str(file)]
+    assert main([*words, "--json", "-"]) == 0
+    said = capsys.readouterr()
+    best = json.loads(said.out)["ranked"][0]
+    assert yaml.safe_load(file.read_text())["num_processes"] == 2
+    assert (
+        f"--micro-batch {best['loop']['micro_batch']}" in said.err or best["loop"]["micro_batch"] == Loop().micro_batch
+    )
+    words = ["forecast", "--sharding", "fsdp", "--hardware", "2x cpu", "--seq-len", "64"]
+    assert main([*words, "--json", str(tmp_path / "fc.json")]) == 0
+    assert json.loads((tmp_path / "fc.json").read_text())["ranks"] == 2

@@ -56,6 +56,15 @@ class Rows(Shown):
         names, shape = PACKED if self.packed else PADDED, (self.count, self.seq_len)
         return {name: np.memmap(self.folder / f"{name}.bin", "<i4", "r", shape=shape) for name in names}
 
+    @cached_property
+    def one_document(self) -> bool:
+        """Whether no row holds a second document, or padding: then attention needs no mask."""
+        if not self.packed:
+            return False
+        starts = self.columns["position_ids"]
+        # A block at a time: most data answer with the first one.
+        return not any((starts[at : at + 1024, 1:] == 0).any() for at in range(0, self.count, 1024))
+
     def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, torch.Tensor]:
         """What the model's forward takes, int64 [len(ids), seq_len]; an id of -1 is a row in which nothing is trained.
 

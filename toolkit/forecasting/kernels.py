@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
-from transformers import masking_utils
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
-def kernels(device: str, masked: bool) -> Iterator[None]:
+def stand_ins(device: str, masked: bool) -> Iterator[None]:
     """Within it fake tensors take the stand-ins. Others, say of a thread that trains meanwhile, take what they always do.
 
     A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
@@ -24,6 +22,9 @@ def kernels(device: str, masked: bool) -> Iterator[None]:
 
     A mode for torch functions would be off in what activation checkpointing recomputes.
     """
+    from torch.nn import functional
+    from transformers import masking_utils
+
     with ExitStack() as replaced:
         replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
         if device == "cuda":
@@ -35,6 +36,8 @@ def kernels(device: str, masked: bool) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
     theirs = getattr(module, name)
 
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +53,8 @@ def _replaced(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None
 
 def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> Any:
     """transformers' own operator of the same result, which keeps the same tensors and can be traced."""
+    import torch
+
     return torch.ops.transformers.grouped_mm_fallback(matrix, other, **kwargs)
 
 
@@ -63,35 +68,27 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """By the rules of torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """By the rules of torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
 
     Flash attention takes half precision without a mask; the memory-efficient kernel what has a mask or is fp32, but no
-    grouped heads; else scores are computed and kept.
+    grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta kernels say.
     """
-    flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256
-    if not flash and enable_gqa:
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # `convert_boolean_attn_mask` (aten/src/ATen/native/transformers/attention.cpp)
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    return _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    import torch
+    from torch.nn import functional
 
-
-class _Fused(torch.autograd.Function):
-    """A fused kernel's bytes (Dao et al. 2022): the output, and one fp32 figure a query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-        batch, heads, length, _ = query.shape
-        # Every fused kernel of torch writes [batch, length, heads, width] and gives a transposed view.
-        made = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        sums = query.new_empty(batch, heads, length, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, made, sums)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        return (*(torch.empty_like(tensor) for tensor in (query, key, value)), None)
+    width = query.shape[-1]
+    if attn_mask is None and query.dtype != torch.float32 and width <= 256:
+        query, key, value = (functional.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale or width**-0.5)[0][..., :width]
+    if enable_gqa:
+        scores = torch.ops.aten._scaled_dot_product_attention_math
+        return scores(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # `convert_boolean_attn_mask`
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        if attn_mask.shape[-1] % 16:  # `pad_bias`: rows begin at multiples of 16
+            attn_mask = functional.pad(attn_mask, (0, -attn_mask.shape[-1] % 16))[..., : attn_mask.shape[-1]]
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

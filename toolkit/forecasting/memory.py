@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from toolkit.engines.job import Job
+from toolkit.engines.states import parameters_of
 from toolkit.errors import StrategyError
 from toolkit.forecasting.ledger import Ledger
+from toolkit.forecasting.timeline import Stretch, Trace, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import way_of
+from toolkit.units import BYTES_OF, GiB
+
+BLOCK = {"cpu": 1, "cuda": 512}
+"""Bytes that an allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize`)."""
+
+RESULT_SHARD = 5 * GiB
+"""The most that saving the result holds of the model at once (huggingface_hub's shards)."""
 
 REPLAYED = ("ddp", "deepspeed", "fsdp")
 """Engines whose movements are written down in `replays/`."""
 
 
-def replay(job: Job, *, masked: bool) -> Ledger:
-    """What the fullest rank holds, from its start to the saved result.
+def traced(job: Job, *, masked: bool) -> Trace:
+    """A micro-batch of the job's model, as shallow as can be.
 
     Args:
         job: with a spec.
@@ -31,9 +42,45 @@ def replay(job: Job, *, masked: bool) -> Ledger:
         raise StrategyError(f"sharding {strategy.sharding!r} cannot be forecast yet.")
     if strategy.adapter != "none":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet.")
+    if strategy.offload != "none":
+        raise StrategyError(f"offload {strategy.offload!r} cannot be forecast yet.")
     way = way_of(job, masked=masked)
-    trace = trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len)
+    return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len)
+
+
+def whole_step(job: Job, trace: Trace) -> list[Stretch]:
+    """The trace, spread over the whole depth, cut where the job's engine does something."""
+    return stretches(trace, BLOCK[job.device.kind], partial(_engine(job).heeds, trace))
+
+
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool) -> Ledger:
+    """What the fullest rank holds, from its start to the saved result.
+
+    Args:
+        job: with a spec.
+        trace: of its model.
+        step: from `whole_step`.
+        checkpoints: whether any are written.
+    """
     ledger = Ledger()
-    engine: Any = importlib.import_module(f"toolkit.forecasting.replays.{strategy.engine}")
-    engine.replay(job, trace, ledger)
+    _engine(job).replay(job, trace, step, ledger)
+    _save(ledger, job, checkpoints)
     return ledger
+
+
+def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
+    """The most of a checkpoint's snapshot, of which each rank takes its part, and of the result, which rank 0 writes.
+
+    On a GPU both go to the host, the result tensor by tensor.
+    """
+    ledger.enter("save")
+    sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
+    if job.device.kind == "cpu":
+        snapshot = 3 * sum(sizes) // job.ranks if checkpoints else 0
+        ledger.touch("workspace", max(min(sum(sizes), RESULT_SHARD) + _engine(job).gathering(job), snapshot))
+    else:
+        ledger.touch("workspace", max(sizes, default=0))
+
+
+def _engine(job: Job) -> Any:
+    return importlib.import_module(f"toolkit.forecasting.replays.{job.strategy.engine}")

@@ -11,12 +11,13 @@ from toolkit.engines.job import Job, resolve
 from toolkit.engines.states import parameters_of
 from toolkit.errors import StrategyError
 from toolkit.forecasting.ledger import PARTS
-from toolkit.forecasting.memory import replay
+from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.timing import Timing, step_time
 from toolkit.model import ModelSpec, describe
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
-from toolkit.units import BYTES_OF, format_bytes
+from toolkit.units import BYTES_OF, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Forecast(Shown):
     phases: Mapping[str, int]
     """The highest total within each phase."""
     checkpoint_bytes: int
+    timing: Timing | None
+    """None for a device whose speed is not known."""
     unknown: tuple[str, ...] = field(default=())
     """What is not in these figures, each as one sentence."""
 
@@ -59,7 +62,7 @@ class Forecast(Shown):
         """As the shell's JSON: sizes in bytes."""
         import dataclasses
 
-        on_cpu = self.hardware.device.kind == "cpu"
+        on_cpu, timing = self.hardware.device.kind == "cpu", self.timing
         return {
             "model": self.model,
             "strategy": dataclasses.asdict(self.strategy),
@@ -78,9 +81,10 @@ class Forecast(Shown):
             },
             "host": {"peak_bytes": self.peak_bytes * self.ranks if on_cpu else None},
             "nvme": {"peak_bytes": 0},
-            "step_seconds": None,
-            "tokens_per_second": None,
-            "mfu": None,
+            "step_seconds": timing.step_seconds if timing else None,
+            "tokens_per_second": timing.tokens_per_second if timing else None,
+            "mfu": timing.mfu if timing else None,
+            "communication_bytes": timing.communication_bytes if timing else None,
             "checkpoint_bytes": self.checkpoint_bytes,
             "unknown": list(self.unknown),
         }
@@ -99,7 +103,20 @@ class Forecast(Shown):
                 rows=[*parts, ("all", format_bytes(self.peak_bytes))],
                 notes=(f"{verdict} {self.reason}",),
             ),
-            Table(title="By phase", columns=("phase", "bytes"), rows=phases, notes=self.unknown),
+            Table(title="By phase", columns=("phase", "bytes"), rows=phases),
+            Table(title="A step", columns=("figure", "value"), rows=self._figures(), notes=self.unknown),
+        ]
+
+    def _figures(self) -> list[tuple[str, str]]:
+        timing = self.timing
+        if timing is None:
+            return [("a checkpoint", format_bytes(self.checkpoint_bytes))]
+        return [
+            ("time", format_seconds(timing.step_seconds)),
+            ("tokens/s", f"{timing.tokens_per_second:,.0f}"),
+            ("MFU", f"{timing.mfu:.0%}"),
+            ("sent by a rank", format_bytes(timing.communication_bytes)),
+            ("a checkpoint", format_bytes(self.checkpoint_bytes)),
         ]
 
 
@@ -132,19 +149,28 @@ def forecast(
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
     job = resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device)
-    ledger = replay(job, masked=not one_document)
+    return forecast_job(job, machine, one_document=one_document)
+
+
+def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True) -> Forecast:
+    """The same of a job, which a worker runs as it is; `checkpoints`: whether it writes any."""
+    assert job.spec is not None, "a forecast needs a model"
+    trace = traced(job, masked=not one_document)
+    step = whole_step(job, trace)
+    ledger, timing = replay(job, trace, step, checkpoints=checkpoints), step_time(job, machine, step)
     return Forecast(
-        model=spec.name,
+        model=job.spec.name,
         strategy=job.strategy,
         loop=job.loop,
         hardware=machine,
-        ranks=count,
+        ranks=job.ranks,
         limit_bytes=_limit(job, machine),
         peak_bytes=ledger.peak,
         peak_phase=ledger.peak_phase,
         parts={part: ledger.parts.get(part, 0) for part in PARTS},
         phases=dict(ledger.phases),
         checkpoint_bytes=_checkpoint(job),
+        timing=timing,
         unknown=_unknown(job),
     )
 
@@ -162,7 +188,11 @@ def _checkpoint(job: Job) -> int:
 
 
 def _unknown(job: Job) -> tuple[str, ...]:
-    found = ["Time is not forecast yet."]
+    found = []
+    if job.device.card is None:
+        found.append(f"How fast {job.device.name} is: the catalog does not know it, so there is no time.")
+    else:
+        found.append("Time is a roofline over data-sheet peaks, within about a quarter; it has not been calibrated.")
     if job.device.kind == "cuda":
         found.append(
             "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: keep 10% free."

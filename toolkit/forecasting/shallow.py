@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from toolkit.forecasting.timeline import Stack
 from toolkit.model import ModelSpec
 from toolkit.model.describing import module_lists
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def cut(model: nn.Module, spec: ModelSpec) -> tuple[Stack, ...]:
@@ -17,6 +18,8 @@ def cut(model: nn.Module, spec: ModelSpec) -> tuple[Stack, ...]:
 
     Layers are of one kind where class, shapes of parameters and the config's `layer_types` agree.
     """
+    from torch import nn
+
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     types = getattr(text, "layer_types", None)
     found = []

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from toolkit.units import round_up
 
+WHOLE = ("forward", "backward", "end")
+"""Events of the whole step."""
+
 Event = tuple[str, int, str]
-"""`+`, `-`: bytes of a storage that is made or gone; a `-` outside of the layers names the layer that made it. `gradient`:
-bytes and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation
-included; `back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`,
-`end`: of the whole."""
+"""What, how much, whose.
+
+`+`, `-`: bytes of a storage that is made or gone; a `-` outside of the layers names the layer that made it. `gradient`: bytes
+and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation included;
+`back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`, `end`: of the
+whole. `flops`: operations in a dtype; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,12 @@ class Stretch:
     """The event at its end."""
     size: int
     name: str
+    flops: tuple[tuple[str, int], ...] = ()
+    """Operations, by torch's name of the dtype."""
+    moved: int = 0
+    """Bytes read and written by what is no matrix product."""
+    calls: int = 0
+    """Operators that do more than name a part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -89,22 +100,25 @@ class _Segment:
     events: tuple[Event, ...]
 
 
-def stretches(trace: Trace, block: int = 1) -> list[Stretch]:
+def stretches(
+    trace: Trace, block: int = 1, heeds: Callable[[str, str], bool] = lambda what, name: True
+) -> list[Stretch]:
     """The whole model's step, in its order; the last event is `end`.
 
     Args:
         trace: of a shallow model.
         block: bytes that the allocator rounds every storage up to.
+        heeds: says of an event, and of whom it tells, whether stretches have to end there: the fewer, the faster a replay.
     """
     layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.kept))}
     rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
     found: list[Stretch] = []
     for stack, members in _grouped(trace.stacks, list(_cut(rounded, layers))):
         if stack is not None:
-            found += _spread(stack, members)
+            found += _spread(stack, members, heeds)
         else:
             times = _times(trace.stacks, members)
-            found += (one for member in members for one in _condensed(member.events, times))
+            found += (one for member in members for one in _condensed(member.events, times, heeds))
     return found
 
 
@@ -165,9 +179,9 @@ def _grouped(stacks: Sequence[Stack], shallow: Sequence[_Segment]) -> Iterator[t
         yield (key(run[-1]) or (None,))[0], run
 
 
-def _spread(stack: Stack, members: Sequence[_Segment]) -> Iterator[Stretch]:
+def _spread(stack: Stack, members: Sequence[_Segment], heeds: Callable[[str, str], bool]) -> Iterator[Stretch]:
     """Every layer of the whole stack, each as the kept one that stands for it."""
-    shown = {int(segment.layer.rpartition(".")[2]): list(_condensed(segment.events, {})) for segment in members}
+    shown = {int(segment.layer.rpartition(".")[2]): list(_condensed(segment.events, {}, heeds)) for segment in members}
     order = range(len(stack.kinds))
     for index in reversed(order) if members[0].backward else order:
         source = stack.source(index)
@@ -177,14 +191,24 @@ def _spread(stack: Stack, members: Sequence[_Segment]) -> Iterator[Stretch]:
             yield replace(one, name=new + one.name[len(old) :]) if inside else one
 
 
-def _condensed(events: Sequence[Event], times: Mapping[tuple[str, int], int]) -> Iterator[Stretch]:
+def _condensed(
+    events: Sequence[Event], times: Mapping[tuple[str, int], int], heeds: Callable[[str, str], bool]
+) -> Iterator[Stretch]:
     """From event to event; what a layer made counts as often as `times` says where it is let go."""
-    rise = net = 0
+    rise = net = moved = calls = 0
+    flops: list[tuple[str, int]] = []
     for what, size, name in events:
         if what in ("+", "-"):
             net += size if what == "+" else -size * times.get((name, size), 1)
             rise = max(rise, net)
-        else:
-            yield Stretch(rise, net, what, size, name)
-            rise = net = 0
-    yield Stretch(rise, net, "", 0, "")
+        elif what == "flops":
+            flops.append((name, size))
+        elif what == "moved":
+            moved += size
+        elif what == "calls":
+            calls += size
+        elif what in WHOLE or heeds(what, name):
+            yield Stretch(rise, net, what, size, name, tuple(flops), moved, calls)
+            rise = net = moved = calls = 0
+            flops = []
+    yield Stretch(rise, net, "", 0, "", tuple(flops), moved, calls)

@@ -6,7 +6,9 @@ import dataclasses
 import hashlib
 import json
 import os
+from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ModelError
@@ -35,10 +37,15 @@ def trace_of(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     return _cached(spec, way, batch, seq_len)
 
 
+@lru_cache(maxsize=64)
+def _read_file(path: Path) -> Trace:
+    return _read(path.read_text())
+
+
 def _cached(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
     path = cache_folder("traces") / f"{_key(spec, way, batch, seq_len)}.json"
     try:
-        return _read(path.read_text())
+        return _read_file(path)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     found = _traced(spec, way, batch, seq_len)

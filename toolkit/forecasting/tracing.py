@@ -5,68 +5,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
-from toolkit.forecasting.kernels import kernels
+from toolkit.forecasting.kernels import stand_ins
 from toolkit.forecasting.shallow import cut
 from toolkit.forecasting.timeline import Event, Stack, Trace
 from toolkit.forecasting.ways import Way
 from toolkit.model import ModelSpec
 from toolkit.reading import attention_word, auto_class
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every storage that is made while it is active, and when it goes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
-        self.layer = ""
-        """The one whose forward or backward is going on."""
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self._alive: dict[int, Any] = {}
-
-    def know(self, tensor: torch.Tensor) -> None:
-        """A storage that is there already, and is not counted."""
-        self._known[tensor.untyped_storage()] = None
-
-    def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
-        self.events.append((what, 0, name))
-        if layer and (what.endswith("in") or name == self.layer):
-            self.layer = name if what.endswith("in") else ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor):
-                self._note(leaf.untyped_storage())
-        return made
-
-    def _note(self, storage: Any) -> None:
-        if storage in self._known:
-            return
-        self._known[storage] = None
-        size, key = storage.nbytes(), len(self._alive) + len(self.events)
-        layer = self.layer
-        self.events.append(("+", size, ""))
-
-        def gone(_: Any) -> None:
-            del self._alive[key]
-            self.events.append(("-", size, "" if self.layer else layer))
-
-        self._alive[key] = weakref.ref(storage, gone)
+    from toolkit.forecasting.tracker import Tracker
 
 
 def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     """One forward and backward of the shallow model."""
+    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from toolkit.forecasting.tracker import Tracker
 
     with _quietly():
         model = _build(spec, way)
@@ -84,7 +45,7 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
             if way.widened == "units":
                 _cast_units(model, stacks, getattr(torch, way.weights))
             _watch(model, stacks, tracker)
-            with kernels(way.device, way.masked), tracker:
+            with stand_ins(way.device, way.masked), tracker:
                 _step(model, inputs, spec, way, tracker)
     return Trace(stacks=stacks, events=tuple(_nested(tracker.events)), ends=_ends(model))
 
@@ -100,6 +61,8 @@ def _nested(events: list[Event]) -> Iterator[Event]:
 
 def _ends(model: Any) -> tuple[str | None, str | None, str | None]:
     """As accelerate's `fsdp2_prepare_model` finds them, `_find_final_norm` among it (utils/fsdp_utils.py)."""
+    from torch import nn
+
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else model
     children = base.children() if isinstance(base, nn.Module) else ()
     norms = [child for child in children if "Norm" in type(child).__name__]
@@ -109,6 +72,7 @@ def _ends(model: Any) -> tuple[str | None, str | None, str | None]:
 
 
 def _build(spec: ModelSpec, way: Way) -> Any:
+    import torch
     from transformers import AutoConfig
 
     values = copy.deepcopy(spec.config)
@@ -120,6 +84,8 @@ def _build(spec: ModelSpec, way: Way) -> Any:
 
 
 def _inputs(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    import torch
+
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
     if way.masked:
@@ -129,6 +95,8 @@ def _inputs(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> dict[str, to
 
 def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way, tracker: Tracker) -> None:
     """As `training.mean_loss` and what comes behind it."""
+    import torch
+
     cast = torch.autocast("cpu", getattr(torch, way.autocast)) if way.autocast else contextlib.nullcontext()
     tracker.mark("forward")
     with cast:
@@ -138,7 +106,7 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way
     if spec.kind == "causal":
         loss = made.loss
     else:
-        loss = nn.functional.cross_entropy(made.logits.float().flatten(0, 1), inputs["labels"].flatten())
+        loss = torch.nn.functional.cross_entropy(made.logits.float().flatten(0, 1), inputs["labels"].flatten())
     del made
     weighted = loss * torch.ones(())
     del loss
@@ -153,6 +121,7 @@ def _cast_units(model: Any, stacks: tuple[Stack, ...], dtype: torch.dtype) -> No
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`, `_post_forward`.
     """
+    from torch.utils._pytree import tree_map
 
     def narrow(_: Any, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
@@ -169,10 +138,14 @@ def _cast_units(model: Any, stacks: tuple[Stack, ...], dtype: torch.dtype) -> No
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    import torch
+
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _widened(value: Any) -> Any:
+    import torch
+
     return _cast(value, torch.float32)
 
 
@@ -184,7 +157,7 @@ def _watch(model: nn.Module, stacks: tuple[Stack, ...], tracker: Tracker) -> Non
             assert parameter.grad is not None
             size = parameter.grad.untyped_storage().nbytes()
             parameter.grad = None  # from here on it is the engine's
-            tracker.events.append(("gradient", size, name))
+            tracker.say("gradient", size, name)
 
         return hook
 
@@ -222,6 +195,9 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
 
 def _first(values: Any) -> torch.Tensor | None:
     """The first tensor among them that needs a gradient."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
     leaves = tree_leaves(values)
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
 

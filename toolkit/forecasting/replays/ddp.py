@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import BLOCK, adamw, saving, walk
-from toolkit.forecasting.timeline import Trace, stretches
+from toolkit.forecasting.replays.walking import adamw, loaded, walk
+from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import MiB
 
 BROADCAST = 250 * MiB
 """What DDP joins of the parameters to send them from rank 0 (torch/nn/parallel/distributed.py `broadcast_bucket_size`)."""
 
 
-def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
-    """Load, prepare, one step of all micro-batches, save."""
+def heeds(trace: Trace, what: str, name: str) -> bool:
+    """Gradients alone."""
+    return what == "gradient"
+
+
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> None:
+    """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
-    ledger.enter("load")
-    ledger.hold("parameters", held.parameters)
-    ledger.enter("prepare")
+    loaded(ledger, job, held.parameters)
     if job.strategy.sharding == "ddp":
         ledger.touch("buffers", min(held.parameters, BROADCAST))
         ledger.hold("buffers", held.trainable)
     ledger.hold("optimizer", held.optimizer or 0)
-    moves, step = _Moves(ledger), stretches(trace, BLOCK[job.device.kind])
+    moves = _Moves(ledger)
     for _ in range(job.loop.accumulation):
         ledger.enter("forward")
         walk(ledger, step, moves)
     ledger.enter("step")
     adamw(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
     ledger.hold("gradients", -ledger.held["gradients"])
-    saving(ledger, job)
+
+
+def gathering(job: Job) -> int:
+    """Nothing: every rank has each parameter whole."""
+    return 0
 
 
 class _Moves:

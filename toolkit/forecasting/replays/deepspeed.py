@@ -6,31 +6,39 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py; stage3.py, partition_parameters
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.engines.deepspeed import ALIGNMENT
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import BLOCK, adamw, saving, walk
-from toolkit.forecasting.timeline import Stretch, Trace, stretches
+from toolkit.forecasting.replays.walking import adamw, loaded, walk
+from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF, ceil_div, round_up
 
 
-def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
-    """Load, prepare, one step of all micro-batches, save."""
+def heeds(trace: Trace, what: str, name: str) -> bool:
+    """Everything: stage 3 fetches for each module that owns parameters."""
+    return True
+
+
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> None:
+    """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
-    ledger.enter("load")
-    ledger.hold("parameters", held.parameters)
     if job.settings["zero_optimization"]["stage"] == 3 and not job.strategy.quantized:
         # `zero.Init`: each is read whole by rank 0 and broadcast before it is cut.
+        ledger.enter("load")
+        ledger.hold("parameters", held.parameters)
         largest = max(state.elements for state in parameters_of(job))
         ledger.touch("workspace", 2 * largest * BYTES_OF[job.compute_dtype])
-    ledger.enter("prepare")
+        ledger.enter("prepare")
+    else:
+        loaded(ledger, job, held.parameters)
     ledger.hold("master", held.master)
     ledger.hold("optimizer", held.optimizer or 0)
-    step = stretches(trace, BLOCK[job.device.kind])
     whole = job.settings["zero_optimization"]["stage"] == 3
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
     for _ in range(job.loop.accumulation):
@@ -39,7 +47,13 @@ def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
         walk(ledger, step, moves)
     ledger.enter("step")
     moves.step()
-    saving(ledger, job)
+
+
+def gathering(job: Job) -> int:
+    """The largest parameter's masters: whole in stages 1 and 2, where a partition may begin anywhere; in stage 3 a shard."""
+    sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
+    largest = max(sizes, default=0)
+    return largest if job.settings["zero_optimization"]["stage"] < 3 else ceil_div(largest, job.ranks)
 
 
 class _Buckets:
@@ -146,7 +160,7 @@ class _Fetches:
     REUSE, LIVE = 10**9, 10**9
     """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
 
-    def __init__(self, job: Job, step: list[Stretch], ledger: Ledger) -> None:
+    def __init__(self, job: Job, step: Sequence[Stretch], ledger: Ledger) -> None:
         assert job.spec is not None
         zero = job.settings["zero_optimization"]
         self._ledger, self._job = ledger, job
@@ -163,10 +177,18 @@ class _Fetches:
         for name, first in self._known.items():
             self._own.setdefault(name.rpartition(".")[0], []).append(first)
         self._order = [one.name for one in step if one.what in ("in", "back in") and one.name in self._own]
+        sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
+        self._passed = [0, *itertools.accumulate(sizes[module] for module in self._order)]
+        """Elements that are used before each place in the order."""
+        self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
+        for at, module in enumerate(self._order):
+            for name in self._own[module]:
+                self._uses[name].append(at)
         self._shard = sum(ceil_div(elements, job.ranks) for elements in self._elements.values())
         self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
         ledger.hold("gradients", self._shard * self._accumulated)
         ledger.hold("buffers", self._room * self._reduced)
+        self._live = 0
         self._whole: dict[str, int] = {}
         """Bytes of what is gathered."""
         self._under_way: dict[str, _Gather] = {}
@@ -207,7 +229,7 @@ class _Fetches:
                 name, at = self._queue.popleft()
                 self._fetched_for[name] = at
         ahead: set[str] = set()
-        count, most = 0, min(self.LIVE - sum(self._whole.values()) // self._size, self._ahead)
+        count, most = 0, min(self.LIVE - self._live // self._size, self._ahead)
         while self._queue and count < most:
             name, at = self._queue.popleft()
             self._fetched_for[name] = max(self._fetched_for[name], at)
@@ -229,8 +251,9 @@ class _Fetches:
             self._ledger.hold("buffers", padded)
         else:
             (name,) = names
-            self._whole[name] = padded
-            self._ledger.hold("buffers", padded)
+            self._take(name, padded)
+        if self._job.device.kind == "cpu":
+            self._ledger.touch("workspace", padded)  # gloo gathers into a buffer of its own
         self._under_way |= dict.fromkeys(names, gather)
 
     def _wait(self, name: str) -> None:
@@ -239,26 +262,31 @@ class _Fetches:
             return
         if not gather.done and gather.flat:
             for one in sorted(gather.names):
-                self._whole[one] = self._elements[one] * self._size
-                self._ledger.hold("buffers", self._whole[one])
+                self._take(one, self._elements[one] * self._size)
         gather.done = True
         if not any(other is gather for other in self._under_way.values()):
             self._ledger.hold("buffers", -gather.flat)
 
     def _release(self, module: str) -> None:
         """`__params_to_release`: not what the next `REUSE` elements use again."""
-        leaving = {name for name in self._own[module] if name in self._whole and self._fetched_for[name] <= self._at}
-        passed = 0
-        for later in self._order[self._at :]:
-            if passed >= self.REUSE or not leaving:
-                break
-            leaving -= set(self._own[later])
-            passed += sum(self._elements[name] for name in self._own[later])
-        for name in leaving:
-            self._free(name)
+        for name in dict.fromkeys(self._own[module]):
+            if name not in self._whole or self._fetched_for[name] > self._at:
+                continue
+            uses = self._uses[name]
+            following = bisect_left(uses, self._at)
+            soon = following < len(uses) and self._passed[uses[following]] - self._passed[self._at] < self.REUSE
+            if not soon:
+                self._free(name)
+
+    def _take(self, name: str, size: int) -> None:
+        self._whole[name] = size
+        self._live += size
+        self._ledger.hold("buffers", size)
 
     def _free(self, name: str) -> None:
-        self._ledger.hold("buffers", -self._whole.pop(name))
+        size = self._whole.pop(name)
+        self._live -= size
+        self._ledger.hold("buffers", -size)
 
     def _ready(self, name: str) -> None:
         """`reduce_independent_p_g_buckets_and_remove_grads`."""

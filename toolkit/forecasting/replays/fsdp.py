@@ -7,33 +7,40 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.engines.fsdp import shard_of
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import BLOCK, adamw, saving, walk
-from toolkit.forecasting.timeline import Trace, stretches
+from toolkit.forecasting.replays.walking import adamw, walk
+from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF, ceil_div
 
 
-def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
-    """Load, prepare, one step of all micro-batches, save: of rank 0, which reads the whole model and shares it out."""
+def heeds(trace: Trace, what: str, name: str) -> bool:
+    """Gradients, and the modules that are gathered: layers, the embedding, the norm behind them, the head."""
+    return what == "gradient" or name in trace.ends or name.rpartition(".")[0] in {stack.name for stack in trace.stacks}
+
+
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> None:
+    """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out."""
     held = engine_of(job.strategy).account(job)
     found = list(parameters_of(job))
     whole = sum(state.bytes for state in found)
     ledger.enter("load")
-    ledger.hold("parameters", whole)
+    on_host = 0 if job.device.kind == "cpu" else whole
+    ledger.hold("parameters", whole - on_host)
     ledger.enter("prepare")
     if not job.strategy.quantized:
         ledger.hold("parameters", held.parameters)
         ledger.touch("workspace", max(state.bytes for state in found))
-        ledger.hold("parameters", -whole)
+        ledger.hold("parameters", on_host - whole)
     else:
-        ledger.hold("parameters", held.parameters - whole)
+        ledger.hold("parameters", held.parameters - whole + on_host)
     ledger.hold("optimizer", held.optimizer or 0)
-    moves, step = _Moves(job, trace, ledger), stretches(trace, BLOCK[job.device.kind])
+    moves = _Moves(job, trace, ledger)
     for _ in range(job.loop.accumulation):
         ledger.enter("forward")
         moves.begin()
@@ -41,7 +48,14 @@ def replay(job: Job, trace: Trace, ledger: Ledger) -> None:
     ledger.enter("step")
     adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
     ledger.hold("gradients", -ledger.held["gradients"])
-    saving(ledger, job)
+
+
+def gathering(job: Job) -> int:
+    """A copy of the largest shard."""
+    found = [
+        shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in parameters_of(job) if state.trainable
+    ]
+    return max(found, default=0)
 
 
 @dataclass
@@ -139,6 +153,8 @@ class _Moves:
         cast = size // self._ranks if self._compute != self._kept else 0
         self._ledger.hold("buffers", cast)
         self._ledger.hold("buffers", size)
+        if self._gloo:
+            self._ledger.touch("workspace", size)  # gloo gathers into a buffer of its own
         self._ledger.hold("buffers", -cast)
 
     def _release_gathered(self) -> None:

@@ -1,4 +1,4 @@
-"""What all replays share: the walk over a micro-batch, the optimizer's step, and what saving holds."""
+"""What all replays share: what is read, the walk over a micro-batch, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from toolkit.engines.job import Job
-from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
-from toolkit.units import BYTES_OF, GiB
-
-RESULT_SHARD = 5 * GiB
-"""The most that saving the result holds of the model at once (huggingface_hub's shards)."""
-
-
-BLOCK = {"cpu": 1, "cuda": 512}
-"""Bytes that an allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize`)."""
+from toolkit.units import BYTES_OF
 
 
 class Moves(Protocol):
@@ -39,6 +31,17 @@ def walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
             moves.event(stretch.what, stretch.size, stretch.name, backward)
 
 
+def loaded(ledger: Ledger, job: Job, size: int) -> None:
+    """Parameters that are read, and in `prepare` lie on the device: a GPU's are read into the host's memory."""
+    ledger.enter("load")
+    if job.device.kind == "cpu":
+        ledger.hold("parameters", size)
+        ledger.enter("prepare")
+    else:
+        ledger.enter("prepare")
+        ledger.hold("parameters", size)
+
+
 def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
     """torch's AdamW over tensors of these elements, each in the dtype that is trained.
 
@@ -49,16 +52,3 @@ def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
     elements = list(pieces)
     work = 2 * max(elements, default=0) if job.device.kind == "cpu" else sum(elements)
     ledger.touch("workspace", work * size)
-
-
-def saving(ledger: Ledger, job: Job) -> None:
-    """The most of a checkpoint's snapshot, of which each rank takes its part, and of the result, which rank 0 writes.
-
-    On a GPU both go to the host, the result tensor by tensor.
-    """
-    ledger.enter("save")
-    sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
-    if job.device.kind == "cpu":
-        ledger.touch("workspace", max(min(sum(sizes), RESULT_SHARD), 3 * sum(sizes) // job.ranks))
-    else:
-        ledger.touch("workspace", max(sizes, default=0))

@@ -1,0 +1,126 @@
+"""How long a step takes: a roofline over the traced operators, and what of the communication nothing hides.
+
+Known error: the shares of a data sheet's peak below are what large models reach in eager mode, within about a quarter;
+`Forecast.calibrate` puts a measured step in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.cards import Card
+from toolkit.devices import Hardware
+from toolkit.engines.job import Job, engine_of
+from toolkit.engines.states import parameters_of
+from toolkit.forecasting.timeline import Stretch
+from toolkit.units import BYTES_OF
+
+MATMUL, MEMORY, LINK = 0.65, 0.75, 0.8
+"""Shares of the peak that large matrix products, memory and links reach."""
+
+CALL = 8e-6
+"""Seconds that the host takes to start one operator; what is shorter on the device takes as long."""
+
+ADAMW = 9
+"""Times that a step of AdamW and clipping reads or writes each element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A step's seconds and bytes, of one rank."""
+
+    step_seconds: float
+    tokens_per_second: float
+    """Of all ranks."""
+    mfu: float
+    """Operations of forward and backward without recomputation, over what the device could (Chowdhery et al. 2022, appendix B)."""
+    communication_bytes: int
+    """That a rank sends in a step."""
+
+
+def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | None:
+    """The time of a step; None for a device whose speed nobody knows.
+
+    Args:
+        job: what runs.
+        machine: where.
+        step: one micro-batch, forward and backward.
+    """
+    card = job.device.card
+    if card is None:
+        return None
+    middle = next(index for index, one in enumerate(step) if one.what == "backward")
+    forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
+    held = engine_of(job.strategy).account(job)
+    moved = ADAMW * (held.optimizer or 0) // 2 if job.strategy.offload == "none" else 0
+    optimizer = moved / (card.memory * 1e9 * MEMORY)
+    volume = _volume(job)
+    bandwidth = _bandwidth(job, machine, card)
+    micro = job.loop.accumulation
+    exposed = 0.0
+    for size, times, hidden in volume:
+        took = size / bandwidth
+        room = {"forward": forward, "backward": backward, "nothing": 0.0}[hidden]
+        exposed += times * max(0.0, took - room)
+    seconds = micro * (forward + backward) + exposed + optimizer
+    tokens = job.global_batch * job.loop.seq_len
+    useful = 3 * micro * sum(size for one in step[: middle + 1] for _, size in one.flops)
+    return Timing(
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        mfu=useful / (seconds * _peak(card, job.compute_dtype)),
+        communication_bytes=round(sum(size * times for size, times, _ in volume)),
+    )
+
+
+def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
+    """Products at the device's peak, all else at its memory's; never faster than the host can say it."""
+    total = 0.0
+    for one in stretches:
+        products = sum(size / (_peak(card, dtype) * MATMUL) for dtype, size in one.flops)
+        total += max(products + one.moved / (card.memory * 1e9 * MEMORY), one.calls * CALL)
+    return total
+
+
+def _peak(card: Card, dtype: str) -> float:
+    """Operations a second."""
+    return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
+
+
+def _bandwidth(job: Job, machine: Hardware, card: Card) -> float:
+    """Bytes a second that a rank sends in a ring: over the network as soon as the ring leaves a node."""
+    leaves = job.ranks > machine.count
+    return (card.network if leaves else card.peer) * 1e9 * LINK
+
+
+def _volume(job: Job) -> list[tuple[float, int, str]]:
+    """Bytes that a rank sends in each collective, how often in a step, and what hides it.
+
+    A ring's gather, and its reduce-scatter, send (N - 1)/N of the tensor, an all-reduce twice that (Rajbhandari et al.
+    2020, section 7).
+    """
+    ranks = job.shard_ranks
+    found = list(parameters_of(job))
+    share = (ranks - 1) / ranks
+    trained = sum(state.elements for state in found if state.trainable)
+    whole = sum(
+        state.elements * (BYTES_OF[job.compute_dtype] if state.trainable else BYTES_OF[state.dtype]) for state in found
+    )
+    reduced = trained * BYTES_OF["bfloat16" if job.strategy.precision == "bf16_pure" else "float32"]
+    micro, word = job.loop.accumulation, job.strategy.sharding
+    if word == "none":
+        return []
+    if word == "ddp":
+        return [(2 * share * reduced, micro, "backward")]
+    if word in ("zero1", "zero2"):
+        reduce = (share * reduced, 1 if word == "zero1" else micro, "nothing")
+        return [reduce, (share * trained * BYTES_OF[job.compute_dtype], 1, "nothing")]
+    gathers = [(share * whole, micro, "forward")]
+    if word != "fsdp_grad_op":
+        gathers.append((share * whole, micro, "backward"))
+    found_all = [*gathers, (share * reduced, micro, "backward")]
+    if word == "hsdp":
+        groups = job.strategy.replicate
+        found_all.append((2 * (groups - 1) / groups * reduced / ranks, micro, "backward"))
+    return found_all

@@ -1,0 +1,79 @@
+"""`Tracker`: what every operator allocates and frees. A class over torch's, so that importing it imports torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from toolkit.forecasting.timeline import Event
+from toolkit.units import dtype_name
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every storage that is made while it is active, and when it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.layer = ""
+        """The one whose forward or backward is going on."""
+        self._work: Counter[tuple[str, str]] = Counter()
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._alive: dict[int, Any] = {}
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """A storage that is there already, and is not counted."""
+        self._known[tensor.untyped_storage()] = None
+
+    def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
+        """An event without a size; a layer's says which one goes on."""
+        self.say(what, 0, name)
+        if layer and (what.endswith("in") or name == self.layer):
+            self.layer = name if what.endswith("in") else ""
+
+    def say(self, what: str, size: int, name: str) -> None:
+        """An event, behind the work that was done since the one before."""
+        self.events += ((kind, amount, dtype) for (kind, dtype), amount in self._work.items())
+        self._work.clear()
+        self.events.append((what, size, name))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        self._count(func, args, kwargs, made)
+        return made
+
+    def _count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func._overloadpacket in flop_registry:
+            operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
+            self._work["flops", dtype_name(tensors[0].dtype)] += operations
+        if not func.is_view:
+            self._work["calls", ""] += 1
+        if not func.is_view and func._overloadpacket not in flop_registry:
+            results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            self._work["moved", ""] += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *results))
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = None
+        size, key = storage.nbytes(), len(self._alive) + len(self.events)
+        layer = self.layer
+        self.events.append(("+", size, ""))
+
+        def gone(_: Any) -> None:
+            del self._alive[key]
+            self.events.append(("-", size, "" if self.layer else layer))
+
+        self._alive[key] = weakref.ref(storage, gone)
