@@ -88,7 +88,7 @@ def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: s
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
     measured, foretold = row["measured"], row["forecast"]["device"]
     assert foretold["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=near)
-    for phase in ("forward", "backward", "step", "save"):
+    for phase in ("load", "forward", "backward", "step", "save"):
         highest = max(rank["phases"][phase] for rank in measured["per_rank"])
         assert foretold["phases"][phase] == pytest.approx(highest, rel=near), phase
     assert sum(foretold["parts"].values()) == foretold["peak_bytes"]

@@ -63,7 +63,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool
         checkpoints: whether any are written.
     """
     ledger = Ledger()
-    _engine(job).replay(job, trace, step, ledger)
+    _engine(job).replay(job, trace, step, ledger, checkpoints=checkpoints)
     _save(ledger, job, checkpoints)
     return ledger
 

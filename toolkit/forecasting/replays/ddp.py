@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, loaded, walk
+from toolkit.forecasting.replays.walking import adamw, loaded, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import MiB
 
@@ -20,14 +20,14 @@ def heeds(trace: Trace, what: str, name: str) -> bool:
     return what == "gradient"
 
 
-def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> None:
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
     """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
     loaded(ledger, job, held.parameters)
     if job.strategy.sharding == "ddp":
         ledger.touch("buffers", min(held.parameters, BROADCAST))
         ledger.hold("buffers", held.trainable)
-    ledger.hold("optimizer", held.optimizer or 0)
+    moments(ledger, held, checkpoints)
     moves = _Moves(ledger)
     for _ in range(job.loop.accumulation):
         ledger.enter("forward")

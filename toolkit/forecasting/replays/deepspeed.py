@@ -15,7 +15,7 @@ from toolkit.engines.deepspeed import ALIGNMENT
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, loaded, walk
+from toolkit.forecasting.replays.walking import adamw, loaded, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF, ceil_div, round_up
 
@@ -25,7 +25,7 @@ def heeds(trace: Trace, what: str, name: str) -> bool:
     return True
 
 
-def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> None:
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
     """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
     if job.settings["zero_optimization"]["stage"] == 3 and not job.strategy.quantized:
@@ -38,7 +38,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> N
     else:
         loaded(ledger, job, held.parameters)
     ledger.hold("master", held.master)
-    ledger.hold("optimizer", held.optimizer or 0)
+    moments(ledger, held, checkpoints)
     whole = job.settings["zero_optimization"]["stage"] == 3
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
     for _ in range(job.loop.accumulation):

@@ -14,7 +14,7 @@ from toolkit.engines.fsdp import shard_of
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, walk
+from toolkit.forecasting.replays.walking import adamw, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF, ceil_div
 
@@ -24,7 +24,7 @@ def heeds(trace: Trace, what: str, name: str) -> bool:
     return what == "gradient" or name in trace.ends or name.rpartition(".")[0] in {stack.name for stack in trace.stacks}
 
 
-def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> None:
+def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
     """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out."""
     held = engine_of(job.strategy).account(job)
     found = list(parameters_of(job))
@@ -39,7 +39,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger) -> N
         ledger.hold("parameters", on_host - whole)
     else:
         ledger.hold("parameters", held.parameters - whole + on_host)
-    ledger.hold("optimizer", held.optimizer or 0)
+    moments(ledger, held, checkpoints)
     moves = _Moves(job, trace, ledger)
     for _ in range(job.loop.accumulation):
         ledger.enter("forward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from toolkit.engines.job import Job
+from toolkit.engines.job import Holdings, Job
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF
@@ -40,6 +40,13 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
     else:
         ledger.enter("prepare")
         ledger.hold("parameters", size)
+
+
+def moments(ledger: Ledger, held: Holdings, checkpoints: bool) -> None:
+    """Made before the first step where checkpoints are laid out over them, else by the first step itself."""
+    if not checkpoints:
+        ledger.enter("step")
+    ledger.hold("optimizer", held.optimizer or 0)
 
 
 def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
