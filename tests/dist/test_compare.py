@@ -64,7 +64,7 @@ def test_losses_and_norms_agree_and_fall(compared: dict[str, Any]) -> None:
 )
 def test_each_rank_holds_its_share_of_the_parameters(compared: dict[str, Any], sharding: str, share: float) -> None:
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
-    assert row["parameter_bytes_per_rank"] == pytest.approx([share * PARAMETERS] * 2, rel=near)
+    assert row["parameter_bytes_per_rank"] == pytest.approx([share * PARAMETERS] * 2, rel=0.02)
 
 
 def test_measured_memory_adds_up(compared: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def test_zero_shards_what_ddp_does_not(compared: dict[str, Any]) -> None:
     live = {row["sharding"]: row["measured"]["per_rank"][1]["live_bytes"] for row in compared["results"]}
     # Bytes a parameter and rank: ddp 4 + 8 and DDP's buckets 4; ZeRO-1 and 2 4 + 2 + 4; ZeRO-3 2 + 2 + 4; FSDP 2 + 4.
     for sharding, each in (("ddp", 16), ("zero1", 10), ("zero2", 10), ("fsdp", 6), ("fsdp_grad_op", 6)):
-        assert live[sharding] == pytest.approx(each * PARAMETERS / 4, rel=near), sharding
+        assert live[sharding] == pytest.approx(each * PARAMETERS / 4, rel=0.03), sharding
     # ZeRO-3 keeps buffers for its gradients' shards too.
     assert 8 * PARAMETERS / 4 <= live["zero3"] <= 11 * PARAMETERS / 4
 
