@@ -244,7 +244,9 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path: Path) -> No
     def toolkit(*words: str) -> None:
         called = [sys.executable, "-m", "toolkit.cli", *words]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(called, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(
+            called, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False
+        )
         assert done.returncode == 0, done.stderr
 
     toolkit(*command, "--run-dir", str(run))
