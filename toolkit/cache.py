@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from importlib import metadata
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
@@ -22,3 +24,21 @@ def cache_folder(*parts: str) -> Path:
             f"the cache {folder} cannot be made: {error.strerror}. Set XDG_CACHE_HOME to a folder that can be written."
         ) from error
     return folder
+
+
+def cache_file(kind: str, key: bytes) -> Path:
+    """Where what was made from `key` is kept, under the versions of the libraries that made it.
+
+    Raises:
+        ToolkitError: where the cache cannot be made.
+    """
+    versions = [metadata.version(name) for name in ("accelerate-toolkit", "torch", "transformers")]
+    digest = hashlib.sha256(key + repr(versions).encode()).hexdigest()[:32]
+    return cache_folder(kind) / f"{digest}.json"
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache whole: others may read or write it meanwhile."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft.write_text(text)
+    draft.replace(path)

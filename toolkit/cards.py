@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.units import GiB
 
 
 @dataclass(frozen=True)
@@ -81,4 +82,4 @@ def card_of(driver: str, total_bytes: int) -> Card | None:
         for key, card in CARDS.items()
         if all(part in words for part in re.sub(r"-\d+GB$", "", key).upper().split("-"))
     ]
-    return min(found, key=lambda card: abs(card.gib * 2**30 - total_bytes), default=None)
+    return min(found, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)

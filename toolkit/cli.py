@@ -54,13 +54,10 @@ def forecast(flags: argparse.Namespace) -> Shown:
 
 def plan(flags: argparse.Namespace) -> Shown:
     """Every strategy for this model, machine and global batch: the fastest that fits first, and why others do not."""
-    import yaml
-
     from toolkit.forecasting import plan
     from toolkit.model import EMBEDDED, describe
 
-    if flags.write:
-        _check_target(flags.write)
+    _check_target(flags.write, "--write")
     found = plan(
         describe(flags.model, trust_remote_code=flags.trust_remote_code),
         flags.hardware,
@@ -70,9 +67,7 @@ def plan(flags: argparse.Namespace) -> Shown:
         one_document=flags.one_document,
     )
     if flags.write:
-        content = yaml.safe_dump(found.config())
-        _check_other(Path(flags.write), content)
-        _write(Path(flags.write), content)
+        _write_config(Path(flags.write), found.config(), "--write")
         print(found.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
     return found
 
@@ -97,8 +92,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     _check_file(strategy, ranks, flags.nodes)
     content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
     if flags.output:
-        _check_other(Path(flags.output), yaml.safe_dump(content))
-        _write(Path(flags.output), yaml.safe_dump(content))
+        _write_config(Path(flags.output), content, "--output")
     elif flags.json != "-":
         print(yaml.safe_dump(content), end="")
     return content
@@ -304,7 +298,7 @@ def _quiet(target: str | None) -> Iterator[None]:
         os.close(kept)
 
 
-def _check_target(target: str | None) -> None:
+def _check_target(target: str | None, flag: str) -> None:
     """Before hours of work: whether its result can be written."""
     if target is None or target == "-":
         return
@@ -316,13 +310,17 @@ def _check_target(target: str | None) -> None:
     else:
         why = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written"
     if why:
-        raise ToolkitError(f"--json {target}: {why}. Name a file in a folder that exists, or - for standard output.")
+        raise ToolkitError(f"{flag} {target}: {why}. Name a file in a folder that exists, or - for standard output.")
 
 
-def _check_other(path: Path, text: str) -> None:
-    """Somebody's own file is not written over."""
+def _write_config(path: Path, content: dict[str, Any], flag: str) -> None:
+    """An Accelerate config file. Somebody's own file is not written over."""
+    import yaml
+
+    text = yaml.safe_dump(content)
     if path.is_file() and path.read_bytes() != text.encode():
-        raise ToolkitError(f"{path} exists and says something else. Remove it, or name another file with --output.")
+        raise ToolkitError(f"{path} exists and says something else. Remove it, or name another file with {flag}.")
+    _write(path, text)
 
 
 def _write(path: Path, text: str) -> None:
@@ -370,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _terminable():
             flags = parser().parse_args(arguments)
-            _check_target(flags.json)
+            _check_target(flags.json, "--json")
             with _quiet(flags.json):
                 result = flags.call(flags)
             _show(result, flags.json)

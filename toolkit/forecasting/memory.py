@@ -22,9 +22,6 @@ BLOCK = {"cpu": 1, "cuda": 512}
 RESULT_SHARD = 5 * GiB
 """The most that saving the result holds of the model at once (huggingface_hub's shards)."""
 
-REPLAYED = ("ddp", "deepspeed", "fsdp")
-"""Engines whose movements are written down in `replays/`."""
-
 
 def traced(job: Job, *, masked: bool) -> Trace:
     """A micro-batch of the job's model, as shallow as can be.
@@ -34,12 +31,10 @@ def traced(job: Job, *, masked: bool) -> Trace:
         masked: whether attention gets a mask: rows that hold several documents, or padding.
 
     Raises:
-        StrategyError: for an engine or an adapter whose bytes cannot be forecast yet.
+        StrategyError: for an adapter or an offload whose bytes cannot be forecast yet.
     """
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
-    if strategy.engine not in REPLAYED:
-        raise StrategyError(f"sharding {strategy.sharding!r} cannot be forecast yet.")
     if strategy.adapter != "none":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet.")
     if strategy.offload != "none":

@@ -193,10 +193,8 @@ def _judge(spec: ModelSpec, strategy: Strategy, loop: Loop, machine: Hardware, o
         found = forecast(spec, strategy, machine, loop, one_document=one_document)
     except StrategyError as error:
         return Candidate(strategy=strategy, loop=loop, forecast=None, reason=str(error))
-    reason = "" if found.peak_bytes <= MARGIN * found.limit_bytes else found.reason
-    if not reason:
-        return Candidate(strategy=found.strategy, loop=found.loop, forecast=found, reason="")
-    if found.fits:
+    reason = "" if found.fits else found.reason
+    if found.fits and found.peak_bytes > MARGIN * found.limit_bytes:
         reason = (
             f"It needs {format_bytes(found.peak_bytes)} of {format_bytes(found.limit_bytes)}: less than 5% are left."
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
@@ -41,7 +42,7 @@ class Forecast(Shown):
     checkpoint_bytes: int
     timing: Timing | None
     """None for a device whose speed is not known."""
-    unknown: tuple[str, ...] = field(default=())
+    unknown: tuple[str, ...] = ()
     """What is not in these figures, each as one sentence."""
 
     @property
@@ -60,9 +61,8 @@ class Forecast(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """As the shell's JSON: sizes in bytes."""
-        import dataclasses
-
-        on_cpu, timing = self.hardware.device.kind == "cpu", self.timing
+        on_cpu = self.hardware.device.kind == "cpu"
+        unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
         return {
             "model": self.model,
             "strategy": dataclasses.asdict(self.strategy),
@@ -81,10 +81,7 @@ class Forecast(Shown):
             },
             "host": {"peak_bytes": self.peak_bytes * self.ranks if on_cpu else None},
             "nvme": {"peak_bytes": 0},
-            "step_seconds": timing.step_seconds if timing else None,
-            "tokens_per_second": timing.tokens_per_second if timing else None,
-            "mfu": timing.mfu if timing else None,
-            "communication_bytes": timing.communication_bytes if timing else None,
+            **(dataclasses.asdict(self.timing) if self.timing else unknown),
             "checkpoint_bytes": self.checkpoint_bytes,
             "unknown": list(self.unknown),
         }

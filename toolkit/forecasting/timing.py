@@ -1,7 +1,7 @@
 """How long a step takes: a roofline over the traced operators, and what of the communication nothing hides.
 
 Known error: the shares of a data sheet's peak below are what large models reach in eager mode, within about a quarter;
-`Forecast.calibrate` puts a measured step in their place.
+no run has calibrated them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     middle = next(index for index, one in enumerate(step) if one.what == "backward")
     forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
     held = engine_of(job.strategy).account(job)
-    moved = ADAMW * (held.optimizer or 0) // 2 if job.strategy.offload == "none" else 0
+    moved = ADAMW * (held.optimizer or 0) // 2
     optimizer = moved / (card.memory * 1e9 * MEMORY)
     volume = _volume(job)
     bandwidth = _bandwidth(job, machine, card)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 
-from toolkit.cache import cache_folder
+from toolkit.cache import cache_file, keep
 from toolkit.errors import ModelError
 from toolkit.forecasting.timeline import Stack, Trace
 from toolkit.forecasting.ways import Way
@@ -43,15 +40,14 @@ def _read_file(path: Path) -> Trace:
 
 
 def _cached(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
-    path = cache_folder("traces") / f"{_key(spec, way, batch, seq_len)}.json"
+    made_from = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len]
+    path = cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
     try:
         return _read_file(path)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     found = _traced(spec, way, batch, seq_len)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(dataclasses.asdict(found), separators=(",", ":")))
-    draft.replace(path)
+    keep(path, json.dumps(dataclasses.asdict(found), separators=(",", ":")))
     return found
 
 
@@ -75,9 +71,3 @@ def _read(text: str) -> Trace:
     events = tuple((what, size, name) for what, size, name in values["events"])
     embedding, norm, head = values["ends"]
     return Trace(stacks=stacks, events=events, ends=(embedding, norm, head))
-
-
-def _key(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> str:
-    versions = {name: metadata.version(name) for name in ("accelerate-toolkit", "torch", "transformers")}
-    what = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len, versions]
-    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]

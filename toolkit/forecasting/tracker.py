@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from typing import Any
@@ -25,6 +26,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The one whose forward or backward is going on."""
         self._work: Counter[tuple[str, str]] = Counter()
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
         self._alive: dict[int, Any] = {}
 
     def know(self, tensor: torch.Tensor) -> None:
@@ -54,13 +56,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
+        if func.is_view:
+            return
+        self._work["calls", ""] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func._overloadpacket in flop_registry:
             operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
             self._work["flops", dtype_name(tensors[0].dtype)] += operations
-        if not func.is_view:
-            self._work["calls", ""] += 1
-        if not func.is_view and func._overloadpacket not in flop_registry:
+        else:
             results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             self._work["moved", ""] += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *results))
 
@@ -68,7 +71,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage in self._known:
             return
         self._known[storage] = None
-        size, key = storage.nbytes(), len(self._alive) + len(self.events)
+        size, key = storage.nbytes(), next(self._numbers)
         layer = self.layer
         self.events.append(("+", size, ""))
 

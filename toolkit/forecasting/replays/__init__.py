@@ -1,1 +1,1 @@
-"""How each engine's bytes move through a step: one file an engine, all with the same two functions."""
+"""How each engine's bytes move through a step: one file an engine, all with the same functions: `heeds`, `replay`, `gathering`."""

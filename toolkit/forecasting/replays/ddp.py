@@ -28,10 +28,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         ledger.touch("buffers", min(held.parameters, BROADCAST))
         ledger.hold("buffers", held.trainable)
     moments(ledger, held, checkpoints)
-    moves = _Moves(ledger)
-    for _ in range(job.loop.accumulation):
-        ledger.enter("forward")
-        walk(ledger, step, moves)
+    walk(ledger, job, step, _Moves(ledger))
     ledger.enter("step")
     adamw(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
     ledger.hold("gradients", -ledger.held["gradients"])

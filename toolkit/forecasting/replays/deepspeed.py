@@ -28,7 +28,8 @@ def heeds(trace: Trace, what: str, name: str) -> bool:
 def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
     """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
-    if job.settings["zero_optimization"]["stage"] == 3 and not job.strategy.quantized:
+    whole = job.settings["zero_optimization"]["stage"] == 3
+    if whole:
         # `zero.Init`: each is read whole by rank 0 and broadcast before it is cut.
         ledger.enter("load")
         ledger.hold("parameters", held.parameters)
@@ -39,12 +40,8 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         loaded(ledger, job, held.parameters)
     ledger.hold("master", held.master)
     moments(ledger, held, checkpoints)
-    whole = job.settings["zero_optimization"]["stage"] == 3
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
-    for _ in range(job.loop.accumulation):
-        ledger.enter("forward")
-        moves.begin()
-        walk(ledger, step, moves)
+    walk(ledger, job, step, moves)
     ledger.enter("step")
     moves.step()
 
@@ -75,9 +72,6 @@ class _Buckets:
         self._filled = 0
         self._partition = 0
         """Bytes of the gradients of this rank's partition."""
-
-    def begin(self) -> None:
-        """Before a forward: nothing."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Gradients come, and the backward ends."""
@@ -194,9 +188,8 @@ class _Fetches:
         self._under_way: dict[str, _Gather] = {}
         self._bucket: list[str] = []
         self._filled = 0
-        self.begin()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """A step of the coordinator: forward and backward of one micro-batch."""
         self._at = 0
         self._queue = deque((name, at) for at, module in enumerate(self._order) for name in self._own[module])
@@ -204,7 +197,9 @@ class _Fetches:
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Modules begin and end, gradients come, and the backward ends."""
-        if what in ("in", "back in") and name in self._own:
+        if what == "forward":
+            self._begin()
+        elif what in ("in", "back in") and name in self._own:
             self._fetch(name)
         elif what in ("out", "back out") and name in self._own:
             self._release(name)

@@ -6,7 +6,6 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.replays.walking import adamw, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
-from toolkit.units import BYTES_OF, ceil_div
+from toolkit.units import BYTES_OF
 
 
 def heeds(trace: Trace, what: str, name: str) -> bool:
@@ -28,23 +27,16 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out."""
     held = engine_of(job.strategy).account(job)
     found = list(parameters_of(job))
-    whole = sum(state.bytes for state in found)
+    # A GPU's are read into the host's memory.
+    read = sum(state.bytes for state in found) if job.device.kind == "cpu" else 0
     ledger.enter("load")
-    on_host = 0 if job.device.kind == "cpu" else whole
-    ledger.hold("parameters", whole - on_host)
+    ledger.hold("parameters", read)
     ledger.enter("prepare")
-    if not job.strategy.quantized:
-        ledger.hold("parameters", held.parameters)
-        ledger.touch("workspace", max(state.bytes for state in found))
-        ledger.hold("parameters", on_host - whole)
-    else:
-        ledger.hold("parameters", held.parameters - whole + on_host)
+    ledger.hold("parameters", held.parameters)
+    ledger.touch("workspace", max(state.bytes for state in found))
+    ledger.hold("parameters", -read)
     moments(ledger, held, checkpoints)
-    moves = _Moves(job, trace, ledger)
-    for _ in range(job.loop.accumulation):
-        ledger.enter("forward")
-        moves.begin()
-        walk(ledger, step, moves)
+    walk(ledger, job, step, _Moves(job, trace, ledger))
     ledger.enter("step")
     adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
     ledger.hold("gradients", -ledger.held["gradients"])
@@ -96,16 +88,14 @@ class _Moves:
         self._reducing = 0
         """Bytes of the input of the last reduce-scatter, kept until the next one begins."""
 
-    def begin(self) -> None:
-        """Before the forward: what no other group has is gathered, and stays."""
-        self._order = []
-        self._gather("")
-
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Modules begin and end, gradients come."""
         if what == "gradient":
             self._ledger.hold("gradients", size)
             self._groups[self._owner[name]].gradients[name] = size
+        elif what == "forward":  # what no other group has is gathered, and stays
+            self._order = []
+            self._gather("")
         elif what == "backward":
             self._release_gathered()
             self._early_gather()
@@ -219,6 +209,5 @@ def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
         key = "tail" if module in tail else max(parents, key=len, default="")
         owner[parameter.name] = key
         found[key].names.append(parameter.name)
-        rows = parameter.shape[0] if parameter.shape else 1
-        found[key].elements += ceil_div(rows, job.shard_ranks) * job.shard_ranks * (math.prod(parameter.shape) // rows)
+        found[key].elements += shard_of(parameter, job.shard_ranks) * job.shard_ranks
     return found, owner

@@ -18,8 +18,14 @@ class Moves(Protocol):
         """One of the events that `timeline.Event` names."""
 
 
-def walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
-    """One micro-batch, forward and backward."""
+def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> None:
+    """Every micro-batch of a step, forward and backward."""
+    for _ in range(job.loop.accumulation):
+        ledger.enter("forward")
+        _walk(ledger, step, moves)
+
+
+def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
     backward = False
     for stretch in step:
         ledger.touch("activations", stretch.rise)
