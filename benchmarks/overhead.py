@@ -3,8 +3,9 @@
     python benchmarks/overhead.py                      # all strategies, results into benchmarks/results/
     python benchmarks/overhead.py --pairs 5 --steps 55
 
-Each strategy is one launch. In it the two loops take their steps in turn over one prepared model, and swap who goes first
-from step to step. A pair's ratio is (hand-written median step) / (toolkit median step), steps after the fifth of each.
+Each strategy is one launch. In it the two loops take their steps in turn over one prepared model, and change who goes first
+from step to step. A pair's ratio is (hand-written median step) / (toolkit median step), steps after the fifth of each. A
+third loop, the hand-written one once more, takes its turn too: its ratio is what this machine shows of a difference of nothing.
 
 A second launch does the same with a model so small that a step is little else than what the loops themselves cost: the
 difference is that cost in milliseconds, without the noise of a large model's steps.
@@ -48,6 +49,9 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num
 """Of the model in which the loops themselves are most of a step."""
 
 TINY_STEPS = 205
+
+LOOPS = ("hand", "toolkit", "again")
+"""By hand, ours, and by hand once more: the control."""
 
 
 def tiny_model(folder: Path) -> Path:
@@ -129,13 +133,16 @@ def worker(arguments: argparse.Namespace) -> None:
     with enter(arguments.folder) as folder:
         pairs = []
         for _ in range(arguments.pairs):
+            plain = (accelerator, model, optimizer)
             loops = {
-                "hand": by_hand(accelerator, model, optimizer, loader(), schedule, asked.loop.max_grad_norm),
+                "hand": by_hand(*plain, loader(), schedule, asked.loop.max_grad_norm),
                 "toolkit": follow(made, loader(), schedule, folder=folder, samples=samples),
+                "again": by_hand(*plain, loader(), schedule, asked.loop.max_grad_norm),
             }
             seconds: dict[str, list[float]] = {name: [] for name in loops}
             for number in range(arguments.steps):
-                for name in ("hand", "toolkit") if number % 2 else ("toolkit", "hand"):
+                first = number % len(LOOPS)
+                for name in LOOPS[first:] + LOOPS[:first]:
                     seconds[name].append(timed(loops[name]))
             pairs.append({name: statistics.median(found[SKIPPED:]) for name, found in seconds.items()})
     if accelerator.is_main_process:
@@ -173,24 +180,34 @@ def measured(sharding: str, arguments: argparse.Namespace, tiny: Path) -> dict[s
         sharding, ranks, pairs=arguments.pairs, steps=arguments.steps, micro_batch=arguments.micro_batch, seq_len=256
     )
     small = launch(sharding, ranks, pairs=arguments.pairs, steps=TINY_STEPS, micro_batch=1, seq_len=64, model=str(tiny))
-    ratios = [pair["hand"] / pair["toolkit"] for pair in run["pairs"]]
     cost = statistics.median(pair["toolkit"] - pair["hand"] for pair in small["pairs"])
     step = statistics.median(pair["hand"] for pair in run["pairs"])
     shape = {"micro_batch": arguments.micro_batch, "steps": arguments.steps}
-    ratio = statistics.median(ratios)
-    return {**about(), **shape, **run, "ratio": ratio, "cost_seconds": cost, "ratio_by_cost": step / (step + cost)}
+    found = {"ratio": statistics.median(ratios(run, "toolkit")), "control": statistics.median(ratios(run, "again"))}
+    return {**about(), **shape, **run, **found, "cost_seconds": cost, "ratio_by_cost": step / (step + cost)}
+
+
+def ratios(run: dict[str, Any], name: str) -> list[float]:
+    """The hand-written loop's median step over another loop's, of every pair."""
+    return [pair["hand"] / pair[name] for pair in run["pairs"]]
+
+
+def span(found: list[float]) -> str:
+    """The least and the greatest."""
+    return f"{min(found):.3f} to {max(found):.3f}"
 
 
 def row(run: dict[str, Any]) -> tuple[str, ...]:
     """A strategy's line."""
-    ratios = [pair["hand"] / pair["toolkit"] for pair in run["pairs"]]
     speeds = [run["tokens_per_step"] / statistics.median(p[name] for p in run["pairs"]) for name in ("hand", "toolkit")]
     return (
         run["sharding"],
         str(run["ranks"]),
         *(f"{speed:,.0f}" for speed in speeds),
         f"{run['ratio']:.3f}",
-        f"{min(ratios):.3f} to {max(ratios):.3f}",
+        span(ratios(run, "toolkit")),
+        f"{run['control']:.3f}",
+        span(ratios(run, "again")),
         f"{run['cost_seconds'] * 1e3:.1f}",
         f"{run['ratio_by_cost']:.3f}",
         f"{run['window_seconds']:.2f}",
@@ -220,11 +237,21 @@ def main() -> None:
         for word in arguments.sharding.split(","):
             runs[word] = measured(word, arguments, tiny)
     runs = {word: runs[word] for word in STRATEGIES if word in runs}
-    columns = ("sharding", "ranks", "by hand, tokens/s", "toolkit, tokens/s", "ratio", "of the pairs")
+    columns = (
+        "sharding",
+        "ranks",
+        "by hand, tokens/s",
+        "toolkit, tokens/s",
+        "ratio",
+        "of the pairs",
+        "control",
+        "of the pairs",
+    )
     columns += ("cost, ms a step", "ratio by cost", "window, s", "date")
     notes = (
         f"ratio: median of {arguments.pairs} pairs; {arguments.steps} steps of each, medians after step {SKIPPED};"
         f" micro-batch {arguments.micro_batch} x 256 tokens.",
+        "control: the same ratio of a second hand-written loop: what this machine shows where there is no difference.",
         "cost: what the toolkit's loop takes more than the other in a step of a tiny model; ratio by cost: what it is of a step.",
         "window: what starting, stopping and reading the memory window costs once a run.",
     )

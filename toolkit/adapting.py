@@ -99,30 +99,36 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
         StrategyError: where PEFT would adapt something else than was asked.
     """
     import torch
-    from peft import LoraConfig, TaskType, get_peft_model
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     asked = adapted(spec, strategy.lora_targets)
-    config = LoraConfig(
-        r=strategy.lora_rank,
-        lora_alpha=2 * strategy.lora_rank,
-        lora_dropout=0.0,
-        use_dora=strategy.adapter == "dora",
-        target_modules=asked,
-        task_type=TaskType.CAUSAL_LM if spec.kind == "causal" else TaskType.SEQ_2_SEQ_LM,
-    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
         warnings.simplefilter("ignore", FutureWarning)
         # PEFT draws on the CPU, whatever the device: module by module, in the model's order.
         torch.default_generator.manual_seed(job.loop.seed)
-        made = get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False)
+        made = attach(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
     _check_adapted(made, asked)
     compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(compute).to(kept)
-    return cast("PeftModel", made)
+    return made
+
+
+def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
+    """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        use_dora=adapter == "dora",
+        target_modules=targets,
+        task_type=TaskType.CAUSAL_LM if kind == "causal" else TaskType.SEQ_2_SEQ_LM,
+    )
+    return cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
 
 
 def _check_adapted(model: nn.Module, asked: list[str]) -> None:

@@ -142,6 +142,7 @@ def adopt(folder: Folder, ready: Ready, recipe: Recipe, machine: Hardware, found
     kept = {name: old[name] for name in ("started", "attempts", "finished")}
     write_json(folder.run_json, {**new, **kept})
     cut_events(folder.events, found.step)
+    cut_events(folder.published, found.step)
     pairs = [
         (name, old[part].get(name), value)
         for part in ("strategy", "loop", "recipe")

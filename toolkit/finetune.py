@@ -273,17 +273,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _tell(rank, error)
     with folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised())
-        beat = Beat(folder.beat(rank), rank)
-        try:
-            with beat:  # whose last one says where an exception came from
-                return run(flags, folder, beat)
-        except ToolkitError as error:
-            return _refused(folder, rank, error, resumed=flags.resume)
-        except BaseException as error:
-            if not is_out_of_memory(error):
-                folder.record_error(rank, error)
-                raise
-            return _refused(folder, rank, out_of_memory(error, folder, beat.last), resumed=flags.resume)
+        with folder.room_for_error(rank):
+            return _guarded(flags, folder, rank)
+
+
+def _guarded(flags: argparse.Namespace, folder: Folder, rank: int) -> int:
+    """The run's exit code; what ends it otherwise is written down for the supervisor."""
+    beat = Beat(folder.beat(rank), rank)
+    try:
+        with beat:  # whose last one says where an exception came from
+            return run(flags, folder, beat)
+    except ToolkitError as error:
+        return _refused(folder, rank, error, resumed=flags.resume)
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            folder.record_error(rank, error)
+            raise
+        return _refused(folder, rank, out_of_memory(error, folder, beat.last), resumed=flags.resume)
 
 
 def _refused(folder: Folder, rank: int, error: ToolkitError, *, resumed: bool) -> int:

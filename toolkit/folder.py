@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 from toolkit.errors import RunError
 from toolkit.locking import hold, run_token
 from toolkit.redacting import redact_all
+
+SPARE = 8192
+"""Bytes that each rank keeps free for the words in which it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +96,29 @@ class Folder:
 
     def record_error(self, rank: int, error: BaseException) -> None:
         """Leave for the supervisor what ended this rank: it raises a `ToolkitError` again as it was."""
-        what = {"type": type(error).__name__, "message": str(error), "time": time.time(), "pid": os.getpid()}
         self.logs.mkdir(exist_ok=True)
-        write_json(self.error(rank), what)
+        about = {"type": type(error).__name__, "time": time.time(), "pid": os.getpid()}
+        try:
+            write_json(self.error(rank), {**about, "message": str(error)})
+        except RunError:
+            short = str(error)[: SPARE // 8]  # JSON spells a character in 6 bytes at most
+            with contextlib.suppress(OSError):
+                with self._spare(rank).open("r+") as file:
+                    file.write(json.dumps(redact_all({**about, "message": short})))
+                self._spare(rank).rename(self.error(rank))
+
+    @contextlib.contextmanager
+    def room_for_error(self, rank: int) -> Iterator[None]:
+        """Meanwhile `record_error` works on a full disk, too: what is overwritten has its room, and a name needs none."""
+        with contextlib.suppress(OSError):
+            self._spare(rank).write_text(" " * SPARE)
+        try:
+            yield
+        finally:
+            self._spare(rank).unlink(missing_ok=True)
+
+    def _spare(self, rank: int) -> Path:
+        return self.logs / f".rank-{rank}.spare"
 
     def leave(self) -> None:
         """Let the next run in."""
@@ -202,9 +225,16 @@ def new_path(root: str | Path, word: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all. Numbers that are not finite become null, secrets `[redacted]`."""
+    """Write JSON whole or not at all. Numbers that are not finite become null, secrets `[redacted]`.
+
+    Raises:
+        RunError: where the disk does not take it.
+    """
     text = json.dumps(_finite(redact_all(value)), indent=2, allow_nan=False) + "\n"
-    write_whole(path, text.encode())
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from error
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -214,16 +244,20 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
         RunError: where the disk takes only a part of it, which is taken back, or nothing.
     """
     data = (json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode()
-    with open(path, "ab", buffering=0) as file:
-        before = file.tell()
-        try:
+    try:
+        with open(path, "ab", buffering=0) as file:
+            before = file.tell()
             if file.write(data) == len(data):
                 return
             file.truncate(before)
             why = "the disk is full"
-        except OSError as error:
-            why = error.strerror or str(error)
-    raise RunError(f"{path} cannot be written: {why}. Make room, then go on with `toolkit resume`.")
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise _unwritable(path, why)
+
+
+def _unwritable(path: Path, why: str) -> RunError:
+    return RunError(f"{path} cannot be written: {why}. Make room, then go on with `toolkit resume`.")
 
 
 def read_run_json(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Heartbeat:
     step: int
     """The step that it was in, or had done last; 0 before the first."""
     phase: str
-    """One of `phases.PHASES`, or outside of them: `start`, `begin` (the ranks agree on a step), `between` (a step is done),
+    """One of `phases.PHASES`, or outside of them: `start`, `begin` (in a step, waiting), `between` (a step is done),
     `evaluate`, `ended`."""
     marks: int
     """How often it came to another place: of ranks that run the same code, the one with the fewest is behind."""
@@ -52,7 +52,7 @@ class Heartbeat:
             return f"in the {self.phase} of step {self.step}"
         known = {
             "start": "before its first step",
-            "begin": f"at the beginning of step {self.step}",
+            "begin": f"in step {self.step}",
             "between": f"after step {self.step}" if self.step else "before its first step",
             "ended": f"at its end, after step {self.step}",
         }

@@ -272,7 +272,7 @@ def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         assert f"\nRestart {number} of 5, from step 0, since there is no checkpoint yet.\n" in done.stderr
     for step in (3, 5, 4):
-        assert f"It was at the beginning of step {step}. Its last lines" in done.stderr
+        assert f"It was in step {step}. Its last lines" in done.stderr
     assert done.stderr.endswith("\n2 restarts in a row made no new step, so there is no other.\n")
 
 

@@ -348,6 +348,49 @@ def test_a_manifest_is_what_was_written(written: Path) -> None:
     assert set(json.loads((newest / "manifest.json").read_bytes())) == fields | {"sha256"}
 
 
+IN_USE = """
+import subprocess, sys, warnings
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_checkpoints as tests
+from toolkit.checkpoints import complete
+
+disk = Path(sys.argv[1])
+class Factory:
+    def mktemp(self, name):
+        made = disk.parent / name
+        made.mkdir()
+        return made
+
+import conftest
+keeper = tests.saver(next(conftest.run.__wrapped__(Factory())), disk / "checkpoints", keep=1)
+keeper.save(1)
+keeper.wait()
+old = disk / "checkpoints" / "step-00000001"
+subprocess.run(["mount", "--bind", old, old], check=True)  # what is mounted cannot be renamed
+warnings.simplefilter("always")
+keeper.save(2)
+keeper.wait()
+print("LEFT", [path.name for path in complete(disk / "checkpoints")], [done.step for done in keeper.published()])
+"""
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
+    """The new one is published by then; the old one is named."""
+    command = f'exec {sys.executable} -c "$1" {tmp_path} {Path(__file__).parent}'
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", IN_USE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "LEFT ['step-00000002', 'step-00000001'] [1, 2]" in done.stdout
+    assert "step-00000001 cannot be removed" in done.stderr
+    assert "Remove it yourself" in done.stderr
+
+
 FULL_DISK = """
 import sys
 from pathlib import Path

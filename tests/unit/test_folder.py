@@ -131,10 +131,44 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         folder.write_json(path, {"peak": object()})
     path.with_name("folder.json").mkdir()
-    with pytest.raises(OSError, match=r"folder\.json"):
+    with pytest.raises(RunError, match=r"folder\.json cannot be written: .*Make room"):
         folder.write_json(path.with_name("folder.json"), {})
     assert path.read_text() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.json", "memory.json"]
+
+
+LAST_WORDS = """
+import shutil, sys
+from pathlib import Path
+from toolkit import folder
+disk = Path(sys.argv[1])
+with folder.enter(disk / "run") as run:
+    run.logs.mkdir()
+    with run.room_for_error(0):
+        for size in (4096, 1):  # to the last byte
+            try:
+                while True:
+                    with open(disk / "filler", "ab", buffering=0) as file:
+                        assert file.write(bytes(size))
+            except (OSError, AssertionError):
+                pass
+        try:
+            run.append_event({"step": 1})
+        except folder.RunError as error:
+            run.record_error(0, error)
+    print(sorted(path.name for path in run.logs.iterdir()), run.error(0).read_text())
+"""
+
+
+def test_a_rank_has_its_last_words_on_a_full_disk(tmp_path: Path) -> None:
+    """On a file system of its own, mounted in a user namespace."""
+    command = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c "$1" {tmp_path}'
+    asked = ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", LAST_WORDS]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "['rank-0.error.json']" in done.stdout
+    assert '"type": "RunError"' in done.stdout
+    assert "Make room, then go on with `toolkit resume`" in done.stdout
 
 
 def test_events_are_read_and_cut(tmp_path: Path) -> None:

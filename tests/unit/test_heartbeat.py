@@ -23,7 +23,7 @@ def test_it_says_where_the_rank_is(tmp_path: Path) -> None:
             assert beat.last.where == "in phase load"
         beat.note("between", step=6)
         beat.note("begin", step=7)
-        assert beat.last.where == "at the beginning of step 7"
+        assert beat.last.where == "in step 7"
         with phase("forward"):
             assert beat.last.where == "in the forward of step 7"
             with phase("step"):

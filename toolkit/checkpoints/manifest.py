@@ -120,6 +120,10 @@ def _check(found: Manifest) -> None:
         raise ValueError("strategy, loop, schedule and identity have to be objects")
     if found.step < 0 or found.ranks < 1 or found.global_batch < 1:
         raise ValueError("its counts are below their least")
+    if sorted(found.files) != [
+        f"rank-{rank:05d}.safetensors" for rank in range(min(found.ranks, len(found.files) + 1))
+    ]:
+        raise ValueError(f"it is of {found.ranks} ranks, and names {len(found.files)} files: expected one of each")
 
 
 def complete(checkpoints: Path) -> list[Path]:

@@ -10,6 +10,8 @@ import os
 import shutil
 import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +92,7 @@ class Saver:
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._published: list[Published] = []
+        self._published: deque[Published] = deque()
         if self.main:
             folder.mkdir(parents=True, exist_ok=True)
             clear_partial(folder)
@@ -120,8 +122,8 @@ class Saver:
     def published(self) -> list[Published]:
         """What was published since the last call, on rank 0. Raises what stopped the writing, on the rank where it did."""
         self._raise()
-        found, self._published = self._published, []
-        return found
+        # One by one: the thread may add another meanwhile.
+        return [self._published.popleft() for _ in range(len(self._published))]
 
     def wait(self) -> None:
         """Until what is being written is published; on other ranks than 0 until their part is written."""
@@ -138,11 +140,13 @@ class Saver:
         """
         self.wait()
         failed = _failed(self.folder / f".{folder_name(step)}.partial", 0)
-        deadline = time.monotonic() + 2 * self.patience  # rank 0 waits that long for the others before it writes
+        waiting = _Waiting(
+            failed.parent, 2 * self.patience
+        )  # rank 0 waits that long for the others before it publishes
         while not (self.folder / folder_name(step)).exists():
             if failed.exists():
                 raise CheckpointError(f"rank 0 could not publish the checkpoint of step {step}: {failed.read_text()}")
-            if time.monotonic() > deadline:
+            if waiting.too_long():
                 raise CheckpointError(
                     f"rank 0 has not published the checkpoint of step {step} after {2 * self.patience:g} s."
                 )
@@ -214,6 +218,8 @@ class Saver:
         }
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None, stall: float) -> None:
+        from safetensors import SafetensorError
+
         began = time.perf_counter()
         partial = self.folder / f".{folder_name(step)}.partial"
         name = f"rank-{self.rank:05d}.safetensors"
@@ -222,7 +228,7 @@ class Saver:
             write_tensors(partial / name, tensors)
             sync_folder(partial)
             note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
-            _tell(_note(partial, self.rank), {"name": name, **note})
+            _say(_note(partial, self.rank), json.dumps({"name": name, **note}))
             if about is not None:
                 path, size = self._publish(partial, about)
                 seconds = time.perf_counter() - began
@@ -234,12 +240,16 @@ class Saver:
             self._error = error
             if _is_full(error):
                 self._error = _no_room(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
-            elif isinstance(error, OSError):
-                self._error = CheckpointError(f"the checkpoint {partial} cannot be written: {error}.")
+            elif isinstance(error, OSError | SafetensorError):
+                self._error = CheckpointError(
+                    f"the checkpoint {partial} cannot be written: {error}. Complete ones there are as they were. "
+                    "Look at that disk, or choose another with --run-dir."
+                )
             with contextlib.suppress(OSError):
                 (partial / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                _failed(partial, self.rank).write_text(str(self._error))
+                _failed(partial, self.rank).touch()  # even where there is no room for the words
+                _say(_failed(partial, self.rank), str(self._error))
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
         """Wait for every rank's note, write the manifest, give the folder its name, remove the oldest."""
@@ -253,12 +263,13 @@ class Saver:
         manifest = Manifest(**redact_all(about), files=files)
         write_whole(partial / NAME, manifest.encode())
         path = self.folder / folder_name(manifest.step)
-        if path.exists():  # a damaged one, which this run did not resume from
-            _remove(path)
         partial.rename(path)
         sync_folder(self.folder)
         for old in complete(self.folder)[self.keep :]:
-            _remove(old)
+            try:
+                _remove(old)
+            except OSError as error:  # the new one is safe, and training goes on
+                warnings.warn(f"the old checkpoint {old} cannot be removed: {error}. Remove it yourself.", stacklevel=2)
         return path, manifest.size_bytes
 
     def _await(self, partial: Path, ranks: range) -> None:
@@ -267,18 +278,34 @@ class Saver:
         Raises:
             CheckpointError: where a rank could not write, or says nothing for too long.
         """
-        deadline = time.monotonic() + self.patience
+        waiting = _Waiting(partial, self.patience)
         while missing := [rank for rank in ranks if not _note(partial, rank).exists()]:
             failed = [rank for rank in missing if _failed(partial, rank).exists()]
             if failed:
                 said = _failed(partial, failed[0]).read_text()
                 raise CheckpointError(f"rank {failed[0]} could not write its part of {partial}: {said}")
-            if time.monotonic() > deadline:
+            if waiting.too_long():
                 raise CheckpointError(
                     f"no file of rank(s) {', '.join(map(str, missing))} in {partial} after {self.patience:g} s. All hosts "
                     "have to see one run folder: choose one on a shared disk with --run-dir."
                 )
             time.sleep(_POLL)
+
+
+class _Waiting:
+    """Patience that begins anew whenever something in a folder has grown: a slow disk is no hung rank."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._size, self._since = -1, 0.0
+
+    def too_long(self) -> bool:
+        size = 0
+        with contextlib.suppress(OSError):  # it has its name by now
+            size = sum(file.stat().st_size for file in self._folder.iterdir())
+        if size != self._size:
+            self._size, self._since = size, time.monotonic()
+        return time.monotonic() - self._since > self._seconds
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -335,10 +362,10 @@ def _note(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.json"
 
 
-def _tell(note: Path, what: Mapping[str, Any]) -> None:
+def _say(note: Path, what: str) -> None:
     """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
     draft = note.with_suffix(".tmp")
-    draft.write_text(json.dumps(what), encoding="utf-8")
+    draft.write_text(what, encoding="utf-8")
     os.replace(draft, note)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 class State:
     """A parameter of the model that is trained, adapters included, before an engine shards it."""
 
+    name: str
+    """Canonical; with an adapter PEFT's, without its `base_model.model.`."""
     shape: tuple[int, ...]
     """As it is stored; packed weights are a column of storage elements."""
     trainable: bool
@@ -54,7 +57,7 @@ def quantizable(spec: ModelSpec) -> list[str]:
 
 
 def parameters_of(job: Job) -> Iterator[State]:
-    """Every parameter that the job's model holds, tied ones once.
+    """Every parameter that the job's model holds, in the model's order, tied ones once.
 
     Without an adapter all are trainable. With one the base is frozen in the compute dtype, or packed: 4 bits an element
     in storage elements of the compute dtype (`bnb_4bit_quant_storage`), 8 bits in int8. LoRA adds r·(in + out) elements
@@ -65,24 +68,37 @@ def parameters_of(job: Job) -> Iterator[State]:
     assert spec is not None, "an account needs a model"
     if strategy.adapter == "none":
         for parameter in spec.parameters:
-            yield State(shape=parameter.shape, trainable=True, dtype=job.weight_dtype)
+            yield State(name=parameter.name, shape=parameter.shape, trainable=True, dtype=job.weight_dtype)
         return
     packed = {f"{name}.weight" for name in quantizable(spec)} if strategy.quantized else set()
-    for parameter in spec.parameters:
-        if parameter.name not in packed:
-            yield State(shape=parameter.shape, trainable=False, dtype=job.compute_dtype)
-        elif strategy.adapter == "qlora8":
-            yield State(shape=parameter.shape, trainable=False, dtype="int8")
-        else:
-            column = ceil_div(ceil_div(parameter.elements, 2), BYTES_OF[job.compute_dtype])
-            yield State(shape=(column, 1), trainable=False, dtype=job.compute_dtype)
-    shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
-    for name in adapted(spec, strategy.lora_targets):
-        out_features, in_features = shapes[f"{name}.weight"]
-        yield State(shape=(strategy.lora_rank, in_features), trainable=True, dtype=job.weight_dtype)
-        yield State(shape=(out_features, strategy.lora_rank), trainable=True, dtype=job.weight_dtype)
-        if strategy.adapter == "dora":
-            yield State(shape=(out_features,), trainable=True, dtype=job.weight_dtype)
+    targets = set(adapted(spec, strategy.lora_targets))
+    for module, members in itertools.groupby(spec.parameters, key=lambda parameter: parameter.name.rpartition(".")[0]):
+        for parameter in members:
+            name = parameter.name
+            if module in targets:
+                name = f"{module}.base_layer{name.removeprefix(module)}"
+                if name.endswith(".weight"):
+                    weight = parameter
+            if parameter.name not in packed:
+                yield State(name=name, shape=parameter.shape, trainable=False, dtype=job.compute_dtype)
+            elif strategy.adapter == "qlora8":
+                yield State(name=name, shape=parameter.shape, trainable=False, dtype="int8")
+            else:
+                column = ceil_div(ceil_div(parameter.elements, 2), BYTES_OF[job.compute_dtype])
+                yield State(name=name, shape=(column, 1), trainable=False, dtype=job.compute_dtype)
+        if module in targets:
+            yield from _added(job, module, *weight.shape)
+
+
+def _added(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
+    """What an adapter adds to a linear module, behind its own parameters (peft/tuners/lora/layer.py `LoraLayer`)."""
+    rank = job.strategy.lora_rank
+    shapes = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
+    for part, shape in shapes.items():
+        yield State(name=f"{module}.{part}.default.weight", shape=shape, trainable=True, dtype=job.weight_dtype)
+    if job.strategy.adapter == "dora":
+        name = f"{module}.lora_magnitude_vector.default.weight"
+        yield State(name=name, shape=(out_features,), trainable=True, dtype=job.weight_dtype)
 
 
 def holdings(

@@ -21,9 +21,9 @@ def clip_and_step(prepared: Prepared) -> Update:
     Under fp16 the scaler decides: it skips the step and lowers its scale.
     """
     with phase("step"):
-        trained = [parameter for parameter in prepared.model.parameters() if parameter.requires_grad]
-        norm = _clipped_norm(prepared, trained)
-        gradients = _gradient_dtypes(trained)
+        parameters = list(prepared.model.parameters())
+        norm = _clipped_norm(prepared, parameters)
+        gradients = _gradient_dtypes(parameters)
         scaled = prepared.accelerator.scaler is not None
         if scaled or math.isfinite(norm):
             prepared.optimizer.step()
@@ -33,15 +33,16 @@ def clip_and_step(prepared: Prepared) -> Update:
     return Update(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
 
 
-def _clipped_norm(prepared: Prepared, trained: Sequence[torch.nn.Parameter]) -> float:
+def _clipped_norm(prepared: Prepared, parameters: list[torch.nn.Parameter]) -> float:
+    """Of all parameters, frozen ones too: by any other list Accelerate does not know FSDP's model, and unscales twice."""
     limit = prepared.job.loop.max_grad_norm or math.inf
-    norm = prepared.accelerator.clip_grad_norm_(trained, limit)
+    norm = prepared.accelerator.clip_grad_norm_(parameters, limit)
     assert norm is not None
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def _gradient_dtypes(trained: Sequence[torch.nn.Parameter]) -> str:
-    kinds = {parameter.grad.dtype for parameter in trained if parameter.grad is not None}
+def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:
+    kinds = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
     return "+".join(sorted(map(dtype_name, kinds)))
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from toolkit.forecasting.ways import Way
+
 if TYPE_CHECKING:
     import torch
 
+BLOCK = 64
+"""Weights that share a scale under 4 bits (transformers' default)."""
+
 
 @contextmanager
-def stand_ins(device: str, masked: bool) -> Iterator[None]:
+def stand_ins(way: Way) -> Iterator[None]:
     """Within it fake tensors take the stand-ins. Others, say of a thread that trains meanwhile, take what they always do.
 
     A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
-    GPU that choice is made here. `grouped_mm` has no fake kernel in fp32.
+    GPU that choice is made here. `grouped_mm` has no fake kernel in fp32, and that of bitsandbytes' product tells nothing of
+    what it makes inside.
 
     Whether rows hold several documents is a question of their values, which transformers answers with yes where there
-    are none: `masked` answers it.
+    are none: the way answers it.
 
     A mode for torch functions would be off in what activation checkpointing recomputes.
     """
@@ -27,9 +34,13 @@ def stand_ins(device: str, masked: bool) -> Iterator[None]:
 
     with ExitStack() as replaced:
         replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
-        if device == "cuda":
+        if way.device == "cuda":
             replaced.enter_context(_replaced(functional, "scaled_dot_product_attention", _attention))
-        if not masked:
+        if way.adapter is not None and way.adapter.kind == "qlora":
+            import bitsandbytes
+
+            replaced.enter_context(_replaced(bitsandbytes, "matmul_4bit", _product))
+        if not way.masked:
             replaced.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
         yield
 
@@ -92,3 +103,30 @@ def _attention(
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bias: torch.Tensor | None = None) -> Any:
+    """bitsandbytes/autograd/_functions.py `MatMul4Bit`; backends/default/ops.py `_gemm_4bit_default_impl`."""
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, _unpacked(quant_state, x.dtype), bias)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(grad, _unpacked(quant_state, grad.dtype))
+
+    return Product.apply(x)  # type: ignore[no-untyped-call]
+
+
+def _unpacked(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The weights whole, made from scales that were made whole themselves."""
+    import torch
+
+    scales = torch.empty(math.ceil(shape[0] * shape[1] / BLOCK))
+    scales = scales + 1
+    whole = torch.empty(shape, dtype=dtype)
+    del scales
+    return whole

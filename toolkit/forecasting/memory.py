@@ -35,7 +35,7 @@ def traced(job: Job, *, masked: bool) -> Trace:
     """
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
-    if strategy.adapter != "none":
+    if strategy.adapter == "qlora8":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet.")
     if strategy.offload != "none":
         raise StrategyError(f"offload {strategy.offload!r} cannot be forecast yet.")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -52,15 +55,27 @@ def _cached(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
 
 
 def _traced(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
-    from toolkit.forecasting.tracing import trace
-
     try:
+        if way.adapter is not None and "peft" not in sys.modules:
+            return _apart(spec, way, batch, seq_len)
+        from toolkit.forecasting.tracing import trace
+
         return trace(spec, way, batch=batch, seq_len=seq_len)
     except Exception as error:  # a model's own code fails in its own way
         raise ModelError(
             f"model {spec.name!r} cannot be traced, so what it will take is not known: {first_line(error)} Train it for "
             "three steps: memory.json then holds what it took."
         ) from error
+
+
+def _apart(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
+    """In a child process: peft imports bitsandbytes, which takes hold of a GPU."""
+    asked = pickle.dumps((spec, way, batch, seq_len))
+    command = [sys.executable, "-m", "toolkit.forecasting.tracing"]
+    done = subprocess.run(command, input=asked, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+    return _read(done.stdout.decode())
 
 
 def _read(text: str) -> Trace:

@@ -1,13 +1,21 @@
-"""One step of a model without a byte of it: what every operator allocates and frees, cut at its layers and gradients."""
+"""One step of a model without a byte of it: what every operator allocates and frees, cut at its layers and gradients.
+
+As a program it traces what a pickle on standard input asks for, and writes the trace as JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
-from collections.abc import Iterator
+import json
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.forecasting.adapters import pack, put_on
 from toolkit.forecasting.kernels import stand_ins
 from toolkit.forecasting.shallow import cut
 from toolkit.forecasting.timeline import Event, Stack, Trace
@@ -32,22 +40,26 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     with _quietly():
         model = _build(spec, way)
         stacks = cut(model, spec)
-        model.train()
+        outer = model if way.adapter is None else put_on(model, stacks, spec, way.adapter)
+        outer.train()
         if way.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         tracker = Tracker()
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             model.tie_weights()
+            if way.adapter is not None:
+                pack(model)
             inputs = _inputs(spec, way, batch, seq_len)
+            ends = _ends(outer, model)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(tensor)
             if way.widened == "units":
-                _cast_units(model, stacks, getattr(torch, way.weights))
+                _cast_units(model, ends, stacks, getattr(torch, way.weights))
             _watch(model, stacks, tracker)
-            with stand_ins(way.device, way.masked), tracker:
+            with stand_ins(way), tracker:
                 _step(model, inputs, spec, way, tracker)
-    return Trace(stacks=stacks, events=tuple(_nested(tracker.events)), ends=_ends(model))
+    return Trace(stacks=stacks, events=tuple(_nested(tracker.events)), ends=ends)
 
 
 def _nested(events: list[Event]) -> Iterator[Event]:
@@ -59,14 +71,11 @@ def _nested(events: list[Event]) -> Iterator[Event]:
             yield from together
 
 
-def _ends(model: Any) -> tuple[str | None, str | None, str | None]:
-    """As accelerate's `fsdp2_prepare_model` finds them, `_find_final_norm` among it (utils/fsdp_utils.py)."""
-    from torch import nn
+def _ends(outer: Any, model: Any) -> tuple[str | None, str | None, str | None]:
+    """As accelerate's `fsdp2_prepare_model` finds them; in PEFT's model it does not find every norm."""
+    from accelerate.utils.fsdp_utils import _find_final_norm
 
-    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else model
-    children = base.children() if isinstance(base, nn.Module) else ()
-    norms = [child for child in children if "Norm" in type(child).__name__]
-    wanted = (model.get_input_embeddings(), norms[-1] if norms else None, model.get_output_embeddings())
+    wanted = (model.get_input_embeddings(), _find_final_norm(outer), model.get_output_embeddings())
     names = {module: name for name, module in model.named_modules()}
     return names.get(wanted[0]), names.get(wanted[1]), names.get(wanted[2])
 
@@ -116,7 +125,7 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way
     tracker.mark("end")
 
 
-def _cast_units(model: Any, stacks: tuple[Stack, ...], dtype: torch.dtype) -> None:
+def _cast_units(model: Any, ends: Sequence[str | None], stacks: Sequence[Stack], dtype: torch.dtype) -> None:
     """As `MixedPrecisionPolicy` does: inputs of a group are cast to the compute dtype, its outputs to fp32.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`, `_post_forward`.
@@ -129,7 +138,7 @@ def _cast_units(model: Any, stacks: tuple[Stack, ...], dtype: torch.dtype) -> No
     def widen(_: Any, args: Any, made: Any) -> Any:
         return tree_map(_widened, made)
 
-    embedding, norm, head = _ends(model)
+    embedding, norm, head = ends
     layers = [f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))]
     for name in [*layers, embedding, norm or head]:
         model.get_submodule(name).register_forward_pre_hook(narrow, with_kwargs=True)
@@ -212,3 +221,15 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def main() -> None:
+    """For a process that traces an adapter: peft is imported here, and nowhere else before a launch."""
+    spec, way, batch, seq_len = pickle.load(sys.stdin.buffer)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = trace(spec, way, batch=batch, seq_len=seq_len)
+    json.dump(dataclasses.asdict(found), sys.stdout, separators=(",", ":"))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,11 +8,24 @@ from toolkit.engines.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What an adapter computes with."""
+
+    kind: str
+    """`lora`, `dora`, `qlora` or `qlora8`."""
+    rank: int
+    targets: str
+    """As `Strategy.lora_targets`."""
+    dtype: str
+    """torch's name of the dtype that its weights have in the forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Way:
     """All that activations depend on, beside the model, the batch and the sequence. Many strategies share one."""
 
     weights: str
-    """torch's name of the dtype that the weights have in the forward."""
+    """torch's name of the dtype that the weights have in the forward; with an adapter the frozen ones."""
     autocast: str | None
     """The dtype of autocast, or None."""
     widened: str
@@ -23,6 +36,8 @@ class Way:
     """Whether attention gets a mask: where a row holds several documents, or padding."""
     device: str
     """`cpu` or `cuda`: kernels differ."""
+    adapter: Adapter | None = None
+    """What stands on frozen weights, or None."""
 
 
 def way_of(job: Job, *, masked: bool) -> Way:
@@ -30,14 +45,18 @@ def way_of(job: Job, *, masked: bool) -> Way:
 
     Accelerate's autocast and FSDP2's policy both cast what the forward returns to fp32; DeepSpeed leaves it.
     """
-    half = job.strategy.precision in ("bf16", "fp16")
-    autocast = half and job.strategy.engine == "ddp"
+    strategy = job.strategy
+    half = strategy.precision in ("bf16", "fp16")
+    autocast = half and strategy.engine == "ddp"
+    trained = job.weight_dtype if autocast else job.compute_dtype
+    adapter = Adapter(kind=strategy.adapter, rank=strategy.lora_rank, targets=strategy.lora_targets, dtype=trained)
     return Way(
-        weights=job.weight_dtype if autocast else job.compute_dtype,
+        weights=trained if strategy.adapter == "none" else job.compute_dtype,
         autocast=job.compute_dtype if autocast else None,
-        widened={"ddp": "model", "fsdp": "units"}.get(job.strategy.engine, "nothing") if half else "nothing",
-        attention=job.strategy.attention,
-        checkpointing=job.strategy.activation_checkpointing == "full",
-        masked=masked and not job.strategy.attention.startswith("flash"),
+        widened={"ddp": "model", "fsdp": "units"}.get(strategy.engine, "nothing") if half else "nothing",
+        attention=strategy.attention,
+        checkpointing=strategy.activation_checkpointing == "full",
+        masked=masked and not strategy.attention.startswith("flash"),
         device=job.device.kind,
+        adapter=None if strategy.adapter == "none" else adapter,
     )

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from toolkit import redacting
+from toolkit.errors import RunError
 from toolkit.folder import write_json
 from toolkit.lifetime import LAUNCHER, die_with_parent, redact_streams
 
@@ -38,14 +40,20 @@ def launch(supervisor: int, failures: Path, command: list[str]) -> int:
         launch.main()
     except ChildFailedError as error:
         died = error.failures.items()
-        write_json(failures, [{"rank": rank, "exitcode": one.exitcode, "time": one.timestamp} for rank, one in died])
+        _note(failures, [{"rank": rank, "exitcode": one.exitcode, "time": one.timestamp} for rank, one in died])
         return 1
     except subprocess.CalledProcessError as error:  # one process, without torch elastic
-        write_json(failures, [{"rank": 0, "exitcode": error.returncode, "time": time.time()}])
+        _note(failures, [{"rank": 0, "exitcode": error.returncode, "time": time.time()}])
         return 1
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _note(failures: Path, died: list[dict[str, Any]]) -> None:
+    """For the supervisor; on a full disk it learns from the ranks' own last words, which have their room."""
+    with contextlib.suppress(RunError):
+        write_json(failures, died)
 
 
 def _pass_on(number: int, _: object) -> None:

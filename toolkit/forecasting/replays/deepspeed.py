@@ -29,7 +29,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
     whole = job.settings["zero_optimization"]["stage"] == 3
-    if whole:
+    if whole and not job.strategy.quantized:
         # `zero.Init`: each is read whole by rank 0 and broadcast before it is cut.
         ledger.enter("load")
         ledger.hold("parameters", held.parameters)
@@ -37,7 +37,10 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         ledger.touch("workspace", 2 * largest * BYTES_OF[job.compute_dtype])
         ledger.enter("prepare")
     else:
-        loaded(ledger, job, held.parameters)
+        # transformers skips `zero.Init` for quantized models.
+        read = sum(state.bytes for state in parameters_of(job)) if whole else held.parameters
+        loaded(ledger, job, read)
+        ledger.hold("parameters", held.parameters - read)
     ledger.hold("master", held.master)
     moments(ledger, held, checkpoints)
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
@@ -57,7 +60,6 @@ class _Buckets:
     """Stages 1 and 2 on the rank whose partition takes most."""
 
     def __init__(self, job: Job, ledger: Ledger) -> None:
-        assert job.spec is not None
         self._ledger, self._job = ledger, job
         self._early = job.settings["zero_optimization"]["stage"] == 2
         """Whether gradients are reduced as they come; else when the backward has ended."""
@@ -65,7 +67,7 @@ class _Buckets:
         self._size = BYTES_OF[job.compute_dtype]
         self._fp32 = self._early and "data_types" in job.settings
         """Whether gradients are added up in fp32 although they come in half precision."""
-        self._elements = {parameter.name: parameter.elements for parameter in job.spec.parameters}
+        self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._shard, self._ranges = _partition(self._elements, job.ranks)
         self._own = _fullest(self._ranges, self._elements, job.ranks)
         self._bucket: list[str] | None = None
@@ -162,7 +164,8 @@ class _Fetches:
         self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
         self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
         limit = zero["stage3_param_persistence_threshold"]
-        self._elements = {parameter.name: parameter.elements for parameter in job.spec.parameters}
+        found = list(parameters_of(job))
+        self._elements = {state.name: state.elements for state in found}
         self._known = {name: name for name in self._elements} | {
             other: names[0] for names in job.spec.tied for other in names[1:]
         }
@@ -178,7 +181,7 @@ class _Fetches:
         for at, module in enumerate(self._order):
             for name in self._own[module]:
                 self._uses[name].append(at)
-        self._shard = sum(ceil_div(elements, job.ranks) for elements in self._elements.values())
+        self._shard = sum(ceil_div(state.elements, job.ranks) for state in found if state.trainable)
         self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
         ledger.hold("gradients", self._shard * self._accumulated)
         ledger.hold("buffers", self._room * self._reduced)

@@ -13,7 +13,7 @@ from toolkit.engines.fsdp import shard_of
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, moments, walk
+from toolkit.forecasting.replays.walking import adamw, constants, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF
 
@@ -24,13 +24,17 @@ def heeds(trace: Trace, what: str, name: str) -> bool:
 
 
 def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
-    """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out."""
+    """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out.
+
+    Packed weights are read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
+    """
     held = engine_of(job.strategy).account(job)
     found = list(parameters_of(job))
-    # A GPU's are read into the host's memory.
-    read = sum(state.bytes for state in found) if job.device.kind == "cpu" else 0
     ledger.enter("load")
+    # A GPU's are read into the host's memory, unless they are packed.
+    read = sum(state.bytes for state in found) if job.device.kind == "cpu" or job.strategy.quantized else 0
     ledger.hold("parameters", read)
+    ledger.hold("buffers", constants(job))
     ledger.enter("prepare")
     ledger.hold("parameters", held.parameters)
     ledger.touch("workspace", max(state.bytes for state in found))
@@ -56,6 +60,10 @@ class _Group:
 
     elements: int = 0
     """Padded so that each rank holds equally many rows of each parameter."""
+    trained: int = 0
+    """Of these, what is trained."""
+    cast: int = 0
+    """Of these, what is kept in another dtype than it computes in."""
     resharded: bool = True
     """Whether it is let go behind its forward."""
     first: str = ""
@@ -75,7 +83,6 @@ class _Moves:
         self._ledger, self._ranks = ledger, job.shard_ranks
         self._compute = BYTES_OF[job.compute_dtype]
         self._reduce = BYTES_OF[job.settings["reduce_dtype"] or job.weight_dtype]
-        self._kept = BYTES_OF[job.weight_dtype]
         self._gloo = job.device.kind == "cpu"
         self._groups, self._owner = _groups(job, trace)
         self._whole: set[str] = set()
@@ -104,6 +111,9 @@ class _Moves:
                 self._reduce_scatter(group)
             self._ledger.hold("buffers", -self._reducing)
             self._reducing = 0
+            if self._early is not None:  # a frozen group's, which no backward used
+                self._ledger.hold("buffers", -self._groups[self._early].elements * self._compute)
+                self._early = None
         else:
             self._module(what, name, backward)
 
@@ -129,7 +139,7 @@ class _Moves:
         if self._early == key:
             self._early = None
         else:
-            self._collect(size)
+            self._collect(key)
         if not backward:
             self._release_gathered()
         self._ledger.hold("buffers", size)
@@ -139,8 +149,9 @@ class _Moves:
             self._gathered = size
         self._whole.add(key)
 
-    def _collect(self, size: int) -> None:
-        cast = size // self._ranks if self._compute != self._kept else 0
+    def _collect(self, key: str) -> None:
+        group = self._groups[key]
+        size, cast = group.elements * self._compute, group.cast // self._ranks * self._compute
         self._ledger.hold("buffers", cast)
         self._ledger.hold("buffers", size)
         if self._gloo:
@@ -156,7 +167,7 @@ class _Moves:
         if self._order:
             key = self._order.pop()
             if key not in self._whole and self._early is None:
-                self._collect(self._groups[key].elements * self._compute)
+                self._collect(key)
                 self._early = key
 
     def _let_go(self, key: str) -> None:
@@ -171,13 +182,13 @@ class _Moves:
         if not group.gradients:
             return
         self._ledger.hold("buffers", -self._reducing)
-        self._reducing = group.elements * self._reduce
+        self._reducing = group.trained * self._reduce
         self._ledger.hold("buffers", self._reducing)
         # A loop's variable keeps the last one until all is done (`foreach_reduce`).
         last = max(group.gradients, key=group.names.index)
         kept = group.gradients.pop(last)
         self._ledger.hold("gradients", -sum(group.gradients.values()))
-        shard = group.elements // self._ranks * self._reduce
+        shard = group.trained // self._ranks * self._reduce
         self._ledger.hold("gradients", shard)
         if self._gloo:
             self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
@@ -203,11 +214,14 @@ def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
         found["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1])
     found[""] = _Group(resharded=False)
     owner = {}
-    for parameter in job.spec.parameters:
+    for parameter in parameters_of(job):
         module = parameter.name.rpartition(".")[0]
         parents = {module[: len(key)] for key in found if f"{module}.".startswith(f"{key}.")}
         key = "tail" if module in tail else max(parents, key=len, default="")
         owner[parameter.name] = key
         found[key].names.append(parameter.name)
-        found[key].elements += shard_of(parameter, job.shard_ranks) * job.shard_ranks
+        elements = shard_of(parameter, job.shard_ranks) * job.shard_ranks
+        found[key].elements += elements
+        found[key].trained += elements if parameter.trainable else 0
+        found[key].cast += elements if parameter.dtype != job.compute_dtype else 0
     return found, owner

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from toolkit.engines.job import Holdings, Job
+from toolkit.engines.states import quantizable
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
-from toolkit.units import BYTES_OF
+from toolkit.units import BYTES_OF, ceil_div
 
 
 class Moves(Protocol):
@@ -38,14 +39,29 @@ def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
 
 
 def loaded(ledger: Ledger, job: Job, size: int) -> None:
-    """Parameters that are read, and in `prepare` lie on the device: a GPU's are read into the host's memory."""
+    """Parameters that are read, and in `prepare` lie on the device. A GPU's are read into the host's memory, unless packed."""
     ledger.enter("load")
-    if job.device.kind == "cpu":
+    if job.device.kind == "cpu" or job.strategy.quantized:
         ledger.hold("parameters", size)
+        ledger.hold("buffers", constants(job))
         ledger.enter("prepare")
     else:
         ledger.enter("prepare")
         ledger.hold("parameters", size)
+
+
+def constants(job: Job) -> int:
+    """Bytes that stand beside weights of 4 bits: a byte for each 64, four for each 256 of these, and both codes.
+
+    Source: bitsandbytes/functional.py `QuantState`, with nested `state2`. Every rank holds them whole.
+    """
+    if job.strategy.adapter != "qlora":
+        return 0
+    assert job.spec is not None
+    packed = {f"{name}.weight" for name in quantizable(job.spec)}
+    scales = [ceil_div(one.elements, 64) for one in job.spec.parameters if one.name in packed]
+    codes = 4 * (16 + 256 + 1)
+    return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 
 
 def moments(ledger: Ledger, held: Holdings, checkpoints: bool) -> None:

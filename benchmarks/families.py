@@ -1,0 +1,155 @@
+"""Small models of many families, in two shapes each, and the grid of what can be trained of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.devices import hardware
+from toolkit.engines.job import resolve
+from toolkit.errors import ToolkitError
+from toolkit.model import ModelSpec
+from toolkit.strategy import Loop, Strategy
+
+VOCABULARY = 8192
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "Qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}),
+    "Gemma3": ("Gemma3TextConfig", {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 128}),
+    "Mistral": ("MistralConfig", {"num_key_value_heads": 4, "sliding_window": 128}),
+    "Phi": ("PhiConfig", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}),
+    "GPT-2": ("GPT2Config", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "OLMo": ("OlmoConfig", {}),
+    "Mixtral": ("MixtralConfig", {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "T5": ("T5Config", {"dropout_rate": 0.0, "decoder_start_token_id": 0}),
+}
+"""Class of the config, and what it needs beside the shape; no dropout, which the toolkit would not need but T5 has."""
+
+SHAPES = {
+    "wide": {"hidden": 512, "ffn": 1536, "layers": 4, "heads": 8, "seq_len": 256},
+    "deep": {"hidden": 384, "ffn": 1024, "layers": 8, "heads": 6, "seq_len": 384},
+}
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "sharding": ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "hsdp"),
+    "adapter": ("none", "lora", "qlora"),
+    "activation_checkpointing": ("full", "none"),
+    "attention": ("sdpa", "eager"),
+    "precision": ("fp32", "bf16", "bf16_pure"),
+    "family": tuple(FAMILIES),
+    "shape": tuple(SHAPES),
+    "ranks": (1, 2, 4),
+    "documents": ("one", "several"),
+}
+"""`documents` in a row: several need an attention mask."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid."""
+
+    sharding: str
+    adapter: str
+    activation_checkpointing: str
+    attention: str
+    precision: str
+    family: str
+    shape: str
+    ranks: int
+    documents: str
+
+    def strategy(self) -> Strategy:
+        """What is asked for."""
+        named = ("sharding", "adapter", "activation_checkpointing", "attention", "precision")
+        replicate = 2 if self.sharding == "hsdp" else 1
+        return Strategy(**{name: getattr(self, name) for name in named}, replicate=replicate)
+
+    def loop(self, micro_batch: int) -> Loop:
+        """Three steps: what the memory window sees."""
+        return Loop(steps=3, micro_batch=micro_batch, seq_len=int(SHAPES[self.shape]["seq_len"]))
+
+
+def config_of(family: str, shape: str) -> Any:
+    """The transformers config."""
+    import transformers
+
+    word, more = FAMILIES[family]
+    size = SHAPES[shape]
+    if family == "GPT-2":
+        names = {"n_embd": "hidden", "n_inner": "ffn", "n_layer": "layers", "n_head": "heads"}
+    elif family == "T5":
+        names = {"d_model": "hidden", "d_ff": "ffn", "num_layers": "layers", "num_heads": "heads"}
+        more = {**more, "d_kv": size["hidden"] // size["heads"]}
+    else:
+        names = {"hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers"}
+        names |= {"num_attention_heads": "heads"}
+    if more.get("num_key_value_heads") == 4:
+        more = {**more, "num_key_value_heads": size["heads"] // 2}
+    asked = {name: size[ours] for name, ours in names.items()}
+    return getattr(transformers, word)(vocab_size=VOCABULARY, pad_token_id=0, **asked, **more)
+
+
+def checkpoint(folder: Path, family: str, shape: str) -> Path:
+    """A model of random weights with the embedded model's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from toolkit.readying import embedded_model
+
+    if not (folder / "tokenizer.json").exists():
+        torch.manual_seed(0)
+        auto = AutoModelForSeq2SeqLM if family == "T5" else AutoModelForCausalLM
+        auto.from_config(config_of(family, shape)).save_pretrained(folder)
+        for file in embedded_model().glob("token*"):
+            shutil.copy(file, folder)
+    return folder
+
+
+def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Counter[str]]:
+    """Every case that some engine can run, and what the others are refused for, with how many."""
+    from toolkit.adapting import check_quantized
+
+    device, cases, refused = hardware().device, [], Counter[str]()
+    for values in itertools.product(*AXES.values()):
+        case = Case(*values)
+        spec = specs[case.family, case.shape]
+        if case.documents == "several" and case.family == "T5":
+            refused["T5 takes a document a row"] += 1
+            continue
+        try:
+            resolve(case.strategy(), case.loop(1), spec, case.ranks, device)
+            if case.adapter == "qlora":
+                check_quantized(spec, False)
+        except ToolkitError as error:
+            refused[str(error)] += 1
+            continue
+        cases.append(case)
+    return cases, refused
+
+
+def spread(cases: Sequence[Case], count: int, seed: int) -> Iterator[Case]:
+    """`count` of them, so that every value, and every pair of sharding and adapter, comes as evenly as can be."""
+    drawn: Counter[Any] = Counter()
+    draw = random.Random(seed)
+    left = list(cases)
+    for _ in range(min(count, len(left))):
+        # A sample of what is left, and of it what has come least so far.
+        chosen = min(
+            draw.sample(left, min(400, len(left))), key=lambda case: sum(drawn[one] ** 2 for one in _marks(case))
+        )
+        drawn.update(_marks(chosen))
+        left.remove(chosen)
+        yield chosen
+
+
+def _marks(case: Case) -> list[Any]:
+    values = list(asdict(case).items())
+    return [*values, (case.sharding, case.adapter)]

@@ -1,0 +1,265 @@
+"""What `tk.forecast` says beside what real runs take: the allocator's peak of the fullest rank, over a grid of strategies.
+
+    python benchmarks/memory_truth.py                  # 300 runs; on two cores about two hours
+    python benchmarks/memory_truth.py --runs 20 --work /tmp/truth --continue
+
+Each run is `toolkit train` for three steps over a model of random weights. Its forecast is made before, in a process that
+trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid holds and no engine can do is
+refused before, and counted by its reason. Every run counts: one that fails is listed.
+
+Beside it stand the estimates of accelerate (`accelerate estimate-memory`) and DeepSpeed (`estimate_zero*_model_states_mem_needs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from families import AXES, FAMILIES, SHAPES, Case, checkpoint, possible, spread
+from machine import about, write_results
+
+from toolkit.flags import spell
+from toolkit.phases import PHASES
+from toolkit.show import Table
+from toolkit.units import MiB
+
+LEAST = 110 * MiB
+"""Of a forecast: with some room for a peak of at least 100 MiB."""
+
+BATCHES = (2, 3, 4, 6, 8, 12, 16, 24)
+
+DOCUMENTS = {"one": 4_000_000, "several": 200}
+"""Characters of a document: longer than all that is drawn, or about 60 tokens."""
+
+
+def texts(folder: Path, kind: str) -> Path:
+    """The standard library's sources in documents of one length, as JSONL."""
+    import sysconfig
+
+    path = folder / f"{kind}.jsonl"
+    if not path.exists():
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        whole = "".join(file.read_text(errors="replace") for file in files)
+        size = DOCUMENTS[kind]
+        whole = whole[:2_000_000]
+        lines = [json.dumps({"text": whole[at : at + size]}) for at in range(0, len(whole), size)]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def specs(work: Path) -> dict[tuple[str, str], Any]:
+    """Every model described; its folder is made where there is none."""
+    import toolkit as tk
+
+    pairs = [(family, shape) for family in FAMILIES for shape in SHAPES]
+    return {pair: tk.describe(str(checkpoint(work / "models" / "-".join(pair), *pair))) for pair in pairs}
+
+
+def forecasts(work: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Of each case: its batch, what is forecast, and how long that took."""
+    import toolkit as tk
+
+    machine, known, found = tk.hardware(), specs(work), []
+    for case in cases:
+        began = time.perf_counter()
+        for batch in BATCHES:
+            made = tk.forecast(
+                known[case.family, case.shape],
+                case.strategy(),
+                machine,
+                case.loop(batch),
+                ranks=case.ranks,
+                one_document=case.documents == "one",
+            )
+            if made.peak_bytes >= LEAST:
+                break
+        values = made.to_dict()["device"]
+        found.append(
+            {
+                "case": dataclasses.asdict(case),
+                "micro_batch": made.loop.micro_batch,
+                "parameters": known[case.family, case.shape].elements,
+                "forecast": {name: values[name] for name in ("peak_bytes", "peak_phase", "phases", "parts")},
+                "seconds": time.perf_counter() - began,
+            }
+        )
+    return found
+
+
+def measured(work: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """The same row with what the run took, or with why it failed."""
+    case = Case(**row["case"])
+    out = work / "runs" / "-".join(map(str, row["case"].values()))
+    flags = dataclasses.asdict(case.strategy())
+    asked = {name: flags[name] for name in row["case"] if name in flags} | {"replicate": flags["replicate"]}
+    loop = case.loop(row["micro_batch"])
+    asked |= {"steps": loop.steps, "micro_batch": loop.micro_batch, "seq_len": loop.seq_len, "processes": case.ranks}
+    asked |= {"model": work / "models" / f"{case.family}-{case.shape}", "run_dir": out}
+    asked |= {"data": texts(work, case.documents)}
+    if not (out / "memory.json").exists():
+        subprocess.run(["rm", "-rf", out], check=True)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "toolkit.cli", "train", *spell(asked)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+        if done.returncode:
+            return {**row, "failed": done.stderr.strip()[-600:]}
+    found = json.loads((out / "memory.json").read_text())
+    for big in ("result", "checkpoints", "export"):
+        subprocess.run(["rm", "-rf", out / big], check=True)
+    names = ("peak_bytes", "peak_phase", "phases")
+    return {**row, "measured": {name: found["measured"][name] for name in names}, "unforecast": found["unforecast"]}
+
+
+def estimates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """What other estimators say of each run's device, in bytes, where they speak of its strategy at all."""
+    from accelerate.commands.estimate import estimate_training_usage
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    found = []
+    for row in rows:
+        case, count, said = row["case"], row["parameters"], {}
+        if case["adapter"] == "none" and case["sharding"] in ("none", "ddp"):
+            dtype = "float32" if case["precision"] == "fp32" else "bfloat16"
+            said["accelerate"] = max(estimate_training_usage(4 * count, dtype).values())
+        elif case["adapter"] == "none" and case["sharding"] == "zero2":
+            said["deepspeed"] = estimate_zero2_model_states_mem_needs(
+                count, num_gpus_per_node=case["ranks"], cpu_offload=False
+            )[1]
+        elif case["adapter"] == "none" and case["sharding"] == "zero3":
+            largest = SHAPES[case["shape"]]["hidden"] * 8192
+            said["deepspeed"] = estimate_zero3_model_states_mem_needs(
+                count, largest, num_gpus_per_node=case["ranks"], cpu_offload=False, cpu_offload_params=False
+            )[1]
+        found.append(said)
+    return found
+
+
+def errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Forecast over measured, less one, of every run."""
+    return [row["forecast"]["peak_bytes"] / row["measured"]["peak_bytes"] - 1 for row in rows]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of all are at most."""
+    return sorted(values)[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)]
+
+
+def line(name: str, found: Sequence[float]) -> tuple[str, ...]:
+    """A row of the table."""
+    sizes = [abs(one) for one in found]
+    shown = (statistics.median(sizes), quantile(sizes, 0.95), max(sizes), statistics.median(found))
+    return (name, str(len(found)), *(f"{100 * one:.2f}%" for one in shown))
+
+
+def limits(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """How `fits` does at limits near the truth."""
+    pairs = [(row["forecast"]["peak_bytes"], row["measured"]["peak_bytes"]) for row in rows]
+    exceeded = sum(took > said / 0.95 for said, took in pairs)
+    wrongly = sum(said <= 0.95 * took for said, took in pairs)
+    refused = sum(said > 1.05 * took for said, took in pairs)
+    return (
+        f"At a limit of forecast / 0.95 the run exceeds it {exceeded} times in {len(pairs)}.",
+        f"At 0.95 of what it took `fits` says yes {wrongly} times; at 1.05 of it, no {refused} times.",
+    )
+
+
+def tables(rows: Sequence[Mapping[str, Any]], refused: Mapping[str, int], seed: int) -> list[Table]:
+    """All runs, by every value of every axis, by phase; other estimators; what failed."""
+    good = [row for row in rows if "measured" in row]
+    lines = [line("all", errors(good))]
+    for axis, values in AXES.items():
+        for value in values:
+            some = [row for row in good if row["case"][axis] == value]
+            if some:
+                lines.append(line(f"{axis} {value}", errors(some)))
+    columns = ("of the runs", "runs", "median", "95%", "worst", "signed median")
+    took = [row["seconds"] for row in good]
+    notes = (
+        f"Error: forecast / measured - 1 of the fullest rank's allocator peak. Seed {seed}.",
+        *limits(good),
+        f"A forecast took {statistics.median(took):.2f} s (median), traces included that no earlier one had made.",
+    )
+    found = [Table(title="Forecast and measured peak", columns=columns, rows=lines, notes=notes)]
+    found.append(Table(title="By phase", columns=columns, rows=list(_by_phase(good))))
+    found.append(Table(title="Other estimators, on the same runs", columns=columns, rows=list(_others(good))))
+    reasons = [(reason, str(count)) for reason, count in Counter(refused).most_common()]
+    found.append(Table(title="Not possible, of the whole grid", columns=("reason", "cases"), rows=reasons))
+    failed = [(" ".join(map(str, row["case"].values())), row["failed"][-120:]) for row in rows if "failed" in row]
+    if failed:
+        found.append(Table(title="Failed", columns=("case", "why"), rows=failed))
+    return found
+
+
+def _by_phase(rows: Sequence[Mapping[str, Any]]) -> Any:
+    for phase in PHASES:
+        pairs = [(row["forecast"]["phases"].get(phase), row["measured"]["phases"].get(phase)) for row in rows]
+        if ratios := [said / took - 1 for said, took in pairs if said and took]:
+            yield line(phase, ratios)
+
+
+def _others(rows: Sequence[Mapping[str, Any]]) -> Any:
+    for name in ("accelerate", "deepspeed"):
+        some = [row for row in rows if name in row["estimates"]]
+        if some:
+            yield line(name, [row["estimates"][name] / row["measured"]["peak_bytes"] - 1 for row in some])
+            yield line("this forecast, of these", errors(some))
+
+
+def apart(task: str, work: Path, asked: Any) -> Any:
+    """The answer of this program in a process of its own."""
+    command = [sys.executable, __file__, "--task", task, "--work", str(work)]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Draw, forecast, run, and compare."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--runs", type=int, default=300)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
+    made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
+    made.add_argument("--task", help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    work = arguments.work
+    if arguments.task:
+        asked = json.load(sys.stdin)
+        answer = forecasts(work, [Case(**one) for one in asked]) if arguments.task == "forecast" else estimates(asked)
+        print(json.dumps(answer))
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    cases, refused = possible(specs(work))
+    chosen = [dataclasses.asdict(case) for case in spread(cases, arguments.runs, arguments.seed)]
+    chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
+    rows = []
+    for number, row in enumerate(apart("forecast", work, chosen), start=1):
+        rows.append(measured(work, row))
+        said = f"{100 * errors(rows[-1:])[0]:+.2f}%" if "measured" in rows[-1] else rows[-1]["failed"][-200:]
+        print(number, *row["case"].values(), row["micro_batch"], said, flush=True)
+    good = [row for row in rows if "measured" in row]
+    for row, said in zip(good, apart("estimate", work, good), strict=True):
+        row["estimates"] = said
+    shown = tables(rows, refused, arguments.seed)
+    text = "\n\n".join(table.text() for table in shown)
+    print(text)
+    if not arguments.only:
+        found = {**about(), "seed": arguments.seed, "refused": refused, "runs": rows}
+        write_results("memory_truth", "Forecasts beside real runs", found, text)
+
+
+if __name__ == "__main__":
+    main()
