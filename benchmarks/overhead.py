@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,13 @@ def main() -> None:
         tiny = tiny_model(Path(folder))
         for word in arguments.sharding.split(","):
             runs[word] = measured(word, arguments, tiny)
-    runs = {word: runs[word] for word in STRATEGIES if word in runs}
+            table = tabled([runs[word] for word in STRATEGIES if word in runs], arguments)
+            write_results("overhead", table.title, {**about(), "runs": list(runs.values())}, table.text())
+    print(table.text())
+
+
+def tabled(runs: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> Table:
+    """Every strategy that was measured."""
     columns = (
         "sharding",
         "ranks",
@@ -255,14 +261,8 @@ def main() -> None:
         "cost: what the toolkit's loop takes more than the other in a step of a tiny model; ratio by cost: what it is of a step.",
         "window: what starting, stopping and reading the memory window costs once a run.",
     )
-    table = Table(
-        title="The toolkit's loop beside a hand-written one",
-        columns=columns,
-        rows=[row(run) for run in runs.values()],
-        notes=notes,
-    )
-    print(table.text())
-    write_results("overhead", table.title, {**about(), "runs": list(runs.values())}, table.text())
+    title = "The toolkit's loop beside a hand-written one"
+    return Table(title=title, columns=columns, rows=[row(run) for run in runs], notes=notes)
 
 
 if __name__ == "__main__":

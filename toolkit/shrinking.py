@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.adapting import require_libraries
+from toolkit.changes import changed, changes
 from toolkit.devices import Device, hardware, host_memory
 from toolkit.engines.job import resolve
 from toolkit.errors import OutOfMemory, ToolkitError
 from toolkit.flags import from_dict, spell
 from toolkit.folder import Folder, read_run_json
 from toolkit.heartbeat import Heartbeat
-from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy
+from toolkit.strategy import Loop, Strategy
 from toolkit.units import format_bytes
 
 _SAID = re.compile(
@@ -28,7 +28,6 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
-_WHOLE = ("fsdp", "zero3")  # what shards all, the one that holds least first: FSDP2 keeps no separate masters
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -94,45 +93,12 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
     return "Nothing smaller is left but --seq-len, a smaller model, or more memory."
 
 
-def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool) -> Iterator[dict[str, Any]]:
-    """Changes that take less memory, the smallest first, each by itself.
-
-    Args:
-        strategy: that did not fit.
-        loop: that did not fit.
-        in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
-    """
-    if in_a_step and loop.micro_batch > 1:
-        yield halved(loop)
-    if in_a_step and strategy.activation_checkpointing != "full":
-        yield {"activation_checkpointing": "full"}
-    if strategy.sharding not in ("none", *_WHOLE):
-        yield from ({"sharding": word} for word in _WHOLE)
-    for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
-        if offload in SHARDINGS[strategy.sharding].offload:
-            yield {"offload": offload}
-    if strategy.adapter in ("none", "lora"):
-        yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
-
-
-def halved(loop: Loop) -> dict[str, int]:
-    """Half the micro-batch (or the next less that divides a rank's share) with the same global batch; empty at 1."""
-    share = loop.micro_batch * loop.accumulation
-    micro = max((size for size in range(1, loop.micro_batch // 2 + 1) if share % size == 0), default=0)
-    return {"micro_batch": micro, "accumulation": share // micro} if micro else {}
-
-
 def _can_run(strategy: Strategy, loop: Loop, change: Mapping[str, Any], ranks: int, device: Device) -> bool:
     """Whether this machine can, and would hold less: on CPU ranks an offload stays in the same memory."""
     if "offload" in change and device.kind == "cpu":
         return False
-    fields = {**dataclasses.asdict(strategy), **change}
-    if not SHARDINGS[fields["sharding"]].replicate:
-        fields["replicate"] = 1
     try:
-        ours = from_dict(Loop, {**dataclasses.asdict(loop), **{k: v for k, v in change.items() if hasattr(loop, k)}})
-        chosen = from_dict(Strategy, {k: v for k, v in fields.items() if hasattr(strategy, k)})
-        require_libraries(resolve(chosen, ours, None, ranks, device))
+        require_libraries(resolve(*changed(strategy, loop, change), None, ranks, device))
     except ToolkitError:
         return False
     return True

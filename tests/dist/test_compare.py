@@ -1,13 +1,17 @@
 """`toolkit compare` and `accelerate launch`, as a user types them: real processes, all six strategies."""
 
+import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from toolkit import Loop, RunError, Strategy, forecast
 
 pytestmark = pytest.mark.dist
 
@@ -92,6 +96,27 @@ def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: s
         highest = max(rank["phases"][phase] for rank in measured["per_rank"])
         assert foretold["phases"][phase] == pytest.approx(highest, rel=near), phase
     assert sum(foretold["parts"].values()) == foretold["peak_bytes"]
+
+
+def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> None:
+    """Of its own strategy to what it took; of another by the same ratios. A CPU gets a time that no catalog could tell."""
+    row = next(row for row in compared["results"] if row["sharding"] == "fsdp")
+    loop = Loop(seq_len=row["forecast"]["loop"]["seq_len"], micro_batch=row["forecast"]["loop"]["micro_batch"])
+    plain = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", loop)
+    found = plain.calibrate(folder / row["run"])
+    ratio = row["measured"]["peak_bytes"] / row["forecast"]["device"]["peak_bytes"]
+    assert found.peak_bytes == round(plain.peak_bytes * ratio) == sum(found.parts.values())
+    events = [json.loads(line) for line in (folder / row["run"] / "events.jsonl").read_text().splitlines()]
+    seconds = statistics.median(event["seconds"] for event in events[3:])
+    assert plain.timing is None
+    assert found.timing is not None
+    assert found.timing.step_seconds == pytest.approx(seconds * plain.operations / row["forecast"]["operations"])
+    longer = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", dataclasses.replace(loop, accumulation=2))
+    assert longer.calibrate(folder / row["run"]).timing.step_seconds == pytest.approx(  # type: ignore[union-attr]
+        2 * found.timing.step_seconds
+    )
+    with pytest.raises(RunError, match="holds no run"):
+        plain.calibrate(folder)
 
 
 def test_zero_shards_what_ddp_does_not(compared: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from toolkit import (
     hardware,
     plan,
 )
+from toolkit.changes import changed
 from toolkit.cli import main
 from toolkit.engines.job import engine_of, resolve
 from toolkit.forecasting import memory
@@ -172,6 +173,27 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     found = forecast(describe(large), Strategy(sharding="ddp"), "8x H100-80GB", Loop(seq_len=128))
     assert not found.fits
     assert "A rank has 79.11 GiB and needs" in found.reason
+    assert found.change is None
+    assert "smallest change" not in found.reason
+
+
+def test_the_smallest_change_that_fits_is_named() -> None:
+    """A smaller batch where that is enough, else several changes together; and it does fit."""
+    large = config("llama", 32)
+    large.hidden_size, large.intermediate_size, large.vocab_size = 4096, 14336, 128256
+    large.num_attention_heads, large.num_key_value_heads, large.head_dim = 32, 8, 128
+    spec = describe(large)
+    for strategy, loop, change in (
+        (Strategy(sharding="fsdp"), Loop(seq_len=4096, micro_batch=8), {"micro_batch": 4, "accumulation": 2}),
+        (Strategy(sharding="zero1"), Loop(seq_len=4096, micro_batch=2), {"sharding": "fsdp"}),
+    ):
+        found = forecast(spec, strategy, "8x A100-80GB", loop)
+        assert not found.fits
+        assert found.change == change
+        chosen, batch = changed(strategy, loop, change)
+        smaller = forecast(spec, chosen, "8x A100-80GB", batch)
+        assert smaller.fits
+        assert smaller.peak_bytes == found.changed_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from toolkit import shrinking
+from toolkit.changes import changes, halved
 from toolkit.errors import OutOfMemory
 from toolkit.folder import enter
 from toolkit.heartbeat import Heartbeat
-from toolkit.shrinking import advice, changes, halved, is_out_of_memory, killed_for_memory, out_of_memory
+from toolkit.shrinking import advice, is_out_of_memory, killed_for_memory, out_of_memory
 from toolkit.strategy import Loop, Strategy
 
 BEAT = Heartbeat(

@@ -7,7 +7,8 @@ holds one file an engine: how parameters, gradients, buffers and the optimizer m
 A new engine is a new file in `replays`, a new GPU a row in `cards.py`.
 """
 
+from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.planning import Candidate, Plan, plan
-from toolkit.forecasting.predicting import Forecast, forecast, forecast_job
+from toolkit.forecasting.predicting import forecast, forecast_job
 
 __all__ = ["Candidate", "Forecast", "Plan", "forecast", "forecast_job", "plan"]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import engine_of
+from toolkit.engines.job import engine_of, resolve
 from toolkit.errors import StrategyError
 from toolkit.flags import spell
-from toolkit.forecasting.predicting import Forecast, forecast
+from toolkit.forecasting.forecasts import Forecast
+from toolkit.forecasting.predicting import forecast_job
 from toolkit.model import ModelSpec, describe
 from toolkit.show import Shown, Table
 from toolkit.strategy import SHARDINGS, Loop, Strategy
@@ -190,7 +191,8 @@ def _loops(loop: Loop, share: int) -> Iterator[Loop]:
 
 def _judge(spec: ModelSpec, strategy: Strategy, loop: Loop, machine: Hardware, one_document: bool) -> Candidate:
     try:
-        found = forecast(spec, strategy, machine, loop, one_document=one_document)
+        job = resolve(strategy, loop, spec, machine.ranks, machine.device)
+        found = forecast_job(job, machine, one_document=one_document)
     except StrategyError as error:
         return Candidate(strategy=strategy, loop=loop, forecast=None, reason=str(error))
     reason = "" if found.fits else found.reason

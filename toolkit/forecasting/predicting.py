@@ -3,118 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.changes import changed, changes
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.states import parameters_of
-from toolkit.errors import StrategyError
+from toolkit.errors import StrategyError, ToolkitError
+from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.ledger import PARTS
 from toolkit.forecasting.memory import replay, traced, whole_step
-from toolkit.forecasting.timing import Timing, step_time
+from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
-from toolkit.phases import PHASES
-from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
-from toolkit.units import BYTES_OF, format_bytes, format_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast(Shown):
-    """What a run will take. Bytes are the allocator's, of the fullest rank."""
-
-    model: str
-    strategy: Strategy
-    """Without an `auto`."""
-    loop: Loop
-    hardware: Hardware
-    ranks: int
-    limit_bytes: int
-    """What a rank may hold: the device's free bytes; on CPU ranks the host's divided by the ranks of a node."""
-    peak_bytes: int
-    peak_phase: str
-    parts: Mapping[str, int]
-    """At the instant of the peak; they add up to it."""
-    phases: Mapping[str, int]
-    """The highest total within each phase."""
-    checkpoint_bytes: int
-    timing: Timing | None
-    """None for a device whose speed is not known."""
-    unknown: tuple[str, ...] = ()
-    """What is not in these figures, each as one sentence."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is at most the limit, with no margin inside."""
-        return self.peak_bytes <= self.limit_bytes
-
-    @property
-    def reason(self) -> str:
-        """Why it fits or does not, in a sentence."""
-        peak, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
-        if self.fits:
-            return f"The highest need, {peak} in {self.peak_phase}, is within the {limit} that a rank has."
-        largest = max(self.parts, key=lambda part: self.parts[part])
-        return f"A rank has {limit} and needs {peak} in {self.peak_phase}, {format_bytes(self.parts[largest])} of it {largest}."
-
-    def to_dict(self) -> dict[str, Any]:
-        """As the shell's JSON: sizes in bytes."""
-        on_cpu = self.hardware.device.kind == "cpu"
-        unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
-        return {
-            "model": self.model,
-            "strategy": dataclasses.asdict(self.strategy),
-            "loop": dataclasses.asdict(self.loop),
-            "hardware": dataclasses.asdict(self.hardware),
-            "ranks": self.ranks,
-            "fits": self.fits,
-            "reason": self.reason,
-            "device": {
-                "peak_bytes": self.peak_bytes,
-                "peak_phase": self.peak_phase,
-                "limit_bytes": self.limit_bytes,
-                "reserved_bytes": None,
-                "parts": dict(self.parts),
-                "phases": dict(self.phases),
-            },
-            "host": {"peak_bytes": self.peak_bytes * self.ranks if on_cpu else None},
-            "nvme": {"peak_bytes": 0},
-            **(dataclasses.asdict(self.timing) if self.timing else unknown),
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "unknown": list(self.unknown),
-        }
-
-    def tables(self) -> list[Table]:
-        """The peak by part, and the highest total of each phase."""
-        verdict = "It fits." if self.fits else "It does not fit."
-        parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
-        phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
-        where = f"{self.ranks} x {self.hardware.device.name}"
-        title = f"{self.model}, sharding {self.strategy.sharding}, {where}: highest need of a rank"
-        return [
-            Table(
-                title=title,
-                columns=("part", "bytes"),
-                rows=[*parts, ("all", format_bytes(self.peak_bytes))],
-                notes=(f"{verdict} {self.reason}",),
-            ),
-            Table(title="By phase", columns=("phase", "bytes"), rows=phases),
-            Table(title="A step", columns=("figure", "value"), rows=self._figures(), notes=self.unknown),
-        ]
-
-    def _figures(self) -> list[tuple[str, str]]:
-        timing = self.timing
-        if timing is None:
-            return [("a checkpoint", format_bytes(self.checkpoint_bytes))]
-        return [
-            ("time", format_seconds(timing.step_seconds)),
-            ("tokens/s", f"{timing.tokens_per_second:,.0f}"),
-            ("MFU", f"{timing.mfu:.0%}"),
-            ("sent by a rank", format_bytes(timing.communication_bytes)),
-            ("a checkpoint", format_bytes(self.checkpoint_bytes)),
-        ]
+from toolkit.units import BYTES_OF
 
 
 def forecast(
@@ -146,7 +49,44 @@ def forecast(
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
     job = resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device)
-    return forecast_job(job, machine, one_document=one_document)
+    found = forecast_job(job, machine, one_document=one_document)
+    return found if found.fits else _advised(found, job, one_document)
+
+
+def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
+    """The same, with the smallest change that fits: of single ones, then of several together."""
+    for change, strategy, loop in _smaller(found):
+        try:
+            other = resolve(strategy, loop, job.spec, job.ranks, job.device)
+            made = forecast_job(other, found.hardware, one_document=one_document)
+        except ToolkitError:
+            continue
+        if made.fits:
+            return dataclasses.replace(found, change=change, changed_bytes=made.peak_bytes)
+    return found
+
+
+def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, Loop]]:
+    """Each change by itself, then one upon another until there is no smaller."""
+    in_a_step = found.peak_phase in ("forward", "backward", "step")
+
+    def able(strategy: Strategy, loop: Loop) -> Iterator[tuple[Mapping[str, Any], Strategy, Loop]]:
+        for change in changes(strategy, loop, in_a_step=in_a_step):
+            if "offload" in change and found.hardware.device.kind == "cpu":
+                continue  # it stays in the same memory
+            try:
+                yield change, *changed(strategy, loop, change)
+            except StrategyError:
+                continue
+
+    for change, strategy, loop in able(found.strategy, found.loop):
+        yield dict(change), strategy, loop
+    total: dict[str, Any] = {}
+    strategy, loop = found.strategy, found.loop
+    while (step := next(able(strategy, loop), None)) is not None:
+        change, strategy, loop = step
+        total |= change
+        yield dict(total), strategy, loop
 
 
 def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True) -> Forecast:
@@ -167,6 +107,8 @@ def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, che
         parts={part: ledger.parts.get(part, 0) for part in PARTS},
         phases=dict(ledger.phases),
         checkpoint_bytes=_checkpoint(job),
+        operations=operations(job, step),
+        communication_bytes=communication(job),
         timing=timing,
         unknown=_unknown(job),
     )
@@ -187,7 +129,7 @@ def _checkpoint(job: Job) -> int:
 def _unknown(job: Job) -> tuple[str, ...]:
     found = []
     if job.device.card is None:
-        found.append(f"How fast {job.device.name} is: the catalog does not know it, so there is no time.")
+        found.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
     else:
         found.append("Time is a roofline over data-sheet peaks, within about a quarter; it has not been calibrated.")
     if job.device.kind == "cuda":

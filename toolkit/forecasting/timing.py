@@ -33,10 +33,21 @@ class Timing:
     step_seconds: float
     tokens_per_second: float
     """Of all ranks."""
-    mfu: float
-    """Operations of forward and backward without recomputation, over what the device could (Chowdhery et al. 2022, appendix B)."""
-    communication_bytes: int
-    """That a rank sends in a step."""
+    mfu: float | None
+    """Operations of forward and backward without recomputation, over what the device could (Chowdhery et al. 2022, appendix B).
+
+    None for a device whose peak nobody knows.
+    """
+
+
+def operations(job: Job, step: Sequence[Stretch]) -> int:
+    """Of a step of one rank, recomputation included."""
+    return job.loop.accumulation * sum(size for one in step for _, size in one.flops)
+
+
+def communication(job: Job) -> int:
+    """Bytes that a rank sends in a step."""
+    return round(sum(size * times for size, times, _ in _volume(job)))
 
 
 def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | None:
@@ -70,7 +81,6 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
         mfu=useful / (seconds * _peak(card, job.compute_dtype)),
-        communication_bytes=round(sum(size * times for size, times, _ in volume)),
     )
 
 

@@ -1,0 +1,55 @@
+"""What takes less memory: single changes of a strategy and its batch, the smallest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.flags import from_dict
+from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy
+
+WHOLE = ("fsdp", "zero3")
+"""What shards all, the one that holds least first: FSDP2 keeps no separate masters."""
+
+
+def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool) -> Iterator[dict[str, Any]]:
+    """Changes that take less memory, the smallest first, each by itself.
+
+    Args:
+        strategy: that did not fit.
+        loop: that did not fit.
+        in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
+    """
+    if in_a_step and loop.micro_batch > 1:
+        yield halved(loop)
+    if in_a_step and strategy.activation_checkpointing != "full":
+        yield {"activation_checkpointing": "full"}
+    if strategy.sharding not in ("none", *WHOLE):
+        yield from ({"sharding": word} for word in WHOLE)
+    for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
+        if offload in SHARDINGS[strategy.sharding].offload:
+            yield {"offload": offload}
+    if strategy.adapter in ("none", "lora"):
+        yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
+
+
+def halved(loop: Loop) -> dict[str, int]:
+    """Half the micro-batch (or the next less that divides a rank's share) with the same global batch; empty at 1."""
+    share = loop.micro_batch * loop.accumulation
+    micro = max((size for size in range(1, loop.micro_batch // 2 + 1) if share % size == 0), default=0)
+    return {"micro_batch": micro, "accumulation": share // micro} if micro else {}
+
+
+def changed(strategy: Strategy, loop: Loop, change: Mapping[str, Any]) -> tuple[Strategy, Loop]:
+    """Both with a change; `replicate` goes where the new sharding has none.
+
+    Raises:
+        StrategyError: for what no engine can do.
+    """
+    fields = {**dataclasses.asdict(strategy), **change}
+    if not SHARDINGS[fields["sharding"]].replicate:
+        fields["replicate"] = 1
+    ours = {**dataclasses.asdict(loop), **{name: value for name, value in change.items() if hasattr(loop, name)}}
+    chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}
+    return from_dict(Strategy, chosen), from_dict(Loop, ours)

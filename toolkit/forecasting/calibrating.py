@@ -1,0 +1,89 @@
+"""One measured run corrects a forecast: bytes, what the allocator reserves, and the speed that is really reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from toolkit.errors import RunError
+from toolkit.folder import read_events, read_run_json
+from toolkit.forecasting.timing import Timing
+
+if TYPE_CHECKING:
+    from toolkit.forecasting.forecasts import Forecast
+
+F = TypeVar("F", bound="Forecast")
+
+WINDOW = 3
+"""Steps that the memory window slows down, and that first allocate: they tell nothing of speed where there are others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What a run teaches."""
+
+    run: Path
+    bytes_ratio: float
+    """Its peak over its forecast."""
+    reserved_ratio: float | None
+    """Reserved over allocated, at the most of each; None on CPU."""
+    operations_per_second: float
+    """Of a rank, over the whole step."""
+
+
+def read_run(path: Path) -> Lesson:
+    """What a run's `memory.json`, `events.jsonl` and `run.json` say.
+
+    Raises:
+        RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
+    """
+    read_run_json(path)
+    try:
+        memory = json.loads((path / "memory.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
+    forecast, measured = memory.get("forecast"), memory.get("measured")
+    if not forecast or not measured:
+        why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
+        raise RunError(f"{path} teaches nothing: {why}. Name a run that has both in its memory.json.")
+    seconds = [event["seconds"] for event in read_events(path / "events.jsonl") if "loss" in event]
+    if not seconds:
+        raise RunError(f"{path} teaches nothing: events.jsonl has no step. Name the folder of a finished run.")
+    worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
+    reserved = worst.get("reserved_bytes")
+    return Lesson(
+        run=path,
+        bytes_ratio=measured["peak_bytes"] / forecast["device"]["peak_bytes"],
+        reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
+        operations_per_second=forecast["operations"] / statistics.median(seconds[WINDOW:] or seconds),
+    )
+
+
+def calibrated(forecast: F, lesson: Lesson) -> F:
+    """The forecast with the run's ratios. What is more than was forecast is workspace; where it is less, every part shrinks."""
+    ratio = lesson.bytes_ratio
+    peak = round(forecast.peak_bytes * ratio)
+    parts = {part: size if ratio > 1 else round(size * ratio) for part, size in forecast.parts.items()}
+    parts["workspace"] += peak - sum(parts.values())
+    seconds = forecast.operations / lesson.operations_per_second
+    tokens = forecast.loop.micro_batch * forecast.loop.accumulation * forecast.ranks * forecast.loop.seq_len
+    mfu = forecast.timing.mfu if forecast.timing else None
+    if mfu is not None and forecast.timing is not None:
+        mfu *= forecast.timing.step_seconds / seconds
+    return dataclasses.replace(
+        forecast,
+        peak_bytes=peak,
+        parts=parts,
+        phases={phase: round(size * ratio) for phase, size in forecast.phases.items()},
+        reserved_bytes=round(peak * lesson.reserved_ratio) if lesson.reserved_ratio else None,
+        timing=Timing(step_seconds=seconds, tokens_per_second=tokens / seconds, mfu=mfu),
+        change=None,
+        changed_bytes=None,
+        unknown=(
+            f"Corrected by {lesson.run}: bytes x {ratio:.3f}, {lesson.operations_per_second:.3g} operations/s a rank.",
+        ),
+    )

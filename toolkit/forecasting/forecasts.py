@@ -1,0 +1,147 @@
+"""`Forecast`: what a run will take, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.devices import Hardware
+from toolkit.flags import spell
+from toolkit.forecasting.calibrating import calibrated, read_run
+from toolkit.forecasting.ledger import PARTS
+from toolkit.forecasting.timing import Timing
+from toolkit.phases import PHASES
+from toolkit.show import Shown, Table
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Shown):
+    """What a run will take. Bytes are the allocator's, of the fullest rank."""
+
+    model: str
+    strategy: Strategy
+    """Without an `auto`."""
+    loop: Loop
+    hardware: Hardware
+    ranks: int
+    limit_bytes: int
+    """What a rank may hold: the device's free bytes; on CPU ranks the host's divided by the ranks of a node."""
+    peak_bytes: int
+    peak_phase: str
+    parts: Mapping[str, int]
+    """At the instant of the peak; they add up to it."""
+    phases: Mapping[str, int]
+    """The highest total within each phase."""
+    checkpoint_bytes: int
+    operations: int
+    """Floating-point operations of a rank in a step, recomputation included."""
+    communication_bytes: int
+    """That a rank sends in a step."""
+    timing: Timing | None
+    """None for a device whose speed is not known."""
+    reserved_bytes: int | None = None
+    """What CUDA's caching allocator takes for the peak; None until a run has shown it."""
+    unknown: tuple[str, ...] = ()
+    """What is not in these figures, each as one sentence."""
+    change: Mapping[str, Any] | None = None
+    """Where it does not fit, the smallest change of the strategy or the loop that does; None where there is none."""
+    changed_bytes: int | None = None
+    """The peak with that change."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is at most the limit, with no margin inside."""
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why it fits or does not, in a sentence."""
+        peak, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
+        if self.fits:
+            return f"The highest need, {peak} in {self.peak_phase}, is within the {limit} that a rank has."
+        largest = max(self.parts, key=lambda part: self.parts[part])
+        lacks = f"A rank has {limit} and needs {peak} in {self.peak_phase}, {format_bytes(self.parts[largest])} of it {largest}."
+        if self.change is None or self.changed_bytes is None:
+            return lacks
+        flags = " ".join(spell(self.change))
+        return f"{lacks} The smallest change that fits: {flags}, which needs {format_bytes(self.changed_bytes)}."
+
+    def calibrate(self, run: str | Path) -> Forecast:
+        """The same, corrected by what a run with a forecast of its own really took.
+
+        Bytes go by the ratio of the run's peak to its forecast (workspace and all else that no trace sees), what the allocator
+        reserves by what it reserved there (fragmentation), time by the operations a second that the run achieved.
+
+        Args:
+            run: folder of a run on the same kind of device.
+
+        Raises:
+            RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
+        """
+        return calibrated(self, read_run(Path(run)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the shell's JSON: sizes in bytes."""
+        on_cpu = self.hardware.device.kind == "cpu"
+        unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
+        return {
+            "model": self.model,
+            "strategy": dataclasses.asdict(self.strategy),
+            "loop": dataclasses.asdict(self.loop),
+            "hardware": dataclasses.asdict(self.hardware),
+            "ranks": self.ranks,
+            "fits": self.fits,
+            "reason": self.reason,
+            "change": self.change,
+            "device": {
+                "peak_bytes": self.peak_bytes,
+                "peak_phase": self.peak_phase,
+                "limit_bytes": self.limit_bytes,
+                "reserved_bytes": self.reserved_bytes,
+                "parts": dict(self.parts),
+                "phases": dict(self.phases),
+            },
+            "host": {"peak_bytes": self.peak_bytes * self.ranks if on_cpu else None},
+            "nvme": {"peak_bytes": 0},
+            **(dataclasses.asdict(self.timing) if self.timing else unknown),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "operations": self.operations,
+            "communication_bytes": self.communication_bytes,
+            "unknown": list(self.unknown),
+        }
+
+    def tables(self) -> list[Table]:
+        """The peak by part, and the highest total of each phase."""
+        verdict = "It fits." if self.fits else "It does not fit."
+        parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
+        phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
+        where = f"{self.ranks} x {self.hardware.device.name}"
+        title = f"{self.model}, sharding {self.strategy.sharding}, {where}: highest need of a rank"
+        return [
+            Table(
+                title=title,
+                columns=("part", "bytes"),
+                rows=[*parts, ("all", format_bytes(self.peak_bytes))],
+                notes=(f"{verdict} {self.reason}",),
+            ),
+            Table(title="By phase", columns=("phase", "bytes"), rows=phases),
+            Table(title="A step", columns=("figure", "value"), rows=self._figures(), notes=self.unknown),
+        ]
+
+    def _figures(self) -> list[tuple[str, str]]:
+        found = [
+            ("operations of a rank", f"{self.operations:.3g}"),
+            ("sent by a rank", format_bytes(self.communication_bytes)),
+            ("a checkpoint", format_bytes(self.checkpoint_bytes)),
+        ]
+        if self.timing is not None:
+            if self.timing.mfu is not None:
+                found.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))
+            found.insert(0, ("tokens/s", f"{self.timing.tokens_per_second:,.0f}"))
+            found.insert(0, ("time", format_seconds(self.timing.step_seconds)))
+        return found
