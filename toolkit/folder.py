@@ -245,12 +245,15 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """
     data = (json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode()
     try:
-        with open(path, "ab", buffering=0) as file:
-            before = file.tell()
-            if file.write(data) == len(data):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            written = os.write(file, data)
+            if written == len(data):
                 return
-            file.truncate(before)
+            os.ftruncate(file, os.lseek(file, 0, os.SEEK_CUR) - written)
             why = "the disk is full"
+        finally:
+            os.close(file)
     except OSError as error:
         why = error.strerror or str(error)
     raise _unwritable(path, why)

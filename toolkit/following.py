@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +37,14 @@ def follow(
 
 
 def _event(step: Step) -> dict[str, Any]:
-    line = dataclasses.asdict(step)
-    del line["gradients"], line["wish"]
-    return line
+    return {name: value for name, value in vars(step).items() if name not in ("gradients", "wish")}
 
 
 def _progress(asked: Job, start: int, *, shown: bool) -> tqdm[Any]:
     from tqdm import tqdm
 
     word, steps = asked.strategy.sharding, asked.loop.steps
-    return tqdm(total=steps, initial=start, desc=word, unit="step", disable=not shown, mininterval=0.25)
+    return tqdm(total=steps, initial=start, desc=word, unit="step", disable=not shown, mininterval=0.5)
 
 
 def _show(bar: tqdm[Any], step: Step) -> None:

@@ -26,7 +26,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Mark a phase: `torch.profiler.record_function("toolkit/<name>")`, and a call to every observer at both ends.
+    """Mark a phase: a call to every observer at both ends; where torch profiles, `record_function("toolkit/<name>")` too.
 
     Raises:
         ValueError: for a name that is not in `PHASES`.
@@ -35,7 +35,8 @@ def phase(name: str) -> Iterator[None]:
         raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
     # Without torch there is no profiler to tell, and importing it here would cost two seconds.
     torch = sys.modules.get("torch")
-    mark = torch.profiler.record_function(PREFIX + name) if torch else nullcontext()
+    profiled = torch and torch.autograd._profiler_enabled()
+    mark = torch.profiler.record_function(PREFIX + name) if torch and profiled else nullcontext()
     for observer in _observers.copy():
         observer(name, True)
     try:

@@ -173,8 +173,15 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     found = forecast(describe(large), Strategy(sharding="ddp"), "8x H100-80GB", Loop(seq_len=128))
     assert not found.fits
     assert "A rank has 79.11 GiB and needs" in found.reason
-    assert found.change is None
-    assert "smallest change" not in found.reason
+    assert found.change is not None
+    assert found.change["sharding"] == "fsdp"
+    assert "The smallest change that fits: --" in found.reason
+    alone = forecast(
+        describe(large), Strategy(sharding="none", adapter="qlora"), "T4", Loop(seq_len=128, micro_batch=1)
+    )
+    assert not alone.fits
+    assert alone.change is None
+    assert "smallest change" not in alone.reason
 
 
 def test_the_smallest_change_that_fits_is_named() -> None:

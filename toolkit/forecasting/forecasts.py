@@ -37,6 +37,8 @@ class Forecast(Shown):
     """At the instant of the peak; they add up to it."""
     phases: Mapping[str, int]
     """The highest total within each phase."""
+    host_bytes: int
+    """The highest need of a node's host: of all its ranks, and of what rank 0 takes beside them. On CPU ranks all peaks."""
     checkpoint_bytes: int
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""
@@ -55,8 +57,13 @@ class Forecast(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the limit, with no margin inside."""
-        return self.peak_bytes <= self.limit_bytes
+        """Whether the peak is at most the limit, and the host's need what it has, with no margin inside."""
+        return self.peak_bytes <= self.limit_bytes and not self.host_lacks
+
+    @property
+    def host_lacks(self) -> bool:
+        """Whether a node's host has too little: to read, to offload, to write. Of CPU ranks the limit says it."""
+        return self.hardware.device.kind != "cpu" and self.host_bytes > self.hardware.host_free_bytes
 
     @property
     def reason(self) -> str:
@@ -64,6 +71,9 @@ class Forecast(Shown):
         peak, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
         if self.fits:
             return f"The highest need, {peak} in {self.peak_phase}, is within the {limit} that a rank has."
+        if self.host_lacks and self.peak_bytes <= self.limit_bytes:
+            host, free = format_bytes(self.host_bytes), format_bytes(self.hardware.host_free_bytes)
+            return f"A node's host has {free}, and its ranks need {host} of it to read, offload and write."
         largest = max(self.parts, key=lambda part: self.parts[part])
         lacks = f"A rank has {limit} and needs {peak} in {self.peak_phase}, {format_bytes(self.parts[largest])} of it {largest}."
         if self.change is None or self.changed_bytes is None:
@@ -87,7 +97,6 @@ class Forecast(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """As the shell's JSON: sizes in bytes."""
-        on_cpu = self.hardware.device.kind == "cpu"
         unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
         return {
             "model": self.model,
@@ -106,7 +115,7 @@ class Forecast(Shown):
                 "parts": dict(self.parts),
                 "phases": dict(self.phases),
             },
-            "host": {"peak_bytes": self.peak_bytes * self.ranks if on_cpu else None},
+            "host": {"peak_bytes": self.host_bytes},
             "nvme": {"peak_bytes": 0},
             **(dataclasses.asdict(self.timing) if self.timing else unknown),
             "checkpoint_bytes": self.checkpoint_bytes,
@@ -135,6 +144,7 @@ class Forecast(Shown):
 
     def _figures(self) -> list[tuple[str, str]]:
         found = [
+            ("host memory of a node", format_bytes(self.host_bytes)),
             ("operations of a rank", f"{self.operations:.3g}"),
             ("sent by a rank", format_bytes(self.communication_bytes)),
             ("a checkpoint", format_bytes(self.checkpoint_bytes)),

@@ -11,7 +11,13 @@ PARTS = ("parameters", "master", "gradients", "optimizer", "activations", "logit
 class Ledger:
     """Bytes by part. Every change is one call; the highest totals follow from the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        """`shared`: a rank's device is the host's memory, so what is offloaded stays in it."""
+        self.shared = shared
+        self.host = self.host_peak = 0
+        """Of a rank, where its device has a memory of its own."""
+        self.alone = self.alone_peak = 0
+        """What of the host's memory rank 0 alone takes beside that."""
         self.held: Counter[str] = Counter()
         self.total = 0
         self.phase = "load"
@@ -34,6 +40,18 @@ class Ledger:
     def touch(self, part: str, size: int) -> None:
         """For a moment `size` bytes more of a part."""
         self._look(size, part)
+
+    def offload(self, part: str, size: int) -> None:
+        """As `hold`, in the host's memory."""
+        if self.shared:
+            self.hold(part, size)
+        self.host += size
+        self.host_peak = max(self.host, self.host_peak)
+
+    def lead(self, size: int) -> None:
+        """More, or less, of the host's memory that rank 0 alone takes: where it reads for all, or writes for all."""
+        self.alone += size
+        self.alone_peak = max(self.alone, self.alone_peak)
 
     def _look(self, more: int, part: str) -> None:
         total = self.total + more

@@ -37,8 +37,6 @@ def traced(job: Job, *, masked: bool) -> Trace:
     assert job.spec is not None, "a forecast needs a model"
     if strategy.adapter == "qlora8":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet.")
-    if strategy.offload != "none":
-        raise StrategyError(f"offload {strategy.offload!r} cannot be forecast yet.")
     way = way_of(job, masked=masked)
     return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len)
 
@@ -57,7 +55,10 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool
         step: from `whole_step`.
         checkpoints: whether any are written.
     """
-    ledger = Ledger()
+    ledger = Ledger(shared=job.device.kind == "cpu")
+    if checkpoints and not ledger.shared:  # pinned buffers of a snapshot, made before the first step
+        trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+        ledger.offload("workspace", 3 * trained * BYTES_OF[job.weight_dtype] // job.ranks)
     _engine(job).replay(job, trace, step, ledger, checkpoints=checkpoints)
     _save(ledger, job, checkpoints)
     return ledger
@@ -75,6 +76,9 @@ def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
         ledger.touch("workspace", max(min(sum(sizes), RESULT_SHARD) + _engine(job).gathering(job), snapshot))
     else:
         ledger.touch("workspace", max(sizes, default=0))
+        written = min(sum(sizes), RESULT_SHARD)
+        ledger.lead(written)
+        ledger.lead(-written)
 
 
 def _engine(job: Job) -> Any:

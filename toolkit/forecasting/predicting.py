@@ -12,7 +12,7 @@ from toolkit.engines.job import Job, resolve
 from toolkit.engines.states import parameters_of
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
-from toolkit.forecasting.ledger import PARTS
+from toolkit.forecasting.ledger import PARTS, Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
@@ -106,6 +106,7 @@ def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, che
         peak_phase=ledger.peak_phase,
         parts={part: ledger.parts.get(part, 0) for part in PARTS},
         phases=dict(ledger.phases),
+        host_bytes=_host(job, machine, ledger),
         checkpoint_bytes=_checkpoint(job),
         operations=operations(job, step),
         communication_bytes=communication(job),
@@ -118,6 +119,12 @@ def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
     return machine.host_free_bytes // -(-job.ranks // machine.nodes)
+
+
+def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
+    """Of a node; rank 0's own beside that of all, as if both were highest at once."""
+    ranks = -(-job.ranks // machine.nodes)
+    return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.alone_peak
 
 
 def _checkpoint(job: Job) -> int:

@@ -40,10 +40,11 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     with _quietly():
         model = _build(spec, way)
         stacks = cut(model, spec)
-        outer = model if way.adapter is None else put_on(model, stacks, spec, way.adapter)
-        outer.train()
         if way.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
+        # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
+        outer = model if way.adapter is None else put_on(model, stacks, spec, way.adapter)
+        outer.train()
         tracker = Tracker()
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
@@ -195,8 +196,11 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
 
     def after(_: Any, args: Any, kwargs: Any, made: Any) -> None:
         tracker.mark("out", name, layer=layer)
-        if (tensor := _first(made)) is not None and tensor.grad_fn is not None:
+        tensor = _first(made)
+        if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(mark("back in"))
+        elif tensor is not None:  # what PEFT lets need a gradient is a leaf
+            tensor.register_hook(mark("back in"))  # type: ignore[no-untyped-call]
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True)

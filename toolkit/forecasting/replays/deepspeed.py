@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.engines.deepspeed import ALIGNMENT
-from toolkit.engines.job import Job, engine_of
+from toolkit.engines.job import Holdings, Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.replays.walking import adamw, loaded, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF, ceil_div, round_up
+
+SUB_GROUP = 10**9
+"""Elements of a rank's shard that stage 3 steps at once (`sub_group_size`, at its default)."""
 
 
 def heeds(trace: Trace, what: str, name: str) -> bool:
@@ -29,24 +32,41 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     """Load, prepare, one step of all micro-batches."""
     held = engine_of(job.strategy).account(job)
     whole = job.settings["zero_optimization"]["stage"] == 3
-    if whole and not job.strategy.quantized:
-        # `zero.Init`: each is read whole by rank 0 and broadcast before it is cut.
-        ledger.enter("load")
-        ledger.hold("parameters", held.parameters)
-        largest = max(state.elements for state in parameters_of(job))
-        ledger.touch("workspace", 2 * largest * BYTES_OF[job.compute_dtype])
-        ledger.enter("prepare")
+    if whole:
+        _partitioned(job, ledger, held)
     else:
-        # transformers skips `zero.Init` for quantized models.
-        read = sum(state.bytes for state in parameters_of(job)) if whole else held.parameters
-        loaded(ledger, job, read)
-        ledger.hold("parameters", held.parameters - read)
-    ledger.hold("master", held.master)
-    moments(ledger, held, checkpoints)
+        loaded(ledger, job, held.parameters)
+    offload = job.strategy.offload != "none"
+    (ledger.offload if offload else ledger.hold)("master", held.master)
+    moments(ledger, held, checkpoints, offload=offload)
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
     walk(ledger, job, step, moves)
     ledger.enter("step")
     moves.step()
+
+
+def _partitioned(job: Job, ledger: Ledger, held: Holdings) -> None:
+    """Stage 3's parameters, from the checkpoint to shards.
+
+    `zero.Init`: rank 0 reads each whole and broadcasts it before it is cut. transformers skips that for quantized models.
+    """
+    found = list(parameters_of(job))
+    base = [state for state in found if not (state.trainable and job.strategy.adapter != "none")]
+    keep = ledger.offload if job.strategy.offload == "cpu" else ledger.hold
+    if job.strategy.quantized:
+        read = sum(state.bytes for state in found)
+        loaded(ledger, job, read)
+        ledger.touch("parameters", max(ceil_div(state.bytes, job.ranks) for state in found))
+        ledger.hold("parameters", -read)
+    else:
+        size = BYTES_OF[job.compute_dtype]
+        read = sum(ceil_div(state.elements, job.ranks) for state in base) * size
+        ledger.enter("load")
+        keep("parameters", read)
+        ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
+        ledger.enter("prepare")
+        keep("parameters", -read)
+    keep("parameters", held.parameters)
 
 
 def gathering(job: Job) -> int:
@@ -74,6 +94,13 @@ class _Buckets:
         self._filled = 0
         self._partition = 0
         """Bytes of the gradients of this rank's partition."""
+        self._offload = job.strategy.offload != "none"
+        if self._offload:
+            # The fp32 gradients of the partition, its parameters on their way back, and a buffer on each side.
+            largest = max(self._elements.values(), default=0) * self._size
+            ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
+            ledger.offload("buffers", self._shard * self._size + largest)
+            ledger.hold("buffers", largest)
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Gradients come, and the backward ends."""
@@ -118,7 +145,7 @@ class _Buckets:
         self._ledger.touch("buffers", (max(sent) * self._size if several else 0) + cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]
-            if mine and not self._partition:
+            if mine and not self._partition and (self._fp32 or not self._offload):
                 whole = sum(self._elements[one] for one, ranks in self._ranges.items() if self._own in ranks)
                 # With fp32 accumulation: `_build_compact_grad_partition_buffer`.
                 self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
@@ -130,6 +157,9 @@ class _Buckets:
     def step(self) -> None:
         """The partition's gradients are joined in fp32, and stepped with as one tensor."""
         self._release()
+        if self._offload:
+            adamw(self._ledger, self._job, [self._shard])
+            return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
         flat = self._shard * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
@@ -183,7 +213,11 @@ class _Fetches:
                 self._uses[name].append(at)
         self._shard = sum(ceil_div(state.elements, job.ranks) for state in found if state.trainable)
         self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
-        ledger.hold("gradients", self._shard * self._accumulated)
+        self._offload = job.strategy.offload != "none"
+        keep = ledger.offload if self._offload else ledger.hold
+        keep("gradients", self._shard * self._accumulated)
+        if self._offload:
+            ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
         ledger.hold("buffers", self._room * self._reduced)
         self._live = 0
         self._whole: dict[str, int] = {}
@@ -307,10 +341,13 @@ class _Fetches:
         self._bucket, self._filled = [], 0
 
     def step(self) -> None:
-        """One tensor of all masters, and their gradients joined in another (`_prepare_fp32_grad_for_sub_group`)."""
-        flat = self._shard * BYTES_OF[self._job.weight_dtype]
+        """Of a sub-group its masters as one tensor, and their gradients joined in another (`_prepare_fp32_grad_for_sub_group`)."""
+        if self._offload:
+            adamw(self._ledger, self._job, [self._shard])
+            return
+        flat = min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
-        adamw(self._ledger, self._job, [self._shard])
+        adamw(self._ledger, self._job, [min(self._shard, SUB_GROUP)])
         self._ledger.hold("gradients", -flat)
 
 

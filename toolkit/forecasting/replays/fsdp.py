@@ -35,11 +35,16 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     read = sum(state.bytes for state in found) if job.device.kind == "cpu" or job.strategy.quantized else 0
     ledger.hold("parameters", read)
     ledger.hold("buffers", constants(job))
+    if not read:
+        ledger.lead(sum(state.bytes for state in found))
     ledger.enter("prepare")
-    ledger.hold("parameters", held.parameters)
-    ledger.touch("workspace", max(state.bytes for state in found))
+    offload = job.strategy.offload != "none"
+    (ledger.offload if offload else ledger.hold)("parameters", held.parameters)
+    if not job.strategy.quantized:
+        ledger.touch("workspace", max(state.bytes for state in found))
     ledger.hold("parameters", -read)
-    moments(ledger, held, checkpoints)
+    ledger.lead(-ledger.alone)
+    moments(ledger, held, checkpoints, offload=offload)
     walk(ledger, job, step, _Moves(job, trace, ledger))
     ledger.enter("step")
     adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
@@ -84,6 +89,7 @@ class _Moves:
         self._compute = BYTES_OF[job.compute_dtype]
         self._reduce = BYTES_OF[job.settings["reduce_dtype"] or job.weight_dtype]
         self._gloo = job.device.kind == "cpu"
+        self._offload = job.strategy.offload != "none"
         self._groups, self._owner = _groups(job, trace)
         self._whole: set[str] = set()
         self._scattered: set[str] = set()
@@ -151,7 +157,9 @@ class _Moves:
 
     def _collect(self, key: str) -> None:
         group = self._groups[key]
-        size, cast = group.elements * self._compute, group.cast // self._ranks * self._compute
+        # What is offloaded is copied to the device, and what is kept in another dtype is cast.
+        copied = group.elements if self._offload else group.cast
+        size, cast = group.elements * self._compute, copied // self._ranks * self._compute
         self._ledger.hold("buffers", cast)
         self._ledger.hold("buffers", size)
         if self._gloo:
@@ -189,13 +197,14 @@ class _Moves:
         kept = group.gradients.pop(last)
         self._ledger.hold("gradients", -sum(group.gradients.values()))
         shard = group.trained // self._ranks * self._reduce
-        self._ledger.hold("gradients", shard)
+        keep = self._ledger.offload if self._offload else self._ledger.hold
+        keep("gradients", shard)
         if self._gloo:
             self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
         self._ledger.hold("gradients", -kept)
         group.gradients = {}
         if key in self._scattered:  # added to what earlier micro-batches left
-            self._ledger.hold("gradients", -shard)
+            keep("gradients", -shard)
         self._scattered.add(key)
 
 

@@ -46,8 +46,10 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
         ledger.hold("buffers", constants(job))
         ledger.enter("prepare")
     else:
+        ledger.offload("parameters", size)
         ledger.enter("prepare")
         ledger.hold("parameters", size)
+        ledger.offload("parameters", -size)
 
 
 def constants(job: Job) -> int:
@@ -64,11 +66,11 @@ def constants(job: Job) -> int:
     return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 
 
-def moments(ledger: Ledger, held: Holdings, checkpoints: bool) -> None:
+def moments(ledger: Ledger, held: Holdings, checkpoints: bool, *, offload: bool = False) -> None:
     """Made before the first step where checkpoints are laid out over them, else by the first step itself."""
     if not checkpoints:
         ledger.enter("step")
-    ledger.hold("optimizer", held.optimizer or 0)
+    (ledger.offload if offload else ledger.hold)("optimizer", held.optimizer or 0)
 
 
 def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
@@ -79,5 +81,7 @@ def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
     """
     size = BYTES_OF[job.weight_dtype]
     elements = list(pieces)
+    if job.strategy.offload != "none" and not ledger.shared:
+        return  # on the host, in place (deepspeed/ops/adam/cpu_adam.py)
     work = 2 * max(elements, default=0) if job.device.kind == "cpu" else sum(elements)
     ledger.touch("workspace", work * size)
