@@ -73,9 +73,11 @@ def _replace(model: PreTrainedModel, name: str) -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     plain: Any = model.get_submodule(name)
-    dtype = plain.weight.dtype
+    # GPT-2's `Conv1D` keeps its weight the other way round.
+    weight = plain.weight.data if hasattr(plain, "out_features") else plain.weight.data.t()
+    dtype = weight.dtype
     made = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
-    made.in_features, made.out_features, made.bias = plain.in_features, plain.out_features, plain.bias
-    made.weight = Params4bit(plain.weight.data, requires_grad=False)
+    (made.out_features, made.in_features), made.bias = weight.shape, plain.bias
+    made.weight = Params4bit(weight, requires_grad=False)
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, made)

@@ -14,13 +14,10 @@ from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, Trace, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import way_of
-from toolkit.units import BYTES_OF, GiB
+from toolkit.units import BYTES_OF
 
 BLOCK = {"cpu": 1, "cuda": 512}
 """Bytes that an allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize`)."""
-
-RESULT_SHARD = 5 * GiB
-"""The most that saving the result holds of the model at once (huggingface_hub's shards)."""
 
 
 def traced(job: Job, *, masked: bool) -> Trace:
@@ -67,16 +64,18 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool
 def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """The most of a checkpoint's snapshot, of which each rank takes its part, and of the result, which rank 0 writes.
 
-    On a GPU both go to the host, the result tensor by tensor.
+    On a GPU both go to the host, the result tensor by tensor; there rank 0 holds it whole.
     """
     ledger.enter("save")
-    sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
+    each = BYTES_OF[job.weight_dtype]
+    sizes = [state.elements * each for state in parameters_of(job) if state.trainable]
+    copied = job.spec.copied * each if job.spec and job.strategy.adapter == "none" else 0
+    written = sum(sizes) + max(copied, _engine(job).gathering(job))
     if job.device.kind == "cpu":
         snapshot = 3 * sum(sizes) // job.ranks if checkpoints else 0
-        ledger.touch("workspace", max(min(sum(sizes), RESULT_SHARD) + _engine(job).gathering(job), snapshot))
+        ledger.touch("workspace", max(written, snapshot))
     else:
         ledger.touch("workspace", max(sizes, default=0))
-        written = min(sum(sizes), RESULT_SHARD)
         ledger.lead(written)
         ledger.lead(-written)
 

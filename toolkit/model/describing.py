@@ -150,8 +150,21 @@ def _spec(
         moe=moe,
         unadapted=_unadapted(module, str(figures.get("model_type"))) if moe else (),
         unquantized=_unquantized(module),
+        copied=_copied(module) if moe else 0,
         trusted=trusted,
     )
+
+
+def _copied(module: PreTrainedModel) -> int:
+    """What `save_pretrained` makes anew: transformers' conversion tells, on tensors that hold nothing."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    plain = {name: torch.empty_like(parameter, device="meta") for name, parameter in module.named_parameters()}
+    known = {tensor.untyped_storage()._cdata for tensor in plain.values()}
+    written: dict[str, torch.Tensor] = revert_weight_conversion(module, dict(plain))
+    made = {tensor.untyped_storage()._cdata: tensor for tensor in written.values()}
+    return sum(t.untyped_storage().nbytes() // t.element_size() for key, t in made.items() if key not in known)
 
 
 def _head(module: PreTrainedModel) -> nn.Module | None:

@@ -79,6 +79,8 @@ class ModelSpec(Shown):
     """Of `linears`, what `all-linear` leaves out: PEFT takes their names for those of a mixture's fused experts."""
     unquantized: tuple[str, ...] = field(default=(), repr=False)
     """Of `linears`, what transformers leaves as it is in 4 and 8 bits (T5's `wo`)."""
+    copied: int = 0
+    """Elements that writing the model copies, since the disk has them in another form (one expert a tensor)."""
     trusted: str | None = None
     """The revision of the model's own code that is run: a commit on the Hub, or a folder's sha256. None: none is."""
 

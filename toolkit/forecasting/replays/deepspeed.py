@@ -36,6 +36,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         _partitioned(job, ledger, held)
     else:
         loaded(ledger, job, held.parameters)
+        ledger.touch("parameters", held.trainable)  # flattened into a copy
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", held.master)
     moments(ledger, held, checkpoints, offload=offload)
@@ -277,6 +278,11 @@ class _Fetches:
 
     def _gather(self, names: set[str]) -> None:
         """`all_gather_coalesced`: one parameter into its own memory, several into a buffer that they are copied from."""
+        if self._ranks == 1 and (
+            self._ledger.shared or self._job.strategy.offload != "cpu"
+        ):  # `_no_gather_coalesced`: its shard is the parameter
+            self._whole |= dict.fromkeys(names, 0)
+            return
         padded = sum(ceil_div(self._elements[name], self._ranks) for name in names) * self._ranks * self._size
         gather = _Gather(set(names), padded if len(names) > 1 else 0)
         if len(names) > 1:
