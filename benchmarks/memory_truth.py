@@ -3,9 +3,9 @@
     python benchmarks/memory_truth.py                  # 300 runs; on two cores about two hours
     python benchmarks/memory_truth.py --runs 20 --work /tmp/truth --continue
 
-Each run is `toolkit train` for three steps over a model of random weights. Its forecast is made before, in a process that
-trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid holds and no engine can do is
-refused before, and counted by its reason. Every run counts: one that fails is listed.
+Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
+is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
+holds and no engine can do is refused before, and counted by its reason. Every run counts: one that fails is listed.
 
 Beside it stand the estimates of accelerate (`accelerate estimate-memory`) and DeepSpeed (`estimate_zero*_model_states_mem_needs`).
 """
@@ -15,18 +15,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from families import AXES, FAMILIES, SHAPES, Case, checkpoint, possible, spread
+from forking import Ranks
 from machine import about, write_results
 
 from toolkit.flags import spell
@@ -38,6 +39,8 @@ LEAST = 110 * MiB
 """Of a forecast: with some room for a peak of at least 100 MiB."""
 
 BATCHES = (2, 3, 4, 6, 8, 12, 16, 24)
+
+ANSWER = "ANSWER "
 
 DOCUMENTS = {"one": 4_000_000, "several": 200}
 """Characters of a document: longer than all that is drawn, or about 60 tokens."""
@@ -66,11 +69,13 @@ def specs(work: Path) -> dict[tuple[str, str], Any]:
     return {pair: tk.describe(str(checkpoint(work / "models" / "-".join(pair), *pair))) for pair in pairs}
 
 
-def forecasts(work: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Of each case: its batch, what is forecast, and how long that took."""
+    import peft  # noqa: F401 - so that adapters are traced here, and not in a child process each
+
     import toolkit as tk
 
-    machine, known, found = tk.hardware(), specs(work), []
+    machine, known = tk.hardware(), specs(work)
     for case in cases:
         began = time.perf_counter()
         for batch in BATCHES:
@@ -85,38 +90,34 @@ def forecasts(work: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
             if made.peak_bytes >= LEAST:
                 break
         values = made.to_dict()["device"]
-        found.append(
-            {
-                "case": dataclasses.asdict(case),
-                "micro_batch": made.loop.micro_batch,
-                "parameters": known[case.family, case.shape].elements,
-                "forecast": {name: values[name] for name in ("peak_bytes", "peak_phase", "phases", "parts")},
-                "seconds": time.perf_counter() - began,
-            }
-        )
-    return found
+        yield {
+            "case": dataclasses.asdict(case),
+            "micro_batch": made.loop.micro_batch,
+            "parameters": known[case.family, case.shape].elements,
+            "forecast": {name: values[name] for name in ("peak_bytes", "peak_phase", "phases", "parts")},
+            "seconds": time.perf_counter() - began,
+        }
 
 
-def measured(work: Path, row: dict[str, Any]) -> dict[str, Any]:
+def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The same row with what the run took, or with why it failed."""
     case = Case(**row["case"])
     out = work / "runs" / "-".join(map(str, row["case"].values()))
     flags = dataclasses.asdict(case.strategy())
     asked = {name: flags[name] for name in row["case"] if name in flags} | {"replicate": flags["replicate"]}
     loop = case.loop(row["micro_batch"])
-    asked |= {"steps": loop.steps, "micro_batch": loop.micro_batch, "seq_len": loop.seq_len, "processes": case.ranks}
+    asked |= {"steps": loop.steps, "micro_batch": loop.micro_batch, "seq_len": loop.seq_len}
     asked |= {"model": work / "models" / f"{case.family}-{case.shape}", "run_dir": out}
     asked |= {"data": texts(work, case.documents)}
     if not (out / "memory.json").exists():
-        subprocess.run(["rm", "-rf", out], check=True)
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "toolkit.cli", "train", *spell(asked)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
-        if done.returncode:
-            return {**row, "failed": done.stderr.strip()[-600:]}
+        shutil.rmtree(out, ignore_errors=True)
+        log = work / "ranks.log"
+        log.unlink(missing_ok=True)
+        if ranks.run(spell(asked), case.ranks, log):
+            return {**row, "failed": log.read_text().strip()[-600:]}
     found = json.loads((out / "memory.json").read_text())
-    for big in ("result", "checkpoints", "export"):
-        subprocess.run(["rm", "-rf", out / big], check=True)
+    for large in ("checkpoints", "export"):
+        shutil.rmtree(out / large, ignore_errors=True)
     names = ("peak_bytes", "peak_phase", "phases")
     return {**row, "measured": {name: found["measured"][name] for name in names}, "unforecast": found["unforecast"]}
 
@@ -217,13 +218,19 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Any:
             yield line("this forecast, of these", errors(some))
 
 
-def apart(task: str, work: Path, asked: Any) -> Any:
-    """The answer of this program in a process of its own."""
+def apart(task: str, work: Path, asked: Any) -> Iterator[Any]:
+    """The answers of this program in a process of its own, each as soon as it is there."""
     command = [sys.executable, __file__, "--task", task, "--work", str(work)]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(asked))
+        process.stdin.close()
+        for line in process.stdout:
+            if line.startswith(ANSWER):
+                yield json.loads(line.removeprefix(ANSWER))
+    if process.returncode:
+        raise SystemExit(f"the process for the {task}s ended with {process.returncode}")
 
 
 def main() -> None:
@@ -238,18 +245,20 @@ def main() -> None:
     work = arguments.work
     if arguments.task:
         asked = json.load(sys.stdin)
-        answer = forecasts(work, [Case(**one) for one in asked]) if arguments.task == "forecast" else estimates(asked)
-        print(json.dumps(answer))
+        answers = forecasts(work, [Case(**one) for one in asked]) if arguments.task == "forecast" else estimates(asked)
+        for answer in answers:
+            print(ANSWER + json.dumps(answer), flush=True)
         return
     work.mkdir(parents=True, exist_ok=True)
     cases, refused = possible(specs(work))
     chosen = [dataclasses.asdict(case) for case in spread(cases, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
-    rows = []
+    rows, ranks = [], Ranks()
     for number, row in enumerate(apart("forecast", work, chosen), start=1):
-        rows.append(measured(work, row))
+        rows.append(measured(work, row, ranks))
         said = f"{100 * errors(rows[-1:])[0]:+.2f}%" if "measured" in rows[-1] else rows[-1]["failed"][-200:]
         print(number, *row["case"].values(), row["micro_batch"], said, flush=True)
+    ranks.close()
     good = [row for row in rows if "measured" in row]
     for row, said in zip(good, apart("estimate", work, good), strict=True):
         row["estimates"] = said
