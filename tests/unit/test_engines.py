@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from toolkit.adapting import adapt
 from toolkit.devices import Device
 from toolkit.engines.job import Engine, Job, engine_of, resolve
+from toolkit.engines.states import parameters_of
 from toolkit.errors import RunError, StrategyError
-from toolkit.model import ModelSpec, Parameter
+from toolkit.model import ModelSpec, Parameter, describe
 from toolkit.runtime import accelerator, agree
 from toolkit.strategy import SHARDINGS, Loop, Strategy, catalog
 
@@ -243,3 +245,18 @@ def test_deepspeed_needs_ranks_that_were_launched(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RunError, match=r"'zero3' needs ranks that were launched.*accelerate_configs/zero3\.yaml"):
         accelerator(Strategy(sharding="zero3"))
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_states_are_what_peft_makes_in_its_order(adapter: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    config = LlamaConfig(**shape, num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True)
+    job = resolve(Strategy(adapter=adapter, lora_targets="q_proj,down_proj"), Loop(), describe(config), 1, CPU)
+    made = adapt(job, LlamaForCausalLM(config))
+    found = [
+        (name.removeprefix("base_model.model."), tuple(parameter.shape), parameter.requires_grad)
+        for name, parameter in made.named_parameters()
+    ]
+    assert [(state.name, state.shape, state.trainable) for state in parameters_of(job)] == found

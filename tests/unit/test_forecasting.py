@@ -30,7 +30,7 @@ from toolkit.forecasting import memory
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, stretches
 from toolkit.forecasting.traces import trace_of
-from toolkit.forecasting.ways import Way
+from toolkit.forecasting.ways import Adapter, Way
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 FP32 = Way(
@@ -44,6 +44,7 @@ FP32 = Way(
 )
 AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16", widened="model")
 UNITS = dataclasses.replace(FP32, weights="bfloat16", widened="units", checkpointing=False)
+LORA = Adapter(kind="lora", rank=4, targets="all-linear", dtype="float32")
 EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
 
 
@@ -80,6 +81,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         ("mixtral", FP32),
         ("t5", FP32),
         ("t5", AUTOCAST),
+        ("llama", dataclasses.replace(AUTOCAST, weights="bfloat16", adapter=LORA)),
+        ("llama", dataclasses.replace(UNITS, adapter=dataclasses.replace(LORA, dtype="bfloat16"))),
+        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="dora"))),
+        ("gpt2", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
+        ("gemma", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -233,6 +239,44 @@ def test_a_forecast_imports_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_adapter_is_traced_in_a_child_process() -> None:
+    """What `peft` imports never comes into the caller's process; what was traced once needs no child."""
+    program = (
+        "import sys, time, toolkit as tk\n"
+        "ask = lambda: tk.forecast('embedded', tk.Strategy(adapter='qlora'), '1x cpu', tk.Loop(seq_len=64, micro_batch=2))\n"
+        "first, began = ask(), time.perf_counter()\n"
+        "assert ask() == first\n"
+        "assert time.perf_counter() - began < 0.5\n"
+        "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)), first.parts['buffers'] > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] True"
+
+
+def test_what_is_offloaded_is_the_hosts() -> None:
+    """Masters, moments and fp32 gradients of ZeRO-2; the parameters of FSDP too. Of CPU ranks it is all one memory."""
+    spec, loop = describe(config("llama", 8)), Loop(seq_len=64)
+    for strategy, most in ((Strategy(sharding="zero2"), "optimizer"), (Strategy(sharding="fsdp"), "cpu")):
+        here = forecast(spec, strategy, "4x A100-80GB", loop)
+        there = forecast(spec, dataclasses.replace(strategy, offload=most), "4x A100-80GB", loop)
+        states = 8 * spec.elements // 4  # both moments, in fp32
+        assert there.peak_bytes <= here.peak_bytes - states
+        assert there.host_bytes >= here.host_bytes + 4 * states
+        assert there.parts["optimizer"] == 0
+    cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), "2x cpu", loop)
+    assert cpu.host_bytes == 2 * cpu.peak_bytes
+    assert cpu.parts["optimizer"] > 0
+
+
+def test_a_host_that_is_too_small_is_said() -> None:
+    """FSDP reads the whole model in rank 0, whatever the devices hold."""
+    machine = hardware("8x A100-80GB")
+    small = dataclasses.replace(machine, host_free_bytes=1_000_000)
+    found = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, Loop(seq_len=64))
+    assert not found.fits
+    assert "A node's host has" in found.reason
 
 
 def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
