@@ -23,7 +23,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Semaphore
 from typing import Any
 
 from families import AXES, FAMILIES, SHAPES, Case, checkpoint, possible, spread
@@ -41,6 +44,9 @@ LEAST = 110 * MiB
 BATCHES = (2, 3, 4, 6, 8, 12, 16, 24)
 
 ANSWER = "ANSWER "
+
+CORES, AHEAD = 2, 50
+"""Runs of one rank at a time, and forecasts that may be made ahead of them."""
 
 DOCUMENTS = {"one": 4_000_000, "several": 200}
 """Characters of a document: longer than all that is drawn, or about 60 tokens."""
@@ -111,15 +117,49 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     asked |= {"data": texts(work, case.documents)}
     if not (out / "memory.json").exists():
         shutil.rmtree(out, ignore_errors=True)
-        log = work / "ranks.log"
+        log = out.with_suffix(".log")
         log.unlink(missing_ok=True)
         if ranks.run(spell(asked), case.ranks, log):
             return {**row, "failed": log.read_text().strip()[-600:]}
+        log.unlink()
     found = json.loads((out / "memory.json").read_text())
     for large in ("checkpoints", "export"):
         shutil.rmtree(out / large, ignore_errors=True)
     names = ("peak_bytes", "peak_phase", "phases")
     return {**row, "measured": {name: found["measured"][name] for name in names}, "unforecast": found["unforecast"]}
+
+
+def all_measured(work: Path, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Two runs at a time where each is of one rank, so that no core waits: timings are no part of this."""
+    for kind in DOCUMENTS:
+        texts(work, kind)
+    servers: SimpleQueue[Ranks] = SimpleQueue()
+    slots, turn = Semaphore(CORES), Lock()
+
+    def one(row: dict[str, Any]) -> dict[str, Any]:
+        wanted = min(row["case"]["ranks"], CORES)
+        with turn:  # who came first waits first
+            for _ in range(wanted):
+                slots.acquire()
+        server = servers.get()
+        try:
+            return measured(work, row, server)
+        finally:
+            servers.put(server)
+            slots.release(wanted)
+
+    for _ in range(CORES):
+        servers.put(Ranks())
+    with ThreadPoolExecutor(CORES) as pool:
+        waiting: list[Future[dict[str, Any]]] = []
+        for row in rows:
+            waiting.append(pool.submit(one, row))
+            while waiting and (waiting[0].done() or len(waiting) > AHEAD):
+                yield waiting.pop(0).result()
+        for made in waiting:
+            yield made.result()
+    for _ in range(CORES):
+        servers.get().close()
 
 
 def estimates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
@@ -253,12 +293,11 @@ def main() -> None:
     cases, refused = possible(specs(work))
     chosen = [dataclasses.asdict(case) for case in spread(cases, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
-    rows, ranks = [], Ranks()
-    for number, row in enumerate(apart("forecast", work, chosen), start=1):
-        rows.append(measured(work, row, ranks))
+    rows = []
+    for number, row in enumerate(all_measured(work, apart("forecast", work, chosen)), start=1):
+        rows.append(row)
         said = f"{100 * errors(rows[-1:])[0]:+.2f}%" if "measured" in rows[-1] else rows[-1]["failed"][-200:]
         print(number, *row["case"].values(), row["micro_batch"], said, flush=True)
-    ranks.close()
     good = [row for row in rows if "measured" in row]
     for row, said in zip(good, apart("estimate", work, good), strict=True):
         row["estimates"] = said
