@@ -1,7 +1,7 @@
 """What `tk.forecast` says beside what real runs take: the allocator's peak of the fullest rank, over a grid of strategies.
 
     python benchmarks/memory_truth.py                  # 300 runs; on two cores about two hours
-    python benchmarks/memory_truth.py --runs 20 --work /tmp/truth --continue
+    python benchmarks/memory_truth.py --runs 400 # those that the results hold are not run again
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
 is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
@@ -29,9 +29,9 @@ from queue import SimpleQueue
 from threading import Lock, Semaphore
 from typing import Any
 
-from families import AXES, FAMILIES, SHAPES, Case, checkpoint, possible, spread
+from families import AXES, FAMILIES, SHAPES, VOCABULARY, Case, checkpoint, possible, spread
 from forking import Ranks
-from machine import about, write_results
+from machine import RESULTS, about, write_results
 
 from toolkit.flags import spell
 from toolkit.phases import PHASES
@@ -44,6 +44,9 @@ LEAST = 110 * MiB
 BATCHES = (2, 3, 4, 6, 8, 12, 16, 24)
 
 ANSWER = "ANSWER "
+
+SAVED = 10
+"""Runs after which the results are written again."""
 
 CORES, AHEAD = 2, 50
 """Runs of one rank at a time, and forecasts that may be made ahead of them."""
@@ -102,41 +105,68 @@ def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             "parameters": known[case.family, case.shape].elements,
             "forecast": {name: values[name] for name in ("peak_bytes", "peak_phase", "phases", "parts")},
             "seconds": time.perf_counter() - began,
+            "estimates": estimates(case, known[case.family, case.shape].elements),
         }
 
 
 def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The same row with what the run took, or with why it failed."""
     case = Case(**row["case"])
-    out = work / "runs" / "-".join(map(str, row["case"].values()))
+    out = work / "runs" / "-".join(map(str, [*row["case"].values(), row["micro_batch"]]))
     flags = dataclasses.asdict(case.strategy())
     asked = {name: flags[name] for name in row["case"] if name in flags} | {"replicate": flags["replicate"]}
     loop = case.loop(row["micro_batch"])
     asked |= {"steps": loop.steps, "micro_batch": loop.micro_batch, "seq_len": loop.seq_len}
     asked |= {"model": work / "models" / f"{case.family}-{case.shape}", "run_dir": out}
     asked |= {"data": texts(work, case.documents)}
-    if not (out / "memory.json").exists():
-        shutil.rmtree(out, ignore_errors=True)
-        log = out.with_suffix(".log")
-        log.unlink(missing_ok=True)
-        if ranks.run(spell(asked), case.ranks, log):
-            return {**row, "failed": log.read_text().strip()[-600:]}
-        log.unlink()
+    shutil.rmtree(out, ignore_errors=True)
+    log = out.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    out.parent.mkdir(exist_ok=True)
+    if ranks.run(spell(asked), case.ranks, log):
+        return {**row, "failed": log.read_text().strip()[-600:]}
     found = json.loads((out / "memory.json").read_text())
-    for large in ("checkpoints", "export"):
-        shutil.rmtree(out / large, ignore_errors=True)
+    shutil.rmtree(out)
     names = ("peak_bytes", "peak_phase", "phases")
-    return {**row, "measured": {name: found["measured"][name] for name in names}, "unforecast": found["unforecast"]}
+    return {**row, "date": about()["date"], "measured": {name: found["measured"][name] for name in names}}
 
 
-def all_measured(work: Path, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def key_of(row: Mapping[str, Any]) -> str:
+    """Of a run: its case and its batch."""
+    return json.dumps({name: row[name] for name in ("case", "micro_batch")})
+
+
+def others(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Measured before and not among these: kept for a later call, in no table."""
+    done = {key_of(row) for row in rows}
+    return [{**json.loads(key), **row} for key, row in measured_before().items() if key not in done]
+
+
+def measured_before() -> dict[str, dict[str, Any]]:
+    """Runs of the results that lie there, where versions and machine are the same: what they took stays what it was."""
+    path, now = RESULTS / "memory_truth.json", about()
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if any(found[name] != now[name] for name in ("versions", "machine")):
+        return {}
+    return {
+        key_of(row): {name: row[name] for name in ("measured", "date")} for row in found["runs"] if "measured" in row
+    }
+
+
+def all_measured(work: Path, rows: Iterator[dict[str, Any]], *, again: bool) -> Iterator[dict[str, Any]]:
     """Two runs at a time where each is of one rank, so that no core waits: timings are no part of this."""
     for kind in DOCUMENTS:
         texts(work, kind)
     servers: SimpleQueue[Ranks] = SimpleQueue()
     slots, turn = Semaphore(CORES), Lock()
 
+    known = {} if again else measured_before()
+
     def one(row: dict[str, Any]) -> dict[str, Any]:
+        if key_of(row) in known:
+            return {**row, **known[key_of(row)]}
         wanted = min(row["case"]["ranks"], CORES)
         with turn:  # who came first waits first
             for _ in range(wanted):
@@ -162,29 +192,31 @@ def all_measured(work: Path, rows: Iterator[dict[str, Any]]) -> Iterator[dict[st
         servers.get().close()
 
 
-def estimates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """What other estimators say of each run's device, in bytes, where they speak of its strategy at all."""
+def estimates(case: Case, count: int) -> dict[str, float]:
+    """What other estimators say of a run's device, in bytes, where they speak of its strategy at all."""
     from accelerate.commands.estimate import estimate_training_usage
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    found = []
-    for row in rows:
-        case, count, said = row["case"], row["parameters"], {}
-        if case["adapter"] == "none" and case["sharding"] in ("none", "ddp"):
-            dtype = "float32" if case["precision"] == "fp32" else "bfloat16"
-            said["accelerate"] = max(estimate_training_usage(4 * count, dtype).values())
-        elif case["adapter"] == "none" and case["sharding"] == "zero2":
-            said["deepspeed"] = estimate_zero2_model_states_mem_needs(
-                count, num_gpus_per_node=case["ranks"], cpu_offload=False
+    if case.adapter != "none":
+        return {}
+    if case.sharding in ("none", "ddp"):
+        dtype = "float32" if case.precision == "fp32" else "bfloat16"
+        return {"accelerate": max(estimate_training_usage(4 * count, dtype).values())}
+    if case.sharding == "zero2":
+        return {
+            "deepspeed": estimate_zero2_model_states_mem_needs(count, num_gpus_per_node=case.ranks, cpu_offload=False)[
+                1
+            ]
+        }
+    if case.sharding == "zero3":
+        largest = int(SHAPES[case.shape]["hidden"]) * VOCABULARY
+        return {
+            "deepspeed": estimate_zero3_model_states_mem_needs(
+                count, largest, num_gpus_per_node=case.ranks, cpu_offload=False, cpu_offload_params=False
             )[1]
-        elif case["adapter"] == "none" and case["sharding"] == "zero3":
-            largest = SHAPES[case["shape"]]["hidden"] * 8192
-            said["deepspeed"] = estimate_zero3_model_states_mem_needs(
-                count, largest, num_gpus_per_node=case["ranks"], cpu_offload=False, cpu_offload_params=False
-            )[1]
-        found.append(said)
-    return found
+        }
+    return {}
 
 
 def errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -258,9 +290,9 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Any:
             yield line("this forecast, of these", errors(some))
 
 
-def apart(task: str, work: Path, asked: Any) -> Iterator[Any]:
-    """The answers of this program in a process of its own, each as soon as it is there."""
-    command = [sys.executable, __file__, "--task", task, "--work", str(work)]
+def apart(work: Path, asked: Any) -> Iterator[Any]:
+    """The forecasts, from a process of their own, each as soon as it is there."""
+    command = [sys.executable, __file__, "--forecast", "--work", str(work)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -270,7 +302,7 @@ def apart(task: str, work: Path, asked: Any) -> Iterator[Any]:
             if line.startswith(ANSWER):
                 yield json.loads(line.removeprefix(ANSWER))
     if process.returncode:
-        raise SystemExit(f"the process for the {task}s ended with {process.returncode}")
+        raise SystemExit(f"the process that forecasts ended with {process.returncode}")
 
 
 def main() -> None:
@@ -280,13 +312,13 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
-    made.add_argument("--task", help=argparse.SUPPRESS)
+    made.add_argument("--again", action="store_true", help="measure also what the results hold already")
+    made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args()
     work = arguments.work
-    if arguments.task:
+    if arguments.forecast:
         asked = json.load(sys.stdin)
-        answers = forecasts(work, [Case(**one) for one in asked]) if arguments.task == "forecast" else estimates(asked)
-        for answer in answers:
+        for answer in forecasts(work, [Case(**one) for one in asked]):
             print(ANSWER + json.dumps(answer), flush=True)
         return
     work.mkdir(parents=True, exist_ok=True)
@@ -294,19 +326,15 @@ def main() -> None:
     chosen = [dataclasses.asdict(case) for case in spread(cases, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
     rows = []
-    for number, row in enumerate(all_measured(work, apart("forecast", work, chosen)), start=1):
+    for number, row in enumerate(all_measured(work, apart(work, chosen), again=arguments.again), start=1):
         rows.append(row)
         said = f"{100 * errors(rows[-1:])[0]:+.2f}%" if "measured" in rows[-1] else rows[-1]["failed"][-200:]
         print(number, *row["case"].values(), row["micro_batch"], said, flush=True)
-    good = [row for row in rows if "measured" in row]
-    for row, said in zip(good, apart("estimate", work, good), strict=True):
-        row["estimates"] = said
-    shown = tables(rows, refused, arguments.seed)
-    text = "\n\n".join(table.text() for table in shown)
-    print(text)
-    if not arguments.only:
-        found = {**about(), "seed": arguments.seed, "refused": refused, "runs": rows}
-        write_results("memory_truth", "Forecasts beside real runs", found, text)
+        if not arguments.only and (number % SAVED == 0 or number == len(chosen)):
+            shown = tables(rows, refused, arguments.seed)
+            found = {**about(), "seed": arguments.seed, "refused": refused, "runs": [*rows, *others(rows)]}
+            write_results("memory_truth", "Forecasts beside real runs", found, "\n\n".join(map(Table.text, shown)))
+    print("\n\n".join(map(Table.text, tables(rows, refused, arguments.seed))))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import adapted, quantizable
 from toolkit.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.model import ModelSpec
+from toolkit.strategy import Strategy
 from toolkit.units import format_count
 
 if TYPE_CHECKING:
@@ -50,12 +51,21 @@ def require_libraries(job: Job) -> None:
         MissingLibrary: with the command that installs it.
     """
     engine_of(job.strategy).require_library(job.strategy)
-    adapter = job.strategy.adapter
+    require_adapter(job.strategy)
+
+
+def require_adapter(strategy: Strategy) -> None:
+    """Refuse an adapter whose library is not installed.
+
+    Raises:
+        MissingLibrary: with the command that installs it.
+    """
+    adapter = strategy.adapter
     if adapter != "none" and importlib.util.find_spec("peft") is None:
         raise MissingLibrary(
             f"adapter {adapter!r} needs peft, which is not installed. Install it with `pip install peft`."
         )
-    if job.strategy.quantized and importlib.util.find_spec("bitsandbytes") is None:
+    if strategy.quantized and importlib.util.find_spec("bitsandbytes") is None:
         raise MissingLibrary(
             f"adapter {adapter!r} needs bitsandbytes, which is not installed. "
             "Install it with `pip install 'accelerate-toolkit[qlora]'`, or choose adapter 'lora'."

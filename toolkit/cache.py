@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -32,9 +33,13 @@ def cache_file(kind: str, key: bytes) -> Path:
     Raises:
         ToolkitError: where the cache cannot be made.
     """
-    versions = [metadata.version(name) for name in ("accelerate-toolkit", "torch", "transformers")]
+    versions = [_version(name) for name in ("accelerate-toolkit", "torch", "transformers")]
     digest = hashlib.sha256(key + repr(versions).encode()).hexdigest()[:32]
     return cache_folder(kind) / f"{digest}.json"
+
+
+_version = lru_cache(metadata.version)
+"""Asked for every forecast of a plan."""
 
 
 def keep(path: Path, text: str) -> None:

@@ -56,7 +56,7 @@ def quantizable(spec: ModelSpec) -> list[str]:
     return [name for name in spec.linears if name not in left]
 
 
-def parameters_of(job: Job) -> Iterator[State]:
+def parameters_of(job: Job) -> tuple[State, ...]:
     """Every parameter that the job's model holds, in the model's order, tied ones once.
 
     Without an adapter all are trainable. With one the base is frozen in the compute dtype, or packed: 4 bits an element
@@ -64,6 +64,15 @@ def parameters_of(job: Job) -> Iterator[State]:
     a module, DoRA `out` more (Hu et al. 2021; Liu et al. 2024). Quantization constants are no parameters: about
     0.127 bits a weight with double quantization (Dettmers et al. 2023), not counted here.
     """
+    # A job is frozen, and so is what follows from it: it is made once.
+    kept: dict[str, Any] = vars(job)
+    if "_states" not in kept:
+        kept["_states"] = tuple(_states(job))
+    found: tuple[State, ...] = kept["_states"]
+    return found
+
+
+def _states(job: Job) -> Iterator[State]:
     spec, strategy = job.spec, job.strategy
     assert spec is not None, "an account needs a model"
     if strategy.adapter == "none":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.forecasting.ways import Way
 
@@ -62,11 +62,27 @@ def _replaced(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None
         setattr(module, name, theirs)
 
 
-def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> Any:
-    """transformers' own operator of the same result, which keeps the same tensors and can be traced."""
+def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor) -> Any:
+    """transformers' own operator of the same result, which can be traced; kept is what torch's keeps.
+
+    A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`): of frozen experts no input is kept.
+    """
     import torch
 
-    return torch.ops.transformers.grouped_mm_fallback(matrix, other, **kwargs)
+    product = torch.ops.transformers.grouped_mm_fallback
+    if other.requires_grad:
+        return product(matrix, other, offs)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", product(matrix, other, offs))
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", product(grad, other.transpose(-2, -1), offs))
+
+    return Product.apply(matrix)  # type: ignore[no-untyped-call]
 
 
 def _attention(

@@ -35,11 +35,19 @@ class Ledger:
         """More of a part, or less where `size` is negative."""
         self.held[part] += size
         self.total += size
-        self._look(0, part)
+        if size > 0:
+            self._look(0, part)
 
     def touch(self, part: str, size: int) -> None:
         """For a moment `size` bytes more of a part."""
         self._look(size, part)
+
+    def walk(self, rise: int, net: int) -> None:
+        """Activations that rise and then change by `net`, which is at most their rise."""
+        if rise > 0:
+            self._look(rise, "activations")
+        self.held["activations"] += net
+        self.total += net
 
     def offload(self, part: str, size: int) -> None:
         """As `hold`, in the host's memory."""
@@ -55,7 +63,8 @@ class Ledger:
 
     def _look(self, more: int, part: str) -> None:
         total = self.total + more
-        self.phases[self.phase] = max(total, self.phases.get(self.phase, 0))
+        if total > self.phases.get(self.phase, -1):
+            self.phases[self.phase] = total
         if total > self.peak:
             self.peak, self.peak_phase = total, self.phase
             self.parts = {**self.held, part: self.held[part] + more}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+from toolkit.adapting import require_adapter
 from toolkit.engines.job import Job
 from toolkit.engines.states import parameters_of
 from toolkit.errors import StrategyError
@@ -28,19 +29,27 @@ def traced(job: Job, *, masked: bool) -> Trace:
         masked: whether attention gets a mask: rows that hold several documents, or padding.
 
     Raises:
-        StrategyError: for an adapter or an offload whose bytes cannot be forecast yet.
+        StrategyError: for an adapter whose bytes cannot be forecast yet.
+        MissingLibrary: for an adapter that cannot be traced without its library.
     """
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
     if strategy.adapter == "qlora8":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet.")
+    require_adapter(strategy)
     way = way_of(job, masked=masked)
     return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len)
 
 
 def whole_step(job: Job, trace: Trace) -> list[Stretch]:
     """The trace, spread over the whole depth, cut where the job's engine does something."""
-    return stretches(trace, BLOCK[job.device.kind], partial(_engine(job).heeds, trace))
+    return _spread(trace, BLOCK[job.device.kind], job.strategy.engine)
+
+
+@lru_cache(maxsize=8)
+def _spread(trace: Trace, block: int, engine: str) -> list[Stretch]:
+    """Strategies of one engine share it."""
+    return stretches(trace, block, partial(_replay_of(engine).heeds, trace))
 
 
 def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool) -> Ledger:
@@ -81,4 +90,8 @@ def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
 
 
 def _engine(job: Job) -> Any:
-    return importlib.import_module(f"toolkit.forecasting.replays.{job.strategy.engine}")
+    return _replay_of(job.strategy.engine)
+
+
+def _replay_of(engine: str) -> Any:
+    return importlib.import_module(f"toolkit.forecasting.replays.{engine}")

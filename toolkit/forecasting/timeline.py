@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from toolkit.units import round_up
 
@@ -71,8 +72,7 @@ class Trace:
         return replace(self, events=events)
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """What lies between two events: activations alone, in bytes."""
 
     rise: int
@@ -187,8 +187,8 @@ def _spread(stack: Stack, members: Sequence[_Segment], heeds: Callable[[str, str
         source = stack.source(index)
         old, new = f"{stack.name}.{source}", f"{stack.name}.{index}"
         for one in shown[source]:
-            inside = f"{one.name}.".startswith(f"{old}.")
-            yield replace(one, name=new + one.name[len(old) :]) if inside else one
+            inside = one.name == old or one.name.startswith(f"{old}.")
+            yield one._replace(name=new + one.name[len(old) :]) if inside else one
 
 
 def _condensed(

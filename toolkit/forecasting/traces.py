@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 
 from toolkit.cache import cache_file, keep
@@ -43,7 +44,8 @@ def _read_file(path: Path) -> Trace:
 
 
 def _cached(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
-    made_from = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len]
+    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if way.adapter else []
+    made_from = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len, adapting]
     path = cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
     try:
         return _read_file(path)

@@ -57,7 +57,7 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
                 tracker.know(tensor)
             if way.widened == "units":
                 _cast_units(model, ends, stacks, getattr(torch, way.weights))
-            _watch(model, stacks, tracker)
+            _watch(model, ends, stacks, tracker)
             with stand_ins(way), tracker:
                 _step(model, inputs, spec, way, tracker)
     return Trace(stacks=stacks, events=tuple(_nested(tracker.events)), ends=ends)
@@ -159,8 +159,11 @@ def _widened(value: Any) -> Any:
     return _cast(value, torch.float32)
 
 
-def _watch(model: nn.Module, stacks: tuple[Stack, ...], tracker: Tracker) -> None:
-    """Marks at both ends of each layer and of each module that owns parameters, and where a gradient is complete."""
+def _watch(model: nn.Module, ends: Sequence[str | None], stacks: Sequence[Stack], tracker: Tracker) -> None:
+    """Marks at both ends of each layer and of each module that owns parameters, and where a gradient is complete.
+
+    OLMo's last norm owns none, and FSDP2 gathers the head before it all the same.
+    """
 
     def grown(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
@@ -176,7 +179,7 @@ def _watch(model: nn.Module, stacks: tuple[Stack, ...], tracker: Tracker) -> Non
             parameter.register_post_accumulate_grad_hook(grown(name))  # type: ignore[no-untyped-call]
     layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))}
     for name, module in model.named_modules():
-        if name in layers or next(module.parameters(recurse=False), None) is not None:
+        if name in layers or name in ends or next(module.parameters(recurse=False), None) is not None:
             _watch_module(module, name, name in layers, tracker)
 
 

@@ -91,6 +91,8 @@ class _Moves:
         self._gloo = job.device.kind == "cpu"
         self._offload = job.strategy.offload != "none"
         self._groups, self._owner = _groups(job, trace)
+        self._firsts = {group.first: key for key, group in self._groups.items() if key}
+        self._lasts = {group.last: key for key, group in self._groups.items() if key}
         self._whole: set[str] = set()
         self._scattered: set[str] = set()
         self._order: list[str] = []
@@ -124,18 +126,18 @@ class _Moves:
             self._module(what, name, backward)
 
     def _module(self, what: str, name: str, backward: bool) -> None:
-        for key, group in self._groups.items():
-            if what == "in" and name == group.first and not backward:
-                self._gather(key)
-            elif what == "out" and name == group.last and not backward:
-                self._order.append(key)
-                if group.resharded:
-                    self._let_go(key)
-            elif what == "back in" and name == group.last:
-                self._gather(key, backward=True)
-                self._early_gather()
-            elif what == "back out" and name == group.first and not key == name == "":
-                self._reduce_scatter(key)
+        begins, ends = self._firsts.get(name), self._lasts.get(name)
+        if what == "in" and begins and not backward:
+            self._gather(begins)
+        elif what == "out" and ends and not backward:
+            self._order.append(ends)
+            if self._groups[ends].resharded:
+                self._let_go(ends)
+        elif what == "back in" and ends:
+            self._gather(ends, backward=True)
+            self._early_gather()
+        elif what == "back out" and begins:
+            self._reduce_scatter(begins)
 
     def _gather(self, key: str, *, backward: bool = False) -> None:
         """Cast this rank's shards, gather them, copy each parameter out of what was gathered."""
@@ -225,8 +227,9 @@ def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
     owner = {}
     for parameter in parameters_of(job):
         module = parameter.name.rpartition(".")[0]
-        parents = {module[: len(key)] for key in found if f"{module}.".startswith(f"{key}.")}
-        key = "tail" if module in tail else max(parents, key=len, default="")
+        key = "tail" if module in tail else module
+        while key not in found:
+            key = key.rpartition(".")[0]
         owner[parameter.name] = key
         found[key].names.append(parameter.name)
         elements = shard_of(parameter, job.shard_ranks) * job.shard_ranks

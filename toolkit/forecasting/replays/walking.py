@@ -20,8 +20,8 @@ class Moves(Protocol):
 
 
 def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> None:
-    """Every micro-batch of a step, forward and backward."""
-    for _ in range(job.loop.accumulation):
+    """The micro-batches of a step, forward and backward: from the second on they are alike."""
+    for _ in range(min(job.loop.accumulation, 2)):
         ledger.enter("forward")
         _walk(ledger, step, moves)
 
@@ -29,8 +29,7 @@ def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> Non
 def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
     backward = False
     for stretch in step:
-        ledger.touch("activations", stretch.rise)
-        ledger.hold("activations", stretch.net)
+        ledger.walk(stretch.rise, stretch.net)
         if stretch.what == "backward":
             backward = True
             ledger.enter("backward")
