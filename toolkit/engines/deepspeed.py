@@ -289,12 +289,10 @@ def account(job: Job) -> Holdings:
     else:
         shard = sum(ceil_div(elements, ranks) for elements in trained)
         limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
-        small = [state for state in found if state.elements <= limit]
+        small = [state for state in found if _copies(job) and state.elements <= limit]
         trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
-        frozen = sum(
-            ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] + (state.bytes if state.elements <= limit else 0)
-            for state in found
-            if not state.trainable
+        frozen = sum(state.bytes for state in small if not state.trainable) + sum(
+            ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable
         )
     return Holdings(
         trainable=trainable,
@@ -308,6 +306,14 @@ def account(job: Job) -> Holdings:
             "optimizer": job.weight_dtype,
         },
     )
+
+
+def _copies(job: Job) -> bool:
+    """Whether a whole parameter is another tensor than its shard: on one rank it is the same, unless that is on the host.
+
+    Source: deepspeed/runtime/zero/partition_parameters.py `NoGatherHandle`.
+    """
+    return job.ranks > 1 or (job.strategy.offload == "cpu" and job.device.kind == "cuda")
 
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
@@ -360,7 +366,7 @@ def audit(prepared: Prepared) -> Holdings:
 
     later = {True: 0, False: 0}
     for parameter in prepared.model.module.parameters():
-        if getattr(parameter, "ds_persist", False) and not parameter.data.numel():
+        if getattr(parameter, "ds_persist", False) and not parameter.data.numel() and _copies(prepared.job):
             later[parameter.requires_grad] += parameter.ds_numel * parameter.ds_tensor.element_size()
     return holdings(
         held(),
