@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toolkit.cards import Card
 from toolkit.devices import Hardware
@@ -46,8 +47,8 @@ def operations(job: Job, step: Sequence[Stretch]) -> int:
 
 
 def communication(job: Job) -> int:
-    """Bytes that a rank sends in a step."""
-    return round(sum(size * times for size, times, _ in _volume(job)))
+    """Bytes that a rank sends to others in a step."""
+    return round(sum(one.size * one.times for one in _volume(job)))
 
 
 def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | None:
@@ -66,14 +67,12 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     held = engine_of(job.strategy).account(job)
     moved = ADAMW * (held.optimizer or 0) // 2
     optimizer = moved / (card.memory * 1e9 * MEMORY)
-    volume = _volume(job)
-    bandwidth = _bandwidth(job, machine, card)
+    took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
+    for one in (*_volume(job), *_offloaded(job)):
+        took[one.hidden] += one.size * one.times / _bandwidth(one.way, job, machine, card)
     micro = job.loop.accumulation
-    exposed = 0.0
-    for size, times, hidden in volume:
-        took = size / bandwidth
-        room = {"forward": forward, "backward": backward, "nothing": 0.0}[hidden]
-        exposed += times * max(0.0, took - room)
+    room = {"forward": micro * forward, "backward": micro * backward, "nothing": 0.0}
+    exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
     tokens = job.global_batch * job.loop.seq_len
     useful = 3 * micro * sum(size for one in step[: middle + 1] for _, size in one.flops)
@@ -98,20 +97,39 @@ def _peak(card: Card, dtype: str) -> float:
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
 
 
-def _bandwidth(job: Job, machine: Hardware, card: Card) -> float:
-    """Bytes a second that a rank sends in a ring: over the network as soon as the ring leaves a node."""
-    leaves = job.ranks > machine.count
-    return (card.network if leaves else card.peer) * 1e9 * LINK
+class _Sent(NamedTuple):
+    """What a rank sends, in bytes, how often in a step, and what hides it."""
+
+    size: float
+    times: int
+    hidden: str
+    """`forward`, `backward` or `nothing`."""
+    way: str
+    """`ring`, among the ranks of a shard; `replicas`, of the same shard in other groups; `host`."""
 
 
-def _volume(job: Job) -> list[tuple[float, int, str]]:
-    """Bytes that a rank sends in each collective, how often in a step, and what hides it.
+def _bandwidth(way: str, job: Job, machine: Hardware, card: Card) -> float:
+    """Bytes a second of a rank.
+
+    A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.
+    """
+    if way == "host":
+        found = card.host
+    elif way == "ring":
+        found = min(card.peer, card.network * machine.count) if job.shard_ranks > machine.count else card.peer
+    else:
+        found = card.network if job.ranks > machine.count else card.peer
+    return found * 1e9 * LINK
+
+
+def _volume(job: Job) -> list[_Sent]:
+    """The collectives of a step.
 
     A ring's gather, and its reduce-scatter, send (N - 1)/N of the tensor, an all-reduce twice that (Rajbhandari et al.
     2020, section 7).
     """
     ranks = job.shard_ranks
-    found = list(parameters_of(job))
+    found = parameters_of(job)
     share = (ranks - 1) / ranks
     trained = sum(state.elements for state in found if state.trainable)
     whole = sum(
@@ -122,15 +140,30 @@ def _volume(job: Job) -> list[tuple[float, int, str]]:
     if word == "none":
         return []
     if word == "ddp":
-        return [(2 * share * reduced, micro, "backward")]
+        return [_Sent(2 * share * reduced, micro, "backward", "ring")]
     if word in ("zero1", "zero2"):
-        reduce = (share * reduced, 1 if word == "zero1" else micro, "nothing")
-        return [reduce, (share * trained * BYTES_OF[job.compute_dtype], 1, "nothing")]
-    gathers = [(share * whole, micro, "forward")]
+        reduce = _Sent(share * reduced, 1 if word == "zero1" else micro, "nothing", "ring")
+        return [reduce, _Sent(share * trained * BYTES_OF[job.compute_dtype], 1, "nothing", "ring")]
+    sent = [_Sent(share * whole, micro, "forward", "ring")]
     if word != "fsdp_grad_op":
-        gathers.append((share * whole, micro, "backward"))
-    found_all = [*gathers, (share * reduced, micro, "backward")]
+        sent.append(_Sent(share * whole, micro, "backward", "ring"))
+    sent.append(_Sent(share * reduced, micro, "backward", "ring"))
     if word == "hsdp":
         groups = job.strategy.replicate
-        found_all.append((2 * (groups - 1) / groups * reduced / ranks, micro, "backward"))
-    return found_all
+        sent.append(_Sent(2 * (groups - 1) / groups * reduced / ranks, micro, "backward", "replicas"))
+    return sent
+
+
+def _offloaded(job: Job) -> list[_Sent]:
+    """Over PCIe: gradients to the host and weights back, once a step; parameters to the device for every pass."""
+    offload = job.strategy.offload
+    if offload == "none":
+        return []
+    found, ranks = parameters_of(job), job.shard_ranks
+    trained = sum(state.elements for state in found if state.trainable) / ranks
+    back = trained * BYTES_OF[job.compute_dtype]
+    sent = [_Sent(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host"), _Sent(back, 1, "nothing", "host")]
+    if offload == "cpu":
+        shard = sum(state.bytes for state in found) / ranks
+        sent += [_Sent(shard, job.loop.accumulation, phase, "host") for phase in ("forward", "backward")]
+    return sent
