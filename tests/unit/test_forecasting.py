@@ -195,16 +195,22 @@ def test_the_smallest_change_that_fits_is_named() -> None:
     large = config("llama", 32)
     large.hidden_size, large.intermediate_size, large.vocab_size = 4096, 14336, 128256
     large.num_attention_heads, large.num_key_value_heads, large.head_dim = 32, 8, 128
+    large.max_position_embeddings = 4096
     spec = describe(large)
-    for strategy, loop, change in (
-        (Strategy(sharding="fsdp"), Loop(seq_len=4096, micro_batch=8), {"micro_batch": 4, "accumulation": 2}),
-        (Strategy(sharding="zero1"), Loop(seq_len=4096, micro_batch=2), {"sharding": "fsdp"}),
+    for strategy, on, loop, change in (
+        (
+            Strategy(sharding="fsdp"),
+            "8x A100-80GB",
+            Loop(seq_len=4096, micro_batch=16),
+            {"micro_batch": 8, "accumulation": 2},
+        ),
+        (Strategy(sharding="zero1"), "2x A100-80GB", Loop(seq_len=1024, micro_batch=2), {"sharding": "fsdp"}),
     ):
-        found = forecast(spec, strategy, "8x A100-80GB", loop)
+        found = forecast(spec, strategy, on, loop)
         assert not found.fits
         assert found.change == change
         chosen, batch = changed(strategy, loop, change)
-        smaller = forecast(spec, chosen, "8x A100-80GB", batch)
+        smaller = forecast(spec, chosen, on, batch)
         assert smaller.fits
         assert smaller.peak_bytes == found.changed_bytes
 
@@ -244,11 +250,11 @@ def test_a_forecast_imports_no_engine() -> None:
 def test_an_adapter_is_traced_in_a_child_process() -> None:
     """What `peft` imports never comes into the caller's process; what was traced once needs no child."""
     program = (
-        "import sys, time, toolkit as tk\n"
+        "import subprocess, sys, toolkit as tk\n"
         "ask = lambda: tk.forecast('embedded', tk.Strategy(adapter='qlora'), '1x cpu', tk.Loop(seq_len=64, micro_batch=2))\n"
-        "first, began = ask(), time.perf_counter()\n"
-        "assert ask() == first\n"
-        "assert time.perf_counter() - began < 0.5\n"
+        "first = ask()\n"
+        "subprocess.run = None\n"
+        "assert ask().parts == first.parts\n"
         "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)), first.parts['buffers'] > 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
