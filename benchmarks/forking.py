@@ -49,7 +49,7 @@ def _rank(words: Sequence[str], rank: int, ranks: int, port: int, log: str) -> i
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    if ranks > 1 or "zero" in " ".join(words) or "fsdp" in " ".join(words):
+    if words[words.index("--sharding") + 1] != "none":
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from toolkit.finetune import main

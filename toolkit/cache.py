@@ -33,9 +33,18 @@ def cache_file(kind: str, key: bytes) -> Path:
     Raises:
         ToolkitError: where the cache cannot be made.
     """
-    versions = [_version(name) for name in ("accelerate-toolkit", "torch", "transformers")]
+    versions = [_version(name) for name in ("accelerate-toolkit", "torch", "transformers", "accelerate")]
+    versions.append(_sources())
     digest = hashlib.sha256(key + repr(versions).encode()).hexdigest()[:32]
     return cache_folder(kind) / f"{digest}.json"
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Of the code that describes and traces: what an older state of it made is not found again."""
+    here = Path(__file__).parent
+    files = [path for folder in ("model", "forecasting") for path in sorted((here / folder).glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 _version = lru_cache(metadata.version)

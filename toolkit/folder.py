@@ -101,7 +101,7 @@ class Folder:
         try:
             write_json(self.error(rank), {**about, "message": str(error)})
         except RunError:
-            short = str(error)[: SPARE // 8]  # JSON spells a character in 6 bytes at most
+            short = str(error)[: SPARE // 16]  # JSON spells a character in 12 bytes at most
             with contextlib.suppress(OSError):
                 with self._spare(rank).open("r+") as file:
                     file.write(json.dumps(redact_all({**about, "message": short})))
@@ -115,7 +115,8 @@ class Folder:
         try:
             yield
         finally:
-            self._spare(rank).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._spare(rank).unlink(missing_ok=True)
 
     def _spare(self, rank: int) -> Path:
         return self.logs / f".rank-{rank}.spare"

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.adapting import require_libraries
-from toolkit.changes import changed, changes
 from toolkit.devices import Device, hardware, host_memory
 from toolkit.engines.job import resolve
 from toolkit.errors import OutOfMemory, ToolkitError
 from toolkit.flags import from_dict, spell
 from toolkit.folder import Folder, read_run_json
 from toolkit.heartbeat import Heartbeat
+from toolkit.smaller import changed, changes
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import format_bytes
 

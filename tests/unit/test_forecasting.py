@@ -23,7 +23,6 @@ from toolkit import (
     hardware,
     plan,
 )
-from toolkit.changes import changed
 from toolkit.cli import main
 from toolkit.engines.job import engine_of, resolve
 from toolkit.forecasting import memory
@@ -31,6 +30,7 @@ from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import Adapter, Way
+from toolkit.smaller import changed
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 FP32 = Way(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from toolkit import shrinking
-from toolkit.changes import changes, halved
 from toolkit.errors import OutOfMemory
 from toolkit.folder import enter
 from toolkit.heartbeat import Heartbeat
 from toolkit.shrinking import advice, is_out_of_memory, killed_for_memory, out_of_memory
+from toolkit.smaller import changes, halved
 from toolkit.strategy import Loop, Strategy
 
 BEAT = Heartbeat(
@@ -55,6 +55,7 @@ def test_the_smallest_change_comes_first() -> None:
     plain = Strategy(sharding="zero1", activation_checkpointing="none")
     assert list(changes(plain, Loop(micro_batch=4), in_a_step=True)) == [
         {"micro_batch": 2, "accumulation": 2},
+        {"micro_batch": 1, "accumulation": 4},
         {"activation_checkpointing": "full"},
         {"sharding": "fsdp"},
         {"sharding": "zero3"},

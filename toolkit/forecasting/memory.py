@@ -62,9 +62,6 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool
         checkpoints: whether any are written.
     """
     ledger = Ledger(shared=job.device.kind == "cpu")
-    if checkpoints and not ledger.shared:  # pinned buffers of a snapshot, made before the first step
-        trained = sum(state.elements for state in parameters_of(job) if state.trainable)
-        ledger.offload("workspace", 3 * trained * BYTES_OF[job.weight_dtype] // job.ranks)
     _engine(job).replay(job, trace, step, ledger, checkpoints=checkpoints)
     _save(ledger, job, checkpoints)
     return ledger

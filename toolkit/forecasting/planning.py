@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import engine_of, resolve
-from toolkit.errors import StrategyError
+from toolkit.errors import StrategyError, ToolkitError
 from toolkit.flags import spell
 from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.predicting import forecast_job
@@ -155,8 +155,8 @@ def plan(
         for sized in _loops(asked, global_batch // machine.ranks):
             one = _judge(spec, made, sized, machine, one_document)
             (rejected if one.reason else ranked).append(one)
-            if one.reason:
-                break  # a larger micro-batch takes more, and what an engine refuses it refuses at any
+            if one.forecast is not None and one.reason:
+                break  # a larger micro-batch takes more still
     ranked.sort(key=_order)
     return Plan(
         model=spec.name, hardware=machine, global_batch=global_batch, ranked=tuple(ranked), rejected=tuple(rejected)
@@ -193,7 +193,7 @@ def _judge(spec: ModelSpec, strategy: Strategy, loop: Loop, machine: Hardware, o
     try:
         job = resolve(strategy, loop, spec, machine.ranks, machine.device)
         found = forecast_job(job, machine, one_document=one_document)
-    except StrategyError as error:
+    except ToolkitError as error:
         return Candidate(strategy=strategy, loop=loop, forecast=None, reason=str(error))
     reason = "" if found.fits else found.reason
     if found.fits and found.peak_bytes > MARGIN * found.limit_bytes:

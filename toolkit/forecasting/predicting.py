@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.changes import changed, changes
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.states import parameters_of
@@ -16,6 +15,7 @@ from toolkit.forecasting.ledger import PARTS, Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
+from toolkit.smaller import changed, changes
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import BYTES_OF
 

@@ -20,6 +20,9 @@ from toolkit.units import BYTES_OF
 MATMUL, MEMORY, LINK = 0.65, 0.75, 0.8
 """Shares of the peak that large matrix products, memory and links reach."""
 
+HOST = 150
+"""GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
+
 CALL = 8e-6
 """Seconds that the host takes to start one operator; what is shorter on the device takes as long."""
 
@@ -66,12 +69,16 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
     held = engine_of(job.strategy).account(job)
     moved = ADAMW * (held.optimizer or 0) // 2
-    optimizer = moved / (card.memory * 1e9 * MEMORY)
+    if job.strategy.offload == "none":
+        optimizer = moved / (card.memory * 1e9 * MEMORY)
+    else:
+        optimizer = moved * min(job.ranks, machine.count) / (HOST * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
     for one in (*_volume(job), *_offloaded(job)):
         took[one.hidden] += one.size * one.times / _bandwidth(one.way, job, machine, card)
     micro = job.loop.accumulation
-    room = {"forward": micro * forward, "backward": micro * backward, "nothing": 0.0}
+    reduced = 1 if job.strategy.sharding == "ddp" else micro
+    room = {"forward": micro * forward, "backward": reduced * backward, "nothing": 0.0}
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
     tokens = job.global_batch * job.loop.seq_len
@@ -140,7 +147,7 @@ def _volume(job: Job) -> list[_Sent]:
     if word == "none":
         return []
     if word == "ddp":
-        return [_Sent(2 * share * reduced, micro, "backward", "ring")]
+        return [_Sent(2 * share * reduced, 1, "backward", "ring")]  # with the last micro-batch alone
     if word in ("zero1", "zero2"):
         reduce = _Sent(share * reduced, 1 if word == "zero1" else micro, "nothing", "ring")
         return [reduce, _Sent(share * trained * BYTES_OF[job.compute_dtype], 1, "nothing", "ring")]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.changes import halved
 from toolkit.checkpoints import complete
 from toolkit.errors import OutOfMemory, StrategyError
 from toolkit.flags import amount, check_choices, choice, from_dict, spell
@@ -15,6 +14,7 @@ from toolkit.folder import Folder, last_step, read_run_json
 from toolkit.heartbeat import IN_A_STEP, read_beats
 from toolkit.launching.failing import RankDied
 from toolkit.launching.supervising import supervise
+from toolkit.smaller import halved
 from toolkit.strategy import Loop
 
 ON_OOM = ("stop", "shrink")

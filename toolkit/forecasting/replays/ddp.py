@@ -27,7 +27,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     if job.strategy.sharding == "ddp":
         ledger.touch("buffers", min(held.parameters, BROADCAST))
         ledger.hold("buffers", held.trainable)
-    moments(ledger, held, checkpoints)
+    moments(ledger, job, held, checkpoints)
     walk(ledger, job, step, _Moves(ledger))
     ledger.enter("step")
     adamw(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))

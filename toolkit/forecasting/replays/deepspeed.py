@@ -36,14 +36,23 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         _partitioned(job, ledger, held)
     else:
         loaded(ledger, job, held.parameters)
-        ledger.touch("parameters", held.trainable)  # flattened into a copy
+        _flattened(job, ledger, held)
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", held.master)
-    moments(ledger, held, checkpoints, offload=offload)
+    moments(ledger, job, held, checkpoints, offload=offload)
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
     walk(ledger, job, step, moves)
     ledger.enter("step")
     moves.step()
+
+
+def _flattened(job: Job, ledger: Ledger, held: Holdings) -> None:
+    """Stages 1 and 2 copy what is trained into one tensor: on the device where it is free twice, else on the host."""
+    if job.device.kind == "cpu" or held.parameters + held.trainable <= job.device.free_bytes:
+        ledger.touch("parameters", held.trainable)
+    else:
+        ledger.offload("parameters", 2 * held.trainable)
+        ledger.offload("parameters", -2 * held.trainable)
 
 
 def _partitioned(job: Job, ledger: Ledger, held: Holdings) -> None:

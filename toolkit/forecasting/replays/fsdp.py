@@ -44,7 +44,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         ledger.touch("workspace", max(state.bytes for state in found))
     ledger.hold("parameters", -read)
     ledger.lead(-ledger.alone)
-    moments(ledger, held, checkpoints, offload=offload)
+    moments(ledger, job, held, checkpoints, offload=offload)
     walk(ledger, job, step, _Moves(job, trace, ledger))
     ledger.enter("step")
     adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
@@ -90,6 +90,9 @@ class _Moves:
         self._reduce = BYTES_OF[job.settings["reduce_dtype"] or job.weight_dtype]
         self._gloo = job.device.kind == "cpu"
         self._offload = job.strategy.offload != "none"
+        self._replicas = job.strategy.replicate > 1
+        self._waiting = 0
+        """Bytes of reduced shards that are still on the device although they are offloaded."""
         self._groups, self._owner = _groups(job, trace)
         self._firsts = {group.first: key for key, group in self._groups.items() if key}
         self._lasts = {group.last: key for key, group in self._groups.items() if key}
@@ -117,8 +120,8 @@ class _Moves:
         elif what == "end":
             for group in [*self._groups]:
                 self._reduce_scatter(group)
-            self._ledger.hold("buffers", -self._reducing)
-            self._reducing = 0
+            self._ledger.hold("buffers", -self._reducing - self._waiting)
+            self._reducing = self._waiting = 0
             if self._early is not None:  # a frozen group's, which no backward used
                 self._ledger.hold("buffers", -self._groups[self._early].elements * self._compute)
                 self._early = None
@@ -201,6 +204,14 @@ class _Moves:
         shard = group.trained // self._ranks * self._reduce
         keep = self._ledger.offload if self._offload else self._ledger.hold
         keep("gradients", shard)
+        if (
+            self._offload and not self._gloo
+        ):  # on its way; of replicas until the backward has ended (`_all_reduce_state`)
+            self._ledger.hold("buffers", shard)
+            self._waiting += shard
+            if not self._replicas:
+                self._ledger.hold("buffers", -self._waiting)
+                self._waiting = 0
         if self._gloo:
             self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
         self._ledger.hold("gradients", -kept)

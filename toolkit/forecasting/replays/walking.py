@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from toolkit.engines.job import Holdings, Job
-from toolkit.engines.states import quantizable
+from toolkit.engines.states import parameters_of, quantizable
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF, ceil_div
@@ -65,11 +65,19 @@ def constants(job: Job) -> int:
     return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 
 
-def moments(ledger: Ledger, held: Holdings, checkpoints: bool, *, offload: bool = False) -> None:
-    """Made before the first step where checkpoints are laid out over them, else by the first step itself."""
+def moments(ledger: Ledger, job: Job, held: Holdings, checkpoints: bool, *, offload: bool = False) -> None:
+    """Made before the first step where checkpoints are laid out over them, else by the first step itself.
+
+    A checkpoint's own buffers come with them.
+    """
     if not checkpoints:
         ledger.enter("step")
     (ledger.offload if offload else ledger.hold)("optimizer", held.optimizer or 0)
+    if checkpoints and not ledger.shared:
+        # A snapshot's buffer, pinned, of a power of two (aten/src/ATen/core/CachingHostAllocator.h).
+        trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+        buffer = 3 * trained * BYTES_OF[job.weight_dtype] // job.ranks
+        ledger.offload("workspace", 1 << max(0, buffer - 1).bit_length())
 
 
 def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
@@ -81,6 +89,6 @@ def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
     size = BYTES_OF[job.weight_dtype]
     elements = list(pieces)
     if job.strategy.offload != "none" and not ledger.shared:
-        return  # on the host, in place (deepspeed/ops/adam/cpu_adam.py)
+        return  # on the host: in place under DeepSpeed, under FSDP with torch's AdamW over one shard at a time
     work = 2 * max(elements, default=0) if job.device.kind == "cpu" else sum(elements)
     ledger.touch("workspace", work * size)

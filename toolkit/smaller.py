@@ -21,8 +21,10 @@ def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool) -> Iterator[dict
         loop: that did not fit.
         in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
     """
-    if in_a_step and loop.micro_batch > 1:
-        yield halved(loop)
+    half = halved(loop) if in_a_step else {}
+    while half:
+        yield half
+        half = halved(dataclasses.replace(loop, micro_batch=half["micro_batch"], accumulation=half["accumulation"]))
     if in_a_step and strategy.activation_checkpointing != "full":
         yield {"activation_checkpointing": "full"}
     if strategy.sharding not in ("none", *WHOLE):
