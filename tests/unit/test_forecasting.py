@@ -30,6 +30,7 @@ from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import Adapter, Way
+from toolkit.units import BYTES_OF
 from toolkit.smaller import changed
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -154,6 +155,18 @@ def test_the_zero_papers_figure() -> None:
         "zero2": 16.6,
         "zero3": 1.9,
     }
+
+
+def test_two_known_estimates() -> None:
+    """7B in half precision: 14 + 14 + 28 GB of weights, gradients and moments. 70B with optimizer state: 980 GB."""
+    machine = hardware("16x H100-80GB")
+    half = resolve(Strategy(precision="bf16_pure"), Loop(), parameters(7_000_000_000), 1, machine.device)
+    held = engine_of(half.strategy).account(half)
+    gradients = 7_000_000_000 * BYTES_OF[held.dtypes["gradients"]]
+    assert [held.parameters / 1e9, gradients / 1e9, (held.optimizer or 0) / 1e9] == [14, 14, 28]
+    job = resolve(Strategy(sharding="zero3", precision="bf16"), Loop(), parameters(70_000_000_000), 16, machine.device)
+    held = engine_of(job.strategy).account(job)
+    assert 16 * (held.parameters + held.master + (held.optimizer or 0)) == pytest.approx(980e9, rel=1e-6)
 
 
 def parameters(elements: int) -> ModelSpec:
