@@ -19,6 +19,9 @@ from toolkit.strategy import Loop, Strategy
 
 VOCABULARY = 8192
 
+STEPS = 3
+"""Of a run: what the memory window sees."""
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "Qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}),
@@ -73,8 +76,8 @@ class Case:
         return Strategy(**{name: getattr(self, name) for name in named}, replicate=replicate)
 
     def loop(self, micro_batch: int) -> Loop:
-        """Three steps: what the memory window sees."""
-        return Loop(steps=3, micro_batch=micro_batch, seq_len=int(SHAPES[self.shape]["seq_len"]))
+        """With a batch of its own."""
+        return Loop(steps=STEPS, micro_batch=micro_batch, seq_len=int(SHAPES[self.shape]["seq_len"]))
 
 
 def config_of(family: str, shape: str) -> Any:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+PATIENCE = 600.0
+"""Seconds that a run may take."""
 
 
 class Ranks:
@@ -89,8 +94,22 @@ def serve() -> None:
                     sys.stderr.flush()
                     os._exit(int(code) if str(code).isdigit() else 1)
             children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print("CODE", next((code for code in codes if code), 0), flush=True)
+        print("CODE", _wait(children), flush=True)
+
+
+def _wait(children: Sequence[int]) -> int:
+    """The first exit code that is not 0, or 0. Who does not end is killed: one hung rank stops no others."""
+    left, codes, until = set(children), [], time.monotonic() + PATIENCE
+    while left:
+        for child in sorted(left):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                left.discard(child)
+                codes.append(os.waitstatus_to_exitcode(status))
+            elif time.monotonic() > until:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    return next((code for code in codes if code), 0)
 
 
 if __name__ == "__main__":

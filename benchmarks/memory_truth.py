@@ -29,14 +29,14 @@ from queue import SimpleQueue
 from threading import Lock, Semaphore
 from typing import Any
 
-from families import AXES, FAMILIES, SHAPES, VOCABULARY, Case, checkpoint, possible, spread
+from families import AXES, FAMILIES, SHAPES, STEPS, VOCABULARY, Case, checkpoint, possible, spread
 from forking import Ranks
 from machine import RESULTS, about, write_results
 
 from toolkit.flags import spell
 from toolkit.phases import PHASES
 from toolkit.show import Table
-from toolkit.units import MiB
+from toolkit.units import MiB, format_bytes
 
 LEAST = 110 * MiB
 """Of a forecast: with some room for a peak of at least 100 MiB."""
@@ -98,61 +98,78 @@ def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             )
             if made.peak_bytes >= LEAST:
                 break
-        values = made.to_dict()["device"]
         yield {
-            "case": dataclasses.asdict(case),
+            **asked(case),
+            "seq_len": made.loop.seq_len,
             "micro_batch": made.loop.micro_batch,
-            "parameters": known[case.family, case.shape].elements,
-            "forecast": {name: values[name] for name in ("peak_bytes", "peak_phase", "phases", "parts")},
+            "forecast_peak_bytes": made.peak_bytes,
+            "forecast_phases": dict(made.phases),
+            "forecast_parts": dict(made.parts),
             "seconds": time.perf_counter() - began,
             "estimates": estimates(case, known[case.family, case.shape].elements),
         }
 
 
+def asked(case: Case) -> dict[str, Any]:
+    """A case as a row of the results begins."""
+    return {
+        "family": case.family,
+        "shape": case.shape,
+        "config": {"vocab_size": VOCABULARY, **SHAPES[case.shape]},
+        "strategy": dataclasses.asdict(case.strategy()),
+        "ranks": case.ranks,
+        "documents": case.documents,
+    }
+
+
+def value(row: Mapping[str, Any], axis: str) -> Any:
+    """Of a row, what it is on one of the axes."""
+    return row["strategy"][axis] if axis in row["strategy"] else row[axis]
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """A row's place on every axis, and its batch: no two runs of one name differ."""
+    return "-".join(str(value(row, axis)) for axis in (*AXES, "micro_batch"))
+
+
 def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """The same row with what the run took, or with why it failed."""
-    case = Case(**row["case"])
-    out = work / "runs" / "-".join(map(str, [*row["case"].values(), row["micro_batch"]]))
-    flags = dataclasses.asdict(case.strategy())
-    asked = {name: flags[name] for name in row["case"] if name in flags} | {"replicate": flags["replicate"]}
-    loop = case.loop(row["micro_batch"])
-    asked |= {"steps": loop.steps, "micro_batch": loop.micro_batch, "seq_len": loop.seq_len}
-    asked |= {"model": work / "models" / f"{case.family}-{case.shape}", "run_dir": out}
-    asked |= {"data": texts(work, case.documents)}
+    """The same row with what the run took; where it ended otherwise than well, with its last words."""
+    out = work / "runs" / name_of(row)
+    flags = {axis: row["strategy"][axis] for axis in AXES if axis in row["strategy"]}
+    flags["replicate"] = row["strategy"]["replicate"]
+    flags |= {"steps": STEPS, "micro_batch": row["micro_batch"], "seq_len": row["seq_len"]}
+    flags |= {"model": work / "models" / f"{row['family']}-{row['shape']}", "run_dir": out}
+    flags |= {"data": texts(work, row["documents"])}
     shutil.rmtree(out, ignore_errors=True)
     log = out.with_suffix(".log")
     log.unlink(missing_ok=True)
     out.parent.mkdir(exist_ok=True)
-    if ranks.run(spell(asked), case.ranks, log):
-        return {**row, "failed": log.read_text().strip()[-600:]}
-    found = json.loads((out / "memory.json").read_text())
-    shutil.rmtree(out)
-    names = ("peak_bytes", "peak_phase", "phases")
-    return {**row, "date": about()["date"], "measured": {name: found["measured"][name] for name in names}}
-
-
-def key_of(row: Mapping[str, Any]) -> str:
-    """Of a run: its case and its batch."""
-    return json.dumps({name: row[name] for name in ("case", "micro_batch")})
+    code = ranks.run(spell(flags), row["ranks"], log)
+    found = dict(row)
+    if code:
+        found["failed"] = log.read_text().strip()[-600:]
+    if (out / "memory.json").exists():
+        took = json.loads((out / "memory.json").read_text())["measured"]
+        found |= {"measured_peak_bytes": took["peak_bytes"], "measured_phases": took["phases"], "date": about()["date"]}
+    shutil.rmtree(out, ignore_errors=True)
+    return found
 
 
 def others(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Measured before and not among these: kept for a later call, in no table."""
-    done = {key_of(row) for row in rows}
-    return [{**json.loads(key), **row} for key, row in measured_before().items() if key not in done]
+    done = {name_of(row) for row in rows}
+    return [row for name, row in measured_before().items() if name not in done]
 
 
 def measured_before() -> dict[str, dict[str, Any]]:
-    """Runs of the results that lie there, where versions and machine are the same: what they took stays what it was."""
+    """Runs of the results that lie there, where versions and machine are the same; `--again` measures them anew."""
     path, now = RESULTS / "memory_truth.json", about()
     if not path.exists():
         return {}
     found = json.loads(path.read_text())
     if any(found[name] != now[name] for name in ("versions", "machine")):
         return {}
-    return {
-        key_of(row): {name: row[name] for name in ("measured", "date")} for row in found["runs"] if "measured" in row
-    }
+    return {name_of(row): row for row in found["runs"] if "measured_peak_bytes" in row}
 
 
 def all_measured(work: Path, rows: Iterator[dict[str, Any]], *, again: bool) -> Iterator[dict[str, Any]]:
@@ -165,9 +182,10 @@ def all_measured(work: Path, rows: Iterator[dict[str, Any]], *, again: bool) -> 
     known = {} if again else measured_before()
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
-        if key_of(row) in known:
-            return {**row, **known[key_of(row)]}
-        wanted = min(row["case"]["ranks"], CORES)
+        if name_of(row) in known:
+            kept = ("measured_peak_bytes", "measured_phases", "date", "failed")
+            return {**row, **{key: found for key, found in known[name_of(row)].items() if key in kept}}
+        wanted = min(row["ranks"], CORES)
         with turn:  # who came first waits first
             for _ in range(wanted):
                 slots.acquire()
@@ -221,7 +239,12 @@ def estimates(case: Case, count: int) -> dict[str, float]:
 
 def errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Forecast over measured, less one, of every run."""
-    return [row["forecast"]["peak_bytes"] / row["measured"]["peak_bytes"] - 1 for row in rows]
+    return [row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1 for row in rows]
+
+
+def percent(row: Mapping[str, Any]) -> str:
+    """A row's error, signed."""
+    return f"{100 * errors([row])[0]:+.2f}%"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -238,7 +261,7 @@ def line(name: str, found: Sequence[float]) -> tuple[str, ...]:
 
 def limits(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """How `fits` does at limits near the truth."""
-    pairs = [(row["forecast"]["peak_bytes"], row["measured"]["peak_bytes"]) for row in rows]
+    pairs = [(row["forecast_peak_bytes"], row["measured_peak_bytes"]) for row in rows]
     exceeded = sum(took > said / 0.95 for said, took in pairs)
     wrongly = sum(said <= 0.95 * took for said, took in pairs)
     refused = sum(said > 1.05 * took for said, took in pairs)
@@ -250,13 +273,13 @@ def limits(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def tables(rows: Sequence[Mapping[str, Any]], refused: Mapping[str, int], seed: int) -> list[Table]:
     """All runs, by every value of every axis, by phase; other estimators; what failed."""
-    good = [row for row in rows if "measured" in row]
+    good = [row for row in rows if "measured_peak_bytes" in row]
     lines = [line("all", errors(good))]
     for axis, values in AXES.items():
-        for value in values:
-            some = [row for row in good if row["case"][axis] == value]
+        for one in values:
+            some = [row for row in good if value(row, axis) == one]
             if some:
-                lines.append(line(f"{axis} {value}", errors(some)))
+                lines.append(line(f"{axis} {one}", errors(some)))
     columns = ("of the runs", "runs", "median", "95%", "worst", "signed median")
     took = [row["seconds"] for row in good]
     notes = (
@@ -269,15 +292,23 @@ def tables(rows: Sequence[Mapping[str, Any]], refused: Mapping[str, int], seed: 
     found.append(Table(title="Other estimators, on the same runs", columns=columns, rows=list(_others(good))))
     reasons = [(reason, str(count)) for reason, count in Counter(refused).most_common()]
     found.append(Table(title="Not possible, of the whole grid", columns=("reason", "cases"), rows=reasons))
-    failed = [(" ".join(map(str, row["case"].values())), row["failed"][-120:]) for row in rows if "failed" in row]
+    worst = sorted(good, key=lambda row: abs(errors([row])[0]), reverse=True)[:10]
+    pairs = [
+        (name_of(row), format_bytes(row["forecast_peak_bytes"]), format_bytes(row["measured_peak_bytes"]), percent(row))
+        for row in worst
+    ]
+    found.append(Table(title="The worst ten", columns=("run", "forecast", "measured", "error"), rows=pairs))
+    failed = [
+        (name_of(row), str("measured_peak_bytes" in row), row["failed"][-120:]) for row in rows if "failed" in row
+    ]
     if failed:
-        found.append(Table(title="Failed", columns=("case", "why"), rows=failed))
+        found.append(Table(title="Ended otherwise than well", columns=("run", "measured", "last words"), rows=failed))
     return found
 
 
 def _by_phase(rows: Sequence[Mapping[str, Any]]) -> Any:
     for phase in PHASES:
-        pairs = [(row["forecast"]["phases"].get(phase), row["measured"]["phases"].get(phase)) for row in rows]
+        pairs = [(row["forecast_phases"].get(phase), row["measured_phases"].get(phase)) for row in rows]
         if ratios := [said / took - 1 for said, took in pairs if said and took]:
             yield line(phase, ratios)
 
@@ -286,7 +317,7 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Any:
     for name in ("accelerate", "deepspeed"):
         some = [row for row in rows if name in row["estimates"]]
         if some:
-            yield line(name, [row["estimates"][name] / row["measured"]["peak_bytes"] - 1 for row in some])
+            yield line(name, [row["estimates"][name] / row["measured_peak_bytes"] - 1 for row in some])
             yield line("this forecast, of these", errors(some))
 
 
@@ -317,19 +348,19 @@ def main() -> None:
     arguments = made.parse_args()
     work = arguments.work
     if arguments.forecast:
-        asked = json.load(sys.stdin)
-        for answer in forecasts(work, [Case(**one) for one in asked]):
+        cases = [Case(**one) for one in json.load(sys.stdin)]
+        for answer in forecasts(work, cases):
             print(ANSWER + json.dumps(answer), flush=True)
         return
     work.mkdir(parents=True, exist_ok=True)
-    cases, refused = possible(specs(work))
-    chosen = [dataclasses.asdict(case) for case in spread(cases, arguments.runs, arguments.seed)]
+    able, refused = possible(specs(work))
+    chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
     rows = []
     for number, row in enumerate(all_measured(work, apart(work, chosen), again=arguments.again), start=1):
         rows.append(row)
-        said = f"{100 * errors(rows[-1:])[0]:+.2f}%" if "measured" in rows[-1] else rows[-1]["failed"][-200:]
-        print(number, *row["case"].values(), row["micro_batch"], said, flush=True)
+        said = percent(row) if "measured_peak_bytes" in row else row["failed"][-200:]
+        print(number, name_of(row), said, flush=True)
         if not arguments.only and (number % SAVED == 0 or number == len(chosen)):
             shown = tables(rows, refused, arguments.seed)
             found = {**about(), "seed": arguments.seed, "refused": refused, "runs": [*rows, *others(rows)]}

@@ -30,8 +30,8 @@ from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import Adapter, Way
-from toolkit.units import BYTES_OF
 from toolkit.smaller import changed
+from toolkit.units import BYTES_OF
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 FP32 = Way(
