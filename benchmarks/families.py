@@ -132,7 +132,7 @@ def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Co
             if case.adapter == "qlora":
                 check_quantized(spec, False)
         except ToolkitError as error:
-            refused[str(error)] += 1
+            refused[str(error).replace(spec.name, f"{case.family}, {case.shape}")] += 1
             continue
         cases.append(case)
     return cases, refused
