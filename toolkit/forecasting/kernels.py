@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.forecasting.ways import Way
@@ -35,7 +36,9 @@ def stand_ins(way: Way) -> Iterator[None]:
     with ExitStack() as replaced:
         replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
         if way.device == "cuda":
-            replaced.enter_context(_replaced(functional, "scaled_dot_product_attention", _attention))
+            replaced.enter_context(
+                _replaced(functional, "scaled_dot_product_attention", partial(_attention, way.flash))
+            )
         if way.adapter is not None and way.adapter.kind == "qlora":
             import bitsandbytes
 
@@ -86,6 +89,7 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
 
 
 def _attention(
+    flash_runs: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -97,14 +101,15 @@ def _attention(
 ) -> Any:
     """By the rules of torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
 
-    Flash attention takes half precision without a mask; the memory-efficient kernel what has a mask or is fp32, but no
-    grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta kernels say.
+    Flash attention takes half precision without a mask, from compute capability 8.0 on; the memory-efficient kernel what has
+    a mask or is fp32, but no grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta
+    kernels say.
     """
     import torch
     from torch.nn import functional
 
     width = query.shape[-1]
-    if attn_mask is None and query.dtype != torch.float32 and width <= 256:
+    if flash_runs and attn_mask is None and query.dtype != torch.float32 and width <= 256:
         query, key, value = (functional.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale or width**-0.5)[0][..., :width]

@@ -36,6 +36,8 @@ class Way:
     """Whether attention gets a mask: where a row holds several documents, or padding."""
     device: str
     """`cpu` or `cuda`: kernels differ."""
+    flash: bool = True
+    """Whether the device runs `scaled_dot_product_attention`'s flash kernel: compute capability 8.0 or more."""
     adapter: Adapter | None = None
     """What stands on frozen weights, or None."""
 
@@ -58,5 +60,6 @@ def way_of(job: Job, *, masked: bool) -> Way:
         checkpointing=strategy.activation_checkpointing == "full",
         masked=masked and not strategy.attention.startswith("flash"),
         device=job.device.kind,
+        flash=(job.device.capability or (8, 0)) >= (8, 0),
         adapter=None if strategy.adapter == "none" else adapter,
     )
