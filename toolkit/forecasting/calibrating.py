@@ -27,8 +27,12 @@ class Lesson:
     """What a run teaches."""
 
     run: Path
-    bytes_ratio: float
-    """Its peak over its forecast."""
+    more_bytes: int
+    """Its peak above its forecast: workspaces, and what no trace sees."""
+    device: str
+    """`cpu` or `cuda`."""
+    card: object
+    """The catalog's figures of its device, or None."""
     reserved_ratio: float | None
     """Reserved over allocated, at the most of each; None on CPU."""
     operations_per_second: float
@@ -57,18 +61,29 @@ def read_run(path: Path) -> Lesson:
     reserved = worst.get("reserved_bytes")
     return Lesson(
         run=path,
-        bytes_ratio=measured["peak_bytes"] / forecast["device"]["peak_bytes"],
+        more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
+        device=forecast["hardware"]["device"]["kind"],
+        card=forecast["hardware"]["device"]["card"],
         reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
         operations_per_second=forecast["operations"] / statistics.median(seconds[WINDOW:] or seconds),
     )
 
 
 def calibrated(forecast: F, lesson: Lesson) -> F:
-    """The forecast with the run's ratios. What is more than was forecast is workspace; where it is less, every part shrinks."""
-    ratio = lesson.bytes_ratio
-    peak = round(forecast.peak_bytes * ratio)
-    parts = {part: size if ratio > 1 else round(size * ratio) for part, size in forecast.parts.items()}
-    parts["workspace"] += peak - sum(parts.values())
+    """The forecast with what the run took more, which is workspace, or less, which is taken from the largest part.
+
+    Raises:
+        RunError: for a run on another kind of device.
+    """
+    device = forecast.hardware.device
+    # As JSON spells it.
+    card = json.loads(json.dumps(dataclasses.asdict(device.card))) if device.card else None
+    if (device.kind, card) != (lesson.device, lesson.card):
+        raise RunError(f"{lesson.run} ran on another kind of device than {device.name}. Name a run on that kind.")
+    more = lesson.more_bytes
+    peak = forecast.peak_bytes + more
+    part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
+    parts = {**forecast.parts, part: forecast.parts[part] + more}
     seconds = forecast.operations / lesson.operations_per_second
     tokens = forecast.loop.micro_batch * forecast.loop.accumulation * forecast.ranks * forecast.loop.seq_len
     mfu = forecast.timing.mfu if forecast.timing else None
@@ -78,12 +93,12 @@ def calibrated(forecast: F, lesson: Lesson) -> F:
         forecast,
         peak_bytes=peak,
         parts=parts,
-        phases={phase: round(size * ratio) for phase, size in forecast.phases.items()},
+        phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
         reserved_bytes=round(peak * lesson.reserved_ratio) if lesson.reserved_ratio else None,
         timing=Timing(step_seconds=seconds, tokens_per_second=tokens / seconds, mfu=mfu),
         change=None,
         changed_bytes=None,
         unknown=(
-            f"Corrected by {lesson.run}: bytes x {ratio:.3f}, {lesson.operations_per_second:.3g} operations/s a rank.",
+            f"Corrected by {lesson.run}: {more:+,} bytes, {lesson.operations_per_second:.3g} operations/s a rank.",
         ),
     )

@@ -84,14 +84,16 @@ class Forecast(Shown):
     def calibrate(self, run: str | Path) -> Forecast:
         """The same, corrected by what a run with a forecast of its own really took.
 
-        Bytes go by the ratio of the run's peak to its forecast (workspace and all else that no trace sees), what the allocator
-        reserves by what it reserved there (fragmentation), time by the operations a second that the run achieved.
+        Bytes by what the run's peak was above its own forecast (workspaces and all else that no trace sees), what the allocator
+        reserves by what it reserved there (fragmentation), time by the operations a second that the run achieved: a run whose
+        layers and batch are as large tells most.
 
         Args:
             run: folder of a run on the same kind of device.
 
         Raises:
-            RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
+            RunError: for a folder without a finished run, for one that measured nothing or was not forecast, and for one on
+                another kind of device.
         """
         return calibrated(self, read_run(Path(run)))
 
