@@ -112,9 +112,7 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     asked = adapted(spec, strategy.lora_targets)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
-        warnings.simplefilter("ignore", FutureWarning)
+    with torch.random.fork_rng(devices=[]):
         # PEFT draws on the CPU, whatever the device: module by module, in the model's order.
         torch.default_generator.manual_seed(job.loop.seed)
         made = attach(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
@@ -138,7 +136,10 @@ def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: 
         target_modules=targets,
         task_type=TaskType.CAUSAL_LM if kind == "causal" else TaskType.SEQ_2_SEQ_LM,
     )
-    return cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
+    with warnings.catch_warnings():
+        # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        return cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
 
 
 def _check_adapted(model: nn.Module, asked: list[str]) -> None:

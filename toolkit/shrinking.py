@@ -84,7 +84,7 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
     strategy, loop = from_dict(Strategy, was["strategy"]), from_dict(Loop, was["loop"])
     device = hardware().device
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
-    for change in changes(strategy, loop, in_a_step=in_a_step):
+    for change in changes(strategy, loop, in_a_step=in_a_step, on_cpu=device.kind == "cpu"):
         if _can_run(strategy, loop, change, int(was["ranks"]), device):
             flags = " ".join(spell(change))
             if "adapter" in change:  # what is trained stays what it was
@@ -94,9 +94,7 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
 
 
 def _can_run(strategy: Strategy, loop: Loop, change: Mapping[str, Any], ranks: int, device: Device) -> bool:
-    """Whether this machine can, and would hold less: on CPU ranks an offload stays in the same memory."""
-    if "offload" in change and device.kind == "cpu":
-        return False
+    """Whether this machine can."""
     try:
         require_libraries(resolve(*changed(strategy, loop, change), None, ranks, device))
     except ToolkitError:

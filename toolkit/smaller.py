@@ -13,13 +13,14 @@ WHOLE = ("fsdp", "zero3")
 """What shards all, the one that holds least first: FSDP2 keeps no separate masters."""
 
 
-def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool) -> Iterator[dict[str, Any]]:
+def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = False) -> Iterator[dict[str, Any]]:
     """Changes that take less memory, the smallest first, each by itself.
 
     Args:
         strategy: that did not fit.
         loop: that did not fit.
         in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
+        on_cpu: whether the ranks have no device of their own, so that an offload stays in the same memory.
     """
     half = halved(loop) if in_a_step else {}
     while half:
@@ -30,7 +31,7 @@ def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool) -> Iterator[dict
     if strategy.sharding not in ("none", *WHOLE):
         yield from ({"sharding": word} for word in WHOLE)
     for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
-        if offload in SHARDINGS[strategy.sharding].offload:
+        if offload in SHARDINGS[strategy.sharding].offload and not on_cpu:
             yield {"offload": offload}
     if strategy.adapter in ("none", "lora"):
         yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}

@@ -31,6 +31,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def file_name(rank: int) -> str:
+    """The name of the file that a rank writes into it: `rank-00000.safetensors`."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 class OtherFormat(CheckpointError):
     """Written by another version of the toolkit."""
 
@@ -120,9 +125,7 @@ def _check(found: Manifest) -> None:
         raise ValueError("strategy, loop, schedule and identity have to be objects")
     if found.step < 0 or found.ranks < 1 or found.global_batch < 1:
         raise ValueError("its counts are below their least")
-    if sorted(found.files) != [
-        f"rank-{rank:05d}.safetensors" for rank in range(min(found.ranks, len(found.files) + 1))
-    ]:
+    if len(found.files) != found.ranks or any(file_name(rank) not in found.files for rank in range(found.ranks)):
         raise ValueError(f"it is of {found.ranks} ranks, and names {len(found.files)} files: expected one of each")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.identity import Identity, check_same
 from toolkit.checkpoints.layout import GENERATOR, WEIGHT, Range, range_of, trained_pieces
-from toolkit.checkpoints.manifest import UNREADABLE, Manifest, complete, problems, read_manifest
+from toolkit.checkpoints.manifest import UNREADABLE, Manifest, complete, file_name, problems, read_manifest
 from toolkit.checkpoints.randomness import write_generators
 from toolkit.engines.job import Counters, Job, Prepared, engine_of
 from toolkit.errors import CheckpointError
@@ -227,7 +227,7 @@ class Ranges:
 
     def generators(self, rank: int) -> dict[str, torch.Tensor]:
         """The states of the random generators of one of the ranks that wrote."""
-        file = self._files[f"rank-{rank:05d}.safetensors"]
+        file = self._files[file_name(rank)]
         names = [key for key in file.keys() if key.startswith(GENERATOR)]  # noqa: SIM118
         return {name.partition(":")[2]: file.get_tensor(name) for name in names}
 

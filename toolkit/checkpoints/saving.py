@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.checkpoints.hashing import sha256_of
 from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, lay_out
-from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, folder_name
+from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, file_name, folder_name
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.engines.job import Prepared, engine_of
 from toolkit.errors import CheckpointError, StrategyError
@@ -140,9 +140,8 @@ class Saver:
         """
         self.wait()
         failed = _failed(self.folder / f".{folder_name(step)}.partial", 0)
-        waiting = _Waiting(
-            failed.parent, 2 * self.patience
-        )  # rank 0 waits that long for the others before it publishes
+        # Rank 0 waits that long for the others before it publishes.
+        waiting = _Waiting(failed.parent, 2 * self.patience)
         while not (self.folder / folder_name(step)).exists():
             if failed.exists():
                 raise CheckpointError(f"rank 0 could not publish the checkpoint of step {step}: {failed.read_text()}")
@@ -222,7 +221,7 @@ class Saver:
 
         began = time.perf_counter()
         partial = self.folder / f".{folder_name(step)}.partial"
-        name = f"rank-{self.rank:05d}.safetensors"
+        name = file_name(self.rank)
         try:
             partial.mkdir(exist_ok=True)
             write_tensors(partial / name, tensors)

@@ -14,7 +14,7 @@ from toolkit.engines.states import State, holdings, moment_pieces, moments, para
 from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
-from toolkit.model import ModelSpec, Parameter
+from toolkit.model import ModelSpec
 from toolkit.phases import phase
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import BYTES_OF, ceil_div
@@ -213,7 +213,7 @@ def account(job: Job) -> Holdings:
     )
 
 
-def shard_of(state: State | Parameter, ranks: int) -> int:
+def shard_of(state: State, ranks: int) -> int:
     """Elements of a parameter that each of `ranks` holds: equally many rows, the last padded."""
     rows = state.shape[0] if state.shape else 1
     return ceil_div(rows, ranks) * (state.elements // rows)

@@ -56,6 +56,16 @@ def quantizable(spec: ModelSpec) -> list[str]:
     return [name for name in spec.linears if name not in left]
 
 
+def packed_shape(elements: int, size: int) -> tuple[int, int]:
+    """Of weights in 4 bits: a column of storage elements of `size` bytes each."""
+    return ceil_div(ceil_div(elements, 2), size), 1
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """Weights and two moments of what is trained, each in the dtype that it is trained in."""
+    return 3 * sum(state.elements for state in parameters_of(job) if state.trainable) * BYTES_OF[job.weight_dtype]
+
+
 def parameters_of(job: Job) -> tuple[State, ...]:
     """Every parameter that the job's model holds, in the model's order, tied ones once.
 
@@ -93,8 +103,8 @@ def _states(job: Job) -> Iterator[State]:
             elif strategy.adapter == "qlora8":
                 yield State(name=name, shape=parameter.shape, trainable=False, dtype="int8")
             else:
-                column = ceil_div(ceil_div(parameter.elements, 2), BYTES_OF[job.compute_dtype])
-                yield State(name=name, shape=(column, 1), trainable=False, dtype=job.compute_dtype)
+                column = packed_shape(parameter.elements, BYTES_OF[job.compute_dtype])
+                yield State(name=name, shape=column, trainable=False, dtype=job.compute_dtype)
         if module in targets:
             yield from _added(job, module, *weight.shape)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapting import attach
-from toolkit.engines.states import adapted, quantizable
+from toolkit.engines.states import adapted, packed_shape, quantizable
 from toolkit.forecasting.timeline import Stack
 from toolkit.forecasting.ways import Adapter
 from toolkit.model import ModelSpec
@@ -30,9 +28,7 @@ def put_on(model: PreTrainedModel, stacks: Sequence[Stack], spec: ModelSpec, ada
         for name in _kept(stacks, quantizable(spec)):
             _replace(model, name)
     targets = list(_kept(stacks, adapted(spec, adapter.targets)))
-    with torch.device("meta"), warnings.catch_warnings():
-        # As in `adapt`: PEFT asks for an attribute that transformers renamed.
-        warnings.simplefilter("ignore", FutureWarning)
+    with torch.device("meta"):
         made = attach(model, spec.kind, adapter.kind, adapter.rank, targets)
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -50,8 +46,8 @@ def pack(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):
             whole: Any = module.weight
-            column = math.ceil(math.ceil(whole.numel() / 2) / whole.dtype.itemsize)
-            packed: Any = torch.nn.Parameter(torch.empty(column, 1, dtype=whole.dtype), requires_grad=False)
+            shape = packed_shape(whole.numel(), whole.dtype.itemsize)
+            packed: Any = torch.nn.Parameter(torch.empty(shape, dtype=whole.dtype), requires_grad=False)
             packed.quant_state = tuple(whole.shape)
             module.weight = packed
 

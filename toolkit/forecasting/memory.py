@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.adapting import require_adapter
 from toolkit.engines.job import Job
-from toolkit.engines.states import parameters_of
+from toolkit.engines.states import checkpoint_bytes, parameters_of
 from toolkit.errors import StrategyError
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, Trace, stretches
@@ -78,7 +78,7 @@ def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     copied = job.spec.copied * each if job.spec and job.strategy.adapter == "none" else 0
     written = sum(sizes) + max(copied, _engine(job).gathering(job))
     if job.device.kind == "cpu":
-        snapshot = 3 * sum(sizes) // job.ranks if checkpoints else 0
+        snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
         ledger.touch("workspace", max(written, snapshot))
     else:
         ledger.touch("workspace", max(sizes, default=0))

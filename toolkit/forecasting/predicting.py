@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, resolve
-from toolkit.engines.states import parameters_of
+from toolkit.engines.states import checkpoint_bytes
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.ledger import PARTS, Ledger
@@ -17,7 +17,7 @@ from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
 from toolkit.smaller import changed, changes
 from toolkit.strategy import Loop, Strategy
-from toolkit.units import BYTES_OF
+from toolkit.units import ceil_div
 
 
 def forecast(
@@ -71,9 +71,7 @@ def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, Loop]]
     in_a_step = found.peak_phase in ("forward", "backward", "step")
 
     def able(strategy: Strategy, loop: Loop) -> Iterator[tuple[Mapping[str, Any], Strategy, Loop]]:
-        for change in changes(strategy, loop, in_a_step=in_a_step):
-            if "offload" in change and found.hardware.device.kind == "cpu":
-                continue  # it stays in the same memory
+        for change in changes(strategy, loop, in_a_step=in_a_step, on_cpu=found.hardware.device.kind == "cpu"):
             try:
                 yield change, *changed(strategy, loop, change)
             except StrategyError:
@@ -107,7 +105,7 @@ def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, che
         parts={part: ledger.parts.get(part, 0) for part in PARTS},
         phases=dict(ledger.phases),
         host_bytes=_host(job, machine, ledger),
-        checkpoint_bytes=_checkpoint(job),
+        checkpoint_bytes=checkpoint_bytes(job),
         operations=operations(job, step),
         communication_bytes=communication(job),
         timing=timing,
@@ -118,19 +116,13 @@ def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, che
 def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
-    return machine.host_free_bytes // -(-job.ranks // machine.nodes)
+    return machine.host_free_bytes // ceil_div(job.ranks, machine.nodes)
 
 
 def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
     """Of a node; rank 0's own beside that of all, as if both were highest at once."""
-    ranks = -(-job.ranks // machine.nodes)
+    ranks = ceil_div(job.ranks, machine.nodes)
     return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.alone_peak
-
-
-def _checkpoint(job: Job) -> int:
-    """Weights and two moments of what is trained, each in the dtype that it is trained in."""
-    trained = sum(state.elements for state in parameters_of(job) if state.trainable)
-    return 3 * trained * BYTES_OF[job.weight_dtype]
 
 
 def _unknown(job: Job) -> tuple[str, ...]:

@@ -207,11 +207,11 @@ class _Moves:
         if (
             self._offload and not self._gloo
         ):  # on its way; of replicas until the backward has ended (`_all_reduce_state`)
-            self._ledger.hold("buffers", shard)
-            self._waiting += shard
-            if not self._replicas:
-                self._ledger.hold("buffers", -self._waiting)
-                self._waiting = 0
+            if self._replicas:
+                self._ledger.hold("buffers", shard)
+                self._waiting += shard
+            else:
+                self._ledger.touch("buffers", shard)
         if self._gloo:
             self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
         self._ledger.hold("gradients", -kept)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from toolkit.engines.job import Holdings, Job
-from toolkit.engines.states import parameters_of, quantizable
+from toolkit.engines.states import checkpoint_bytes, quantizable
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF, ceil_div
@@ -75,8 +75,7 @@ def moments(ledger: Ledger, job: Job, held: Holdings, checkpoints: bool, *, offl
     (ledger.offload if offload else ledger.hold)("optimizer", held.optimizer or 0)
     if checkpoints and not ledger.shared:
         # A snapshot's buffer, pinned, of a power of two (aten/src/ATen/core/CachingHostAllocator.h).
-        trained = sum(state.elements for state in parameters_of(job) if state.trainable)
-        buffer = 3 * trained * BYTES_OF[job.weight_dtype] // job.ranks
+        buffer = checkpoint_bytes(job) // job.ranks
         ledger.offload("workspace", 1 << max(0, buffer - 1).bit_length())
 
 
