@@ -97,6 +97,9 @@ def worker(arguments: argparse.Namespace) -> None:
     from toolkit.devices import hardware
     from toolkit.folder import enter
     from toolkit.following import follow
+    from toolkit.heartbeat import Beat
+    from toolkit.keeping import Keeper
+    from toolkit.lifetime import StopSignal
     from toolkit.loading import load
     from toolkit.preparing import prepare, prepared
     from toolkit.readying import Recipe, get_ready
@@ -110,7 +113,8 @@ def worker(arguments: argparse.Namespace) -> None:
     window = measuring.start(machine.device.kind)
     loop = Loop(steps=arguments.steps, micro_batch=arguments.micro_batch, seq_len=arguments.seq_len)
     strategy = agree({}, os.environ)
-    ready = get_ready(Recipe(model=arguments.model), strategy, loop, ranks, machine.device)
+    recipe = Recipe(model=arguments.model)
+    ready = get_ready(recipe, strategy, loop, ranks, machine.device)
     accelerator = make(strategy, loop, ready.job.spec)
     asked = job(accelerator)
     model, _ = load(accelerator)
@@ -125,18 +129,37 @@ def worker(arguments: argparse.Namespace) -> None:
     def samples(step: int) -> str:
         return hash_ids(sample_ids(ready.rows, asked.loop, ranks=ranks, step=step - 1))
 
+    def toolkits(folder: Any, beat: Any, keeper: Any) -> Iterator[None]:
+        """What `toolkit.finetune` does with its steps, with the default settings."""
+
+        def begin(step: int) -> None:
+            beat.note("begin", step=step)
+
+        followed = {"folder": folder, "samples": samples, "begin": begin, "wish": keeper.wish}
+        for step in follow(made, loader(), schedule, **followed):
+            beat.note("between")
+            keeper.window.step_done(step.step)
+            keeper.step_done(step)
+            yield
+
     for step in train(made, loader(), schedule, samples=samples):
         window.step_done(step.step)
         if step.step == WARM:
             break
     window.close()
-    with enter(arguments.folder) as folder:
+    with (
+        enter(arguments.folder) as folder,
+        Beat(folder.beat(rank), rank) as beat,
+        StopSignal() as stop,
+    ):
+        # What a run's own steps have with the default settings; that no checkpoint is due costs a look at the clock.
+        keeper = Keeper(None, recipe, window, folder, stop, steps=arguments.steps, attempt=0)
         pairs = []
         for _ in range(arguments.pairs):
             plain = (accelerator, model, optimizer)
             loops = {
                 "hand": by_hand(*plain, loader(), schedule, asked.loop.max_grad_norm),
-                "toolkit": follow(made, loader(), schedule, folder=folder, samples=samples),
+                "toolkit": toolkits(folder, beat, keeper),
                 "again": by_hand(*plain, loader(), schedule, asked.loop.max_grad_norm),
             }
             seconds: dict[str, list[float]] = {name: [] for name in loops}
