@@ -147,11 +147,9 @@ def worker(arguments: argparse.Namespace) -> None:
         if step.step == WARM:
             break
     window.close()
-    with (
-        enter(arguments.folder) as folder,
-        Beat(folder.beat(rank), rank) as beat,
-        StopSignal() as stop,
-    ):
+    folder = enter(arguments.folder)
+    folder.beat(rank).parent.mkdir(exist_ok=True)
+    with folder, Beat(folder.beat(rank), rank) as beat, StopSignal() as stop:
         # What a run's own steps have with the default settings; that no checkpoint is due costs a look at the clock.
         keeper = Keeper(None, recipe, window, folder, stop, steps=arguments.steps, attempt=0)
         pairs = []
@@ -266,7 +264,7 @@ def main() -> None:
 
 def tabled(runs: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> Table:
     """Every strategy that was measured."""
-    columns = (
+    columns: tuple[str, ...] = (
         "sharding",
         "ranks",
         "by hand, tokens/s",
