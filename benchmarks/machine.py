@@ -27,12 +27,12 @@ def about() -> dict[str, Any]:
     }
 
 
-def write_results(name: str, title: str, found: Mapping[str, Any], text: str) -> None:
+def write_results(name: str, title: str, found: Mapping[str, Any], text: str, folder: Path = RESULTS) -> None:
     """`results/NAME.json` and `.md`, headed by versions, machine and date; `found` holds those of `about()`."""
     head = f"{found['date']}, {found['machine']}\n{json.dumps(found['versions'])}"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    (RESULTS / f"{name}.md").write_text(f"# {title}\n\n{head}\n\n```\n{text}\n```\n")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{head}\n\n```\n{text}\n```\n")
 
 
 def _processor() -> str:

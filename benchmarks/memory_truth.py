@@ -155,15 +155,15 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def others(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def others(rows: Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Measured before and not among these: kept for a later call, in no table."""
     done = {name_of(row) for row in rows}
-    return [row for name, row in measured_before().items() if name not in done]
+    return [row for name, row in known.items() if name not in done]
 
 
-def measured_before() -> dict[str, dict[str, Any]]:
+def measured_before(results: Path) -> dict[str, dict[str, Any]]:
     """Runs of the results that lie there, where versions and machine are the same; `--again` measures them anew."""
-    path, now = RESULTS / "memory_truth.json", about()
+    path, now = results / "memory_truth.json", about()
     if not path.exists():
         return {}
     found = json.loads(path.read_text())
@@ -172,14 +172,14 @@ def measured_before() -> dict[str, dict[str, Any]]:
     return {name_of(row): row for row in found["runs"] if "measured_peak_bytes" in row}
 
 
-def all_measured(work: Path, rows: Iterator[dict[str, Any]], *, again: bool) -> Iterator[dict[str, Any]]:
+def all_measured(
+    work: Path, rows: Iterator[dict[str, Any]], known: Mapping[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Two runs at a time where each is of one rank, so that no core waits: timings are no part of this."""
     for kind in DOCUMENTS:
         texts(work, kind)
     servers: SimpleQueue[Ranks] = SimpleQueue()
     slots, turn = Semaphore(CORES), Lock()
-
-    known = {} if again else measured_before()
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
         if name_of(row) in known:
@@ -342,6 +342,7 @@ def main() -> None:
     made.add_argument("--runs", type=int, default=300)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
+    made.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
     made.add_argument("--again", action="store_true", help="measure also what the results hold already")
     made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
@@ -356,15 +357,17 @@ def main() -> None:
     able, refused = possible(specs(work))
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
-    rows = []
-    for number, row in enumerate(all_measured(work, apart(work, chosen), again=arguments.again), start=1):
+    rows, known = [], measured_before(arguments.results)
+    taken = {} if arguments.again else known
+    for number, row in enumerate(all_measured(work, apart(work, chosen), taken), start=1):
         rows.append(row)
         said = percent(row) if "measured_peak_bytes" in row else row["failed"][-200:]
         print(number, name_of(row), said, flush=True)
         if not arguments.only and (number % SAVED == 0 or number == len(chosen)):
             shown = tables(rows, refused, arguments.seed)
-            found = {**about(), "seed": arguments.seed, "refused": refused, "runs": [*rows, *others(rows)]}
-            write_results("memory_truth", "Forecasts beside real runs", found, "\n\n".join(map(Table.text, shown)))
+            found = {**about(), "seed": arguments.seed, "refused": refused, "runs": [*rows, *others(rows, known)]}
+            text = "\n\n".join(map(Table.text, shown))
+            write_results("memory_truth", "Forecasts beside real runs", found, text, arguments.results)
     print("\n\n".join(map(Table.text, tables(rows, refused, arguments.seed))))
 
 

@@ -95,20 +95,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     check_fits(found, asked, identity)
     set_aside(accelerator, found)
     attempt = begin(accelerator, folder, ready, recipe, machine, found)
-    model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
-    optimizer = adamw(model, asked.loop)
-    schedule = warmup_cosine(optimizer, asked.loop)
-    loader = batches(
-        ready.rows,
-        asked.loop,
-        rank=rank,
-        ranks=ranks,
-        start_step=found.step,
-        attention=asked.strategy.attention,
-        workers=recipe.workers,
-    )
-    model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
-    ours = prepared(accelerator, (model, optimizer))
+    ours, tokenizer, loader, schedule = _made(accelerator, ready, recipe, start=found.step)
     limit_all(patience(recipe.timeout))
     if found.manifest is not None:
         restore(ours, schedule, found, identity)
@@ -139,18 +126,44 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
             end(accelerator)  # still listening: the launcher signals the others when the first has ended
             return 128 + (stop.number or signal.SIGTERM)
     window.close()
+    _publish(ours, tokenizer, folder, window, held, ready, recipe)
+    end(accelerator)
+    return 0
+
+
+def _made(accelerator: Any, ready: Ready, recipe: Recipe, *, start: int) -> tuple[Prepared, Any, Any, Any]:
+    """What is trained, prepared: model and optimizer; its tokenizer, the batches behind step `start`, the schedule."""
+    asked = job(accelerator)
+    model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
+    optimizer = adamw(model, asked.loop)
+    schedule = warmup_cosine(optimizer, asked.loop)
+    loader = batches(
+        ready.rows,
+        asked.loop,
+        rank=accelerator.process_index,
+        ranks=asked.ranks,
+        start_step=start,
+        attention=asked.strategy.attention,
+        workers=recipe.workers,
+    )
+    model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
+    return prepared(accelerator, (model, optimizer)), tokenizer, loader, schedule
+
+
+def _publish(
+    ours: Prepared, tokenizer: Any, folder: Folder, window: measuring.Window, held: Audit, ready: Ready, recipe: Recipe
+) -> None:
+    """The result, reopened and checked, and what the run took."""
     if recipe.save:
         with window.saving():
             save(ours, tokenizer, folder.export)
-    _record(accelerator, folder, window, held, ready)
+    _record(ours.accelerator, folder, window, held, ready)
     if recipe.save:
         probe = ready.rows.batch([0])
         about = {"data": f"fingerprint {ready.rows.fingerprint}", "versions": spelled(versions())}
-        accelerator.print(verify(ours, folder.export, probe, about=about) or "")
-    if accelerator.is_main_process:
+        ours.accelerator.print(verify(ours, folder.export, probe, about=about) or "")
+    if ours.accelerator.is_main_process:
         finish(folder)
-    end(accelerator)
-    return 0
 
 
 def _steps(

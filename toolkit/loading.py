@@ -237,15 +237,11 @@ def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     checkpointing = job.strategy.activation_checkpointing
     if checkpointing == "full":
-        if not model.supports_gradient_checkpointing:
-            raise StrategyError(
-                f"{spec.architecture} has no activation checkpointing. Choose activation_checkpointing 'none'."
-            )
         model.activation_checkpointing_enable({"use_reentrant": False})
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
     if spec.moe is not None:
         experts = f"{spec.moe.experts} a layer, {spec.moe.active} active"
-        notes.append(f"experts: {experts}, computed by {text._experts_implementation}")
+        notes.append(f"experts: {experts}, computed by {spec.moe.computed}")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
         left = 1 - sum(packed(model).values()) / spec.elements

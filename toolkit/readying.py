@@ -149,6 +149,8 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
 def foretold(ready: Ready, recipe: Recipe, machine: Hardware) -> Ready:
     """The same, with a forecast. Call before an engine is set up, which would partition what is traced."""
     try:
+        if ready.job.strategy.adapter != "none":
+            import peft  # noqa: F401 - loading needs it too, and with it the trace needs no process of its own
         found = forecast_job(ready.job, machine, one_document=ready.rows.one_document, checkpoints=recipe.checkpoints)
         return dataclasses.replace(ready, forecast=found)
     except Exception as error:  # a run goes on without a forecast, whatever was in its way

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapting import quantization
+from toolkit.adapting import kept_dtype, quantization
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
 from toolkit.model import ModelSpec
@@ -22,7 +22,14 @@ def reopen(job: Job, folder: Path) -> Any:
     assert job.spec is not None
     if job.strategy.adapter == "none":
         return reopen_whole(job.spec, folder, dtype=job.weight_dtype, attention=job.strategy.attention)
-    return reopen_adapter(read_base(job), folder)
+    import torch
+
+    model = reopen_adapter(read_base(job), folder)
+    kept = getattr(torch, kept_dtype(job))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # PEFT reads adapters in fp32, whatever they were trained in
+            parameter.data = parameter.data.to(kept)
+    return model
 
 
 def reopen_adapter(base: Any, folder: Path) -> Any:

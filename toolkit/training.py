@@ -232,25 +232,18 @@ class _Said:
         held = live_bytes(device)
         self._names, self._ranks = tuple(held), prepared.job.ranks
         row = [tokens, *(-1 if size is None else size for size in held.values())]
-        self._alone = (tokens, (held,)) if self._ranks == 1 else None
-        if self._alone:
-            return
         mine = torch.tensor(row, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self._gathered = _Gathered(mine, self._ranks)
         self._count: torch.Tensor | None = None
 
-    def weight(self, tokens: int) -> torch.Tensor | float:
+    def weight(self, tokens: int) -> torch.Tensor:
         """What a mean over `tokens` of this rank counts in the global batch's, times the ranks that engines divide by."""
-        if self._alone:
-            return tokens / self._alone[0] if tokens else 0.0  # of no token the mean is not a number, and the run ends
         if self._count is None:
             self._count = self._gathered.rows()[:, 0].sum().double()
         return (tokens * self._ranks / self._count).float()
 
     def everything(self) -> tuple[int, tuple[dict[str, int | None], ...]]:
         """Tokens of the global batch, and what each rank held."""
-        if self._alone:
-            return self._alone
         rows = self._gathered.rows().tolist()
         memory = tuple(
             dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True)) for _, *sizes in rows

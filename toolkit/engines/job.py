@@ -279,7 +279,8 @@ def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
     """Refuse what this model cannot do, whatever the engine.
 
     Raises:
-        StrategyError: for a sequence over the model's limit, and for LoRA targets that the model does not have.
+        StrategyError: for a sequence over the model's limit, for LoRA targets that the model does not have, and for activation
+            checkpointing of a class without it.
     """
     if spec is None:
         return
@@ -287,6 +288,10 @@ def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
         raise StrategyError(
             f"seq_len {loop.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
             f"Choose --seq-len {spec.max_positions} or less."
+        )
+    if strategy.activation_checkpointing == "full" and not spec.checkpointed:
+        raise StrategyError(
+            f"{spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
         )
     if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
         ends = {name.rpartition(".")[2] for name in spec.linears}

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.forecasting.casts import cuda_casts
 from toolkit.forecasting.ways import Way
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def stand_ins(way: Way) -> Iterator[None]:
             replaced.enter_context(
                 _replaced(functional, "scaled_dot_product_attention", partial(_attention, way.flash))
             )
+            if way.autocast:
+                replaced.enter_context(cuda_casts())
         if way.adapter is not None and way.adapter.kind == "qlora":
             import bitsandbytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 PARTS = ("parameters", "master", "gradients", "optimizer", "activations", "logits", "buffers", "workspace")
 
@@ -24,7 +23,7 @@ class Ledger:
         self.phases: dict[str, int] = {}
         self.peak = 0
         self.peak_phase = "load"
-        self.parts: Mapping[str, int] = {}
+        self.parts: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase, and so does what is held as it begins."""
@@ -42,11 +41,12 @@ class Ledger:
         """For a moment `size` bytes more of a part."""
         self._look(size, part)
 
-    def walk(self, rise: int, net: int) -> None:
-        """Activations that rise and then change by `net`, which is at most their rise."""
+    def walk(self, rise: int, net: int, logits: tuple[int, int] = (0, 0)) -> None:
+        """Activations that rise and then change by `net`, which is at most their rise; of both so much are logits."""
         if rise > 0:
-            self._look(rise, "activations")
-        self.held["activations"] += net
+            self._look(rise, "activations", logits[0])
+        self.held["activations"] += net - logits[1]
+        self.held["logits"] += logits[1]
         self.total += net
 
     def offload(self, part: str, size: int) -> None:
@@ -61,10 +61,12 @@ class Ledger:
         self.alone += size
         self.alone_peak = max(self.alone, self.alone_peak)
 
-    def _look(self, more: int, part: str) -> None:
+    def _look(self, more: int, part: str, logits: int = 0) -> None:
         total = self.total + more
         if total > self.phases.get(self.phase, -1):
             self.phases[self.phase] = total
         if total > self.peak:
             self.peak, self.peak_phase = total, self.phase
-            self.parts = {**self.held, part: self.held[part] + more}
+            self.parts = {**self.held, part: self.held[part] + more - logits}
+            if logits:
+                self.parts["logits"] = self.held["logits"] + logits

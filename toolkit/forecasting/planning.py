@@ -185,7 +185,7 @@ def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
 
 def _loops(loop: Loop, share: int) -> Iterator[Loop]:
     """Micro-batches that divide a rank's share, the smallest first."""
-    for micro in (size for size in range(1, share + 1) if share % size == 0 and size & (size - 1) == 0):
+    for micro in (size for size in range(1, share + 1) if share % size == 0):
         yield dataclasses.replace(loop, micro_batch=micro, accumulation=share // micro)
 
 

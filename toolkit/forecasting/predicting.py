@@ -136,5 +136,8 @@ def _unknown(job: Job) -> tuple[str, ...]:
             "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: keep 10% free."
         )
     if job.spec is not None and job.spec.moe is not None:
-        found.append("Experts are taken as evenly loaded; how uneven the routing is, only a run shows.")
+        computed = job.spec.moe.computed
+        found.append(
+            f"Experts, computed by {computed}, are taken as evenly loaded; how uneven the routing is, only a run shows."
+        )
     return tuple(found)

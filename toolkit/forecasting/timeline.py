@@ -12,10 +12,14 @@ from toolkit.units import round_up
 WHOLE = ("forward", "backward", "end")
 """Events of the whole step."""
 
+LOGITS = "logits"
+"""Names what is made between the head's forward and its backward: logits, their copies, the loss, and their gradient."""
+
 Event = tuple[str, int, str]
 """What, how much, whose.
 
-`+`, `-`: bytes of a storage that is made or gone; a `-` outside of the layers names the layer that made it. `gradient`: bytes
+`+`, `-`: bytes of a storage that is made or gone; a `-` outside of the layers names the layer that made it, and both name
+`LOGITS` where it is theirs. `gradient`: bytes
 and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation included;
 `back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`, `end`: of the
 whole. `flops`: operations in a dtype; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
@@ -89,6 +93,10 @@ class Stretch(NamedTuple):
     """Bytes read and written by what is no matrix product."""
     calls: int = 0
     """Operators that do more than name a part of a tensor."""
+    logits_rise: int = 0
+    """What of `rise` the logits are, and all that the loss makes of them."""
+    logits_net: int = 0
+    """What of `net` they are."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +203,15 @@ def _condensed(
     events: Sequence[Event], times: Mapping[tuple[str, int], int], heeds: Callable[[str, str], bool]
 ) -> Iterator[Stretch]:
     """From event to event; what a layer made counts as often as `times` says where it is let go."""
-    rise = net = moved = calls = 0
+    rise = net = moved = calls = logits_rise = logits = 0
     flops: list[tuple[str, int]] = []
     for what, size, name in events:
         if what in ("+", "-"):
-            net += size if what == "+" else -size * times.get((name, size), 1)
-            rise = max(rise, net)
+            change = size if what == "+" else -size * times.get((name, size), 1)
+            net += change
+            logits += change if name == LOGITS else 0
+            if net > rise:
+                rise, logits_rise = net, logits
         elif what == "flops":
             flops.append((name, size))
         elif what == "moved":
@@ -208,7 +219,7 @@ def _condensed(
         elif what == "calls":
             calls += size
         elif what in WHOLE or heeds(what, name):
-            yield Stretch(rise, net, what, size, name, tuple(flops), moved, calls)
-            rise = net = moved = calls = 0
+            yield Stretch(rise, net, what, size, name, tuple(flops), moved, calls, logits_rise, logits)
+            rise = net = moved = calls = logits_rise = logits = 0
             flops = []
-    yield Stretch(rise, net, "", 0, "", tuple(flops), moved, calls)
+    yield Stretch(rise, net, "", 0, "", tuple(flops), moved, calls, logits_rise, logits)

@@ -82,7 +82,9 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
     tokens = job.global_batch * job.loop.seq_len
-    useful = 3 * micro * sum(size for one in step[: middle + 1] for _, size in one.flops)
+    # A backward computes two products for each of the forward's: of frozen weights no gradient, so one.
+    products = 3 if job.strategy.adapter == "none" else 2
+    useful = products * micro * sum(size for one in step[: middle + 1] for _, size in one.flops)
     return Timing(
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,

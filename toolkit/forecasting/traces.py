@@ -7,9 +7,11 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from toolkit.cache import cache_file, keep
 from toolkit.errors import ModelError
@@ -31,38 +33,50 @@ def trace_of(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     A batch of one takes other paths than a larger one (what is contiguous, what is broadcast), so it is traced itself.
     """
     if batch > EXACT:
-        two, three = (_cached(spec, way, size, seq_len) for size in (EXACT - 1, EXACT))
+        two, three = _cached(spec, way, (EXACT - 1, EXACT), seq_len)
         found = two.scaled(three, batch - EXACT + 1)
         if found is not None:
             return found
-    return _cached(spec, way, batch, seq_len)
+    return _cached(spec, way, (batch,), seq_len)[0]
+
+
+def _cached(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> list[Trace]:
+    """A trace of each batch; those that are missing are traced together."""
+    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if way.adapter else []
+    model = [spec.architecture, spec.config, dataclasses.asdict(way)]
+    made_from = {batch: [*model, batch, seq_len, adapting] for batch in batches}
+    paths = {
+        batch: cache_file("traces", json.dumps(one, sort_keys=True, default=str).encode())
+        for batch, one in made_from.items()
+    }
+    found = {batch: trace for batch, path in paths.items() if (trace := _kept(path)) is not None}
+    missing = [batch for batch in batches if batch not in found]
+    if missing:
+        for batch, trace in zip(missing, _traced(spec, way, missing, seq_len), strict=True):
+            keep(paths[batch], json.dumps(dataclasses.asdict(trace), separators=(",", ":")))
+            found[batch] = trace
+    return [found[batch] for batch in batches]
+
+
+def _kept(path: Path) -> Trace | None:
+    try:
+        return _read_file(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @lru_cache(maxsize=64)
 def _read_file(path: Path) -> Trace:
-    return _read(path.read_text())
+    return _read(json.loads(path.read_bytes()))
 
 
-def _cached(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
-    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if way.adapter else []
-    made_from = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len, adapting]
-    path = cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
-    try:
-        return _read_file(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    found = _traced(spec, way, batch, seq_len)
-    keep(path, json.dumps(dataclasses.asdict(found), separators=(",", ":")))
-    return found
-
-
-def _traced(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
+def _traced(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> list[Trace]:
     try:
         if way.adapter is not None and "peft" not in sys.modules:
-            return _apart(spec, way, batch, seq_len)
+            return _apart(spec, way, batches, seq_len)
         from toolkit.forecasting.tracing import trace
 
-        return trace(spec, way, batch=batch, seq_len=seq_len)
+        return [trace(spec, way, batch=batch, seq_len=seq_len) for batch in batches]
     except Exception as error:  # a model's own code fails in its own way
         raise ModelError(
             f"model {spec.name!r} cannot be traced, so what it will take is not known: {first_line(error)} Train it for "
@@ -70,18 +84,17 @@ def _traced(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
         ) from error
 
 
-def _apart(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Trace:
+def _apart(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> list[Trace]:
     """In a child process: peft imports bitsandbytes, which takes hold of a GPU."""
-    asked = pickle.dumps((spec, way, batch, seq_len))
+    asked = pickle.dumps((spec, way, batches, seq_len))
     command = [sys.executable, "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=asked, capture_output=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-    return _read(done.stdout.decode())
+    return [_read(values) for values in json.loads(done.stdout)]
 
 
-def _read(text: str) -> Trace:
-    values = json.loads(text)
+def _read(values: Mapping[str, Any]) -> Trace:
     stacks = tuple(
         Stack(name=one["name"], kinds=tuple(one["kinds"]), kept=tuple(one["kept"])) for one in values["stacks"]
     )

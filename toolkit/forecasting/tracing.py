@@ -1,6 +1,6 @@
 """One step of a model without a byte of it: what every operator allocates and frees, cut at its layers and gradients.
 
-As a program it traces what a pickle on standard input asks for, and writes the trace as JSON.
+As a program it traces what a pickle on standard input asks for, and writes the traces as JSON.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
         # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
         outer = model if way.adapter is None else put_on(model, stacks, spec, way.adapter)
         outer.train()
-        tracker = Tracker()
+        ends = _ends(outer, model)
+        tracker = Tracker(ends[2])
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             model.tie_weights()
             if way.adapter is not None:
                 pack(model)
             inputs = _inputs(spec, way, batch, seq_len)
-            ends = _ends(outer, model)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(tensor)
             if way.widened == "units":
@@ -232,10 +232,10 @@ def _quietly() -> Iterator[None]:
 
 def main() -> None:
     """For a process that traces an adapter: peft is imported here, and nowhere else before a launch."""
-    spec, way, batch, seq_len = pickle.load(sys.stdin.buffer)
+    spec, way, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
-        found = trace(spec, way, batch=batch, seq_len=seq_len)
-    json.dump(dataclasses.asdict(found), sys.stdout, separators=(",", ":"))
+        found = [trace(spec, way, batch=batch, seq_len=seq_len) for batch in batches]
+    json.dump([dataclasses.asdict(one) for one in found], sys.stdout, separators=(",", ":"))
 
 
 if __name__ == "__main__":

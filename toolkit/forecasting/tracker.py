@@ -12,15 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from toolkit.forecasting.timeline import Event
+from toolkit.forecasting.timeline import LOGITS, Event
 from toolkit.units import dtype_name
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every storage that is made while it is active, and when it goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: str | None = None) -> None:
+        """`head`: name of the module that makes the logits."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._head = head
+        self._at_logits = False
         self.events: list[Event] = []
         self.layer = ""
         """The one whose forward or backward is going on."""
@@ -36,6 +39,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
         """An event without a size; a layer's says which one goes on."""
         self.say(what, 0, name)
+        if name and name == self._head:
+            self._at_logits = what in ("in", "out")
         if layer and (what.endswith("in") or name == self.layer):
             self.layer = name if what.endswith("in") else ""
 
@@ -72,11 +77,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._known[storage] = None
         size, key = storage.nbytes(), next(self._numbers)
-        layer = self.layer
-        self.events.append(("+", size, ""))
+        layer, logits = self.layer, LOGITS if self._at_logits else ""
+        self.events.append(("+", size, logits))
 
         def gone(_: Any) -> None:
             del self._alive[key]
-            self.events.append(("-", size, "" if self.layer else layer))
+            self.events.append(("-", size, logits or ("" if self.layer else layer)))
 
         self._alive[key] = weakref.ref(storage, gone)

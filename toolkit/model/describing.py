@@ -147,6 +147,7 @@ def _spec(
         heads=heads if isinstance(heads, int) else 0,
         vocab=embedding.weight.shape[0],
         max_positions=next((value for key in _POSITIONS if isinstance(value := figures.get(key), int)), None),
+        checkpointed=bool(module.supports_gradient_checkpointing),
         moe=moe,
         unadapted=_unadapted(module, str(figures.get("model_type"))) if moe else (),
         unquantized=_unquantized(module),
@@ -297,7 +298,8 @@ def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed:
         )
     classes = {type(one.block).__name__ for one in routed}
     block = classes.pop() if len(classes) == 1 else _layer_of(module, routed[0].name)
-    return MoE(experts=experts, active=active, block=block)
+    computed = getattr(module.config.get_text_config(), "_experts_implementation", None)
+    return MoE(experts=experts, active=active, block=block, computed=computed or "eager")
 
 
 def _count_experts(routed: Iterable[_Routed]) -> int:

@@ -39,6 +39,8 @@ class MoE:
     """Experts that a token passes through."""
     block: str
     """Class of the module that routes and holds the experts: the ZeRO-3 leaf. Where several classes do, the layer's."""
+    computed: str
+    """transformers' implementation of the experts, as it chooses it: `grouped_mm`, …; `eager` where the class has one way only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class ModelSpec(Shown):
     """Rows of the input embedding."""
     max_positions: int | None
     """The longest sequence, or None where the model has no limit."""
+    checkpointed: bool = True
+    """Whether the class has activation checkpointing."""
     moe: MoE | None = None
     unadapted: tuple[str, ...] = field(default=(), repr=False)
     """Of `linears`, what `all-linear` leaves out: PEFT takes their names for those of a mixture's fused experts."""
@@ -133,7 +137,7 @@ class ModelSpec(Shown):
         if self.trusted is not None:
             figures.append(("code of its own", f"is run, revision {self.trusted}"))
         if self.moe is not None:
-            routed = f"{self.moe.experts} a layer, {self.moe.active} active, in {self.moe.block}"
+            routed = f"{self.moe.experts} a layer, {self.moe.active} active, in {self.moe.block}, computed by {self.moe.computed}"
             active = f"{format_count(self.active_elements)} ({self.active_elements:,})"
             figures[2:2] = [("active parameters", active), ("experts", routed)]
         total = self.elements

@@ -29,7 +29,7 @@ def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> Non
 def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
     backward = False
     for stretch in step:
-        ledger.walk(stretch.rise, stretch.net)
+        ledger.walk(stretch.rise, stretch.net, (stretch.logits_rise, stretch.logits_net))
         if stretch.what == "backward":
             backward = True
             ledger.enter("backward")

@@ -1,0 +1,110 @@
+"""What CUDA's autocast computes in fp32 and the processor's does not, for traces, which run on a fake processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+WIDE = (
+    *(
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+    ),
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "logsumexp", "dist", "cdist", "cosine_similarity"),
+)
+"""ATen/autocast_mode.h `AT_FORALL_FP32`, of it what stands in models' forwards: arguments are cast to fp32."""
+
+SUMS = (
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "sum",
+    "sum.dim_IntList",
+)
+"""`AT_FORALL_FP32_SET_OPT_DTYPE`: computed in fp32 where the call names no dtype."""
+
+
+@contextmanager
+def cuda_casts() -> Iterator[None]:
+    """Within it autocast on the processor takes fake tensors as CUDA's takes real ones.
+
+    What both list alike (products in half precision, most losses in fp32) stays as it is.
+    """
+    import torch
+
+    key = "AutocastCPU"
+    with torch.library._scoped_library("aten", "IMPL", key) as library:
+        for names, kernel in ((WIDE, _wide), (SUMS, _sum)):
+            for name in names:
+                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                    packet, _, overload = name.partition(".")
+                    library.impl(name, kernel(getattr(getattr(torch.ops.aten, packet), overload or "default")))
+        yield
+
+
+def _wide(operator: Any) -> Callable[..., Any]:
+    from torch.utils._pytree import tree_map
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _is_fake((args, kwargs)):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        with _no_autocast():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _sum(operator: Any) -> Callable[..., Any]:
+    import torch
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _is_fake(args[:1]) and kwargs.get("dtype") is None and _half(args[0]):
+            named = {argument.name for argument in operator._schema.arguments[: len(args)]}
+            kwargs = kwargs if "dtype" in named else {**kwargs, "dtype": torch.float32}
+        with _no_autocast():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _is_fake(values: Any) -> bool:
+    """A thread that trains meanwhile keeps its own casts."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._pytree import tree_leaves
+
+    return any(isinstance(value, FakeTensor) for value in tree_leaves(values))
+
+
+def _half(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if _half(value) else value
+
+
+def _no_autocast() -> Any:
+    """The kernel below: as C++'s `ExcludeDispatchKeyGuard` in autocast's wrappers."""
+    import torch
+
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
