@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.job import Holdings, Job, Piece
@@ -28,7 +29,7 @@ class State:
     dtype: str
     """torch's name of the dtype that it is loaded in."""
 
-    @property
+    @cached_property  # a plan asks half a million times
     def elements(self) -> int:
         """Elements as stored."""
         return math.prod(self.shape)
@@ -74,17 +75,19 @@ def parameters_of(job: Job) -> tuple[State, ...]:
     a module, DoRA `out` more (Hu et al. 2021; Liu et al. 2024). Quantization constants are no parameters: about
     0.127 bits a weight with double quantization (Dettmers et al. 2023), not counted here.
     """
-    # A job is frozen, and so is what follows from it: it is made once.
-    kept: dict[str, Any] = vars(job)
-    if "_states" not in kept:
-        kept["_states"] = tuple(_states(job))
-    found: tuple[State, ...] = kept["_states"]
-    return found
+    assert job.spec is not None, "an account needs a model"
+    strategy = job.strategy
+    asked = (strategy.adapter, strategy.lora_rank, strategy.lora_targets, job.weight_dtype, job.compute_dtype)
+    # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan that hold the same.
+    kept: dict[Any, tuple[State, ...]] = vars(job.spec).setdefault("_states", {})
+    if asked not in kept:
+        kept[asked] = tuple(_states(job))
+    return kept[asked]
 
 
 def _states(job: Job) -> Iterator[State]:
     spec, strategy = job.spec, job.strategy
-    assert spec is not None, "an account needs a model"
+    assert spec is not None
     if strategy.adapter == "none":
         for parameter in spec.parameters:
             yield State(name=parameter.name, shape=parameter.shape, trainable=True, dtype=job.weight_dtype)

@@ -41,13 +41,15 @@ class Ledger:
         """For a moment `size` bytes more of a part."""
         self._look(size, part)
 
-    def walk(self, rise: int, net: int, logits: tuple[int, int] = (0, 0)) -> None:
+    def walk(self, rise: int, net: int, logits_rise: int = 0, logits_net: int = 0) -> None:
         """Activations that rise and then change by `net`, which is at most their rise; of both so much are logits."""
         if rise > 0:
-            self._look(rise, "activations", logits[0])
-        self.held["activations"] += net - logits[1]
-        self.held["logits"] += logits[1]
-        self.total += net
+            self._look(rise, "activations", logits_rise)
+        if net:
+            self.held["activations"] += net - logits_net
+            self.total += net
+        if logits_net:
+            self.held["logits"] += logits_net
 
     def offload(self, part: str, size: int) -> None:
         """As `hold`, in the host's memory."""

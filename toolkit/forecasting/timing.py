@@ -96,8 +96,9 @@ def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
     """Products at the device's peak, all else at its memory's; never faster than the host can say it."""
     total = 0.0
     for one in stretches:
-        products = sum(size / (_peak(card, dtype) * MATMUL) for dtype, size in one.flops)
-        total += max(products + one.moved / (card.memory * 1e9 * MEMORY), one.calls * CALL)
+        if one.calls:
+            products = sum(size / (_peak(card, dtype) * MATMUL) for dtype, size in one.flops)
+            total += max(products + one.moved / (card.memory * 1e9 * MEMORY), one.calls * CALL)
     return total
 
 

@@ -217,10 +217,10 @@ class _Fetches:
         sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
         self._passed = [0, *itertools.accumulate(sizes[module] for module in self._order)]
         """Elements that are used before each place in the order."""
+        self._places = [(name, at) for at, module in enumerate(self._order) for name in self._own[module]]
         self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
-        for at, module in enumerate(self._order):
-            for name in self._own[module]:
-                self._uses[name].append(at)
+        for name, at in self._places:
+            self._uses[name].append(at)
         self._shard = sum(ceil_div(state.elements, job.ranks) for state in found if state.trainable)
         self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
         self._offload = job.strategy.offload != "none"
@@ -239,7 +239,7 @@ class _Fetches:
     def _begin(self) -> None:
         """A step of the coordinator: forward and backward of one micro-batch."""
         self._at = 0
-        self._queue = deque((name, at) for at, module in enumerate(self._order) for name in self._own[module])
+        self._queue = deque(self._places)
         self._fetched_for = dict.fromkeys(self._elements, -1)
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:

@@ -29,12 +29,13 @@ def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> Non
 def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
     backward = False
     for stretch in step:
-        ledger.walk(stretch.rise, stretch.net, (stretch.logits_rise, stretch.logits_net))
-        if stretch.what == "backward":
+        rise, net, what, size, name, *_, logits_rise, logits_net = stretch
+        ledger.walk(rise, net, logits_rise, logits_net)
+        if what == "backward":
             backward = True
             ledger.enter("backward")
-        if stretch.what:
-            moves.event(stretch.what, stretch.size, stretch.name, backward)
+        if what:
+            moves.event(what, size, name, backward)
 
 
 def loaded(ledger: Ledger, job: Job, size: int) -> None:
