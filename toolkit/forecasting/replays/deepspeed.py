@@ -39,8 +39,8 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         _flattened(job, ledger, held)
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", held.master)
-    moments(ledger, job, held, checkpoints, offload=offload)
     moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
+    moments(ledger, job, held, checkpoints, offload=offload)
     walk(ledger, job, step, moves)
     ledger.enter("step")
     moves.step()
@@ -229,6 +229,11 @@ class _Fetches:
         if self._offload:
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
         ledger.hold("buffers", self._room * self._reduced)
+        if (
+            self._ranks > 1
+        ):  # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own
+            largest = max((ceil_div(state.elements, job.ranks) for state in found if state.trainable), default=0)
+            ledger.touch("buffers", largest * job.ranks * self._size * (2 if job.device.kind == "cpu" else 1))
         self._live = 0
         self._whole: dict[str, int] = {}
         """Bytes of what is gathered."""
