@@ -94,15 +94,14 @@ class Comparison(Shown):
         seen = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
         rows = []
         for result in self.results:
-            ranks = result.measured["per_rank"] if result.measured else ()
-            phases = {name: max((rank["phases"].get(name, 0) for rank in ranks), default=0) for name in seen}
+            phases = result.measured["phases"] if result.measured else {}
             foretold = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
             rows.append(
                 (
                     result.sharding,
                     format_bytes(max(result.parameter_bytes_per_rank)),
                     _beside(result.measured["peak_bytes"] if result.measured else 0, foretold["peak_bytes"]),
-                    *(_beside(phases[name], foretold["phases"].get(name)) for name in seen),
+                    *(_beside(phases.get(name, 0), foretold["phases"].get(name)) for name in seen),
                 )
             )
         notes = (

@@ -68,7 +68,10 @@ class Memory(Shown):
 
     @property
     def measured(self) -> dict[str, Any] | None:
-        """What `compare` and `memory.json` say; the top is the worst rank's. None where a rank measured nothing."""
+        """What `compare` and `memory.json` say: the worst rank's peak, and of each phase the worst rank's in it.
+
+        None where a rank measured nothing.
+        """
         if any(rank.peak_bytes is None for rank in self.ranks):
             return None
         per_rank = [
@@ -76,7 +79,13 @@ class Memory(Shown):
             for number, (rank, held) in enumerate(zip(self.ranks, self.held, strict=True))
         ]
         worst = max(per_rank, key=lambda row: row["peak_bytes"])
-        return {**{key: worst[key] for key in ("peak_bytes", "peak_phase", "phases", "parts")}, "per_rank": per_rank}
+        phases = {
+            name: max(rank.phases.get(name, 0) for rank in self.ranks)
+            for name in PHASES
+            if any(name in rank.phases for rank in self.ranks)
+        }
+        top = {key: worst[key] for key in ("peak_bytes", "peak_phase", "parts")}
+        return {**top, "phases": phases, "per_rank": per_rank}
 
     @property
     def host(self) -> dict[str, Any]:
