@@ -298,6 +298,15 @@ def test_the_worst_rank_stands_at_the_top_and_its_parts_add_up() -> None:
         assert sum(row["parts"].values()) == row["peak_bytes"]
     assert memory.host == {"peak_bytes": 360}
     assert memory.reason is None
+
+
+def test_a_phases_highest_may_be_another_ranks() -> None:
+    reads = measuring.Measured(peak_bytes=100, peak_phase="load", phases={"load": 100, "backward": 90})
+    trains = measuring.Measured(peak_bytes=120, peak_phase="backward", phases={"load": 10, "backward": 120})
+    measured = together(reads, trains).measured
+    assert measured is not None
+    assert measured["phases"] == {"load": 100, "backward": 120}
+    assert (measured["peak_bytes"], measured["peak_phase"]) == (120, "backward")
     assert memory.to_dict() == {"measured": measured, "reason": None, "host": {"peak_bytes": 360}}
     assert json.loads(memory.to_json())["measured"]["parts"] == measured["parts"]
 

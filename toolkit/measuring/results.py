@@ -84,8 +84,8 @@ class Memory(Shown):
             for name in PHASES
             if any(name in rank.phases for rank in self.ranks)
         }
-        top = {key: worst[key] for key in ("peak_bytes", "peak_phase", "parts")}
-        return {**top, "phases": phases, "per_rank": per_rank}
+        top = {key: worst[key] for key in ("peak_bytes", "peak_phase")}
+        return {**top, "phases": phases, "parts": worst["parts"], "per_rank": per_rank}
 
     @property
     def host(self) -> dict[str, Any]:
