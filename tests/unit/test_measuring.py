@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -301,8 +302,8 @@ def test_the_worst_rank_stands_at_the_top_and_its_parts_add_up() -> None:
 
 
 def test_a_phases_highest_may_be_another_ranks() -> None:
-    reads = measuring.Measured(peak_bytes=100, peak_phase="load", phases={"load": 100, "backward": 90})
-    trains = measuring.Measured(peak_bytes=120, peak_phase="backward", phases={"load": 10, "backward": 120})
+    reads = dataclasses.replace(rank(100, "load"), phases={"load": 100, "backward": 90})
+    trains = dataclasses.replace(rank(120), phases={"load": 10, "backward": 120})
     measured = together(reads, trains).measured
     assert measured is not None
     assert measured["phases"] == {"load": 100, "backward": 120}
