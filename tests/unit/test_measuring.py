@@ -299,6 +299,8 @@ def test_the_worst_rank_stands_at_the_top_and_its_parts_add_up() -> None:
         assert sum(row["parts"].values()) == row["peak_bytes"]
     assert memory.host == {"peak_bytes": 360}
     assert memory.reason is None
+    assert memory.to_dict() == {"measured": measured, "reason": None, "host": {"peak_bytes": 360}}
+    assert json.loads(memory.to_json())["measured"]["parts"] == measured["parts"]
 
 
 def test_a_phases_highest_may_be_another_ranks() -> None:
@@ -308,8 +310,6 @@ def test_a_phases_highest_may_be_another_ranks() -> None:
     assert measured is not None
     assert measured["phases"] == {"load": 100, "backward": 120}
     assert (measured["peak_bytes"], measured["peak_phase"]) == (120, "backward")
-    assert memory.to_dict() == {"measured": measured, "reason": None, "host": {"peak_bytes": 360}}
-    assert json.loads(memory.to_json())["measured"]["parts"] == measured["parts"]
 
 
 @pytest.mark.parametrize("phase", ["load", "prepare"])
