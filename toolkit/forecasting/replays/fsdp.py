@@ -41,7 +41,7 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("parameters", held.parameters)
     if not job.strategy.quantized:
-        ledger.touch("workspace", max(state.bytes for state in found))
+        ledger.touch("workspace", max(state.bytes for state in found) + _twins(job))
     ledger.hold("parameters", -read)
     ledger.lead(-ledger.alone)
     moments(ledger, job, held, checkpoints, offload=offload)
@@ -49,6 +49,13 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     ledger.enter("step")
     adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
     ledger.hold("gradients", -ledger.held["gradients"])
+
+
+def _twins(job: Job) -> int:
+    """Shards of tied weights: `fsdp2_load_full_state_dict` makes one for each of their names, and they are tied afterwards."""
+    assert job.spec is not None
+    shards = {state.name: shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in parameters_of(job)}
+    return sum((len(group) - 1) * shards[group[0]] for group in job.spec.tied)
 
 
 def gathering(job: Job) -> int:
