@@ -6,14 +6,14 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.engines.fsdp import shard_of
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, constants, moments, walk
+from toolkit.forecasting.replays.walking import adamw, constants, joined, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF
 
@@ -34,14 +34,18 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     # A GPU's are read into the host's memory, unless they are packed.
     read = sum(state.bytes for state in found) if job.device.kind == "cpu" or job.strategy.quantized else 0
     ledger.hold("parameters", read)
+    if read:
+        ledger.touch("workspace", joined(job))
     ledger.hold("buffers", constants(job))
     if not read:
         ledger.lead(sum(state.bytes for state in found))
     ledger.enter("prepare")
     offload = job.strategy.offload != "none"
-    (ledger.offload if offload else ledger.hold)("parameters", held.parameters)
-    if not job.strategy.quantized:
-        ledger.touch("workspace", max(state.bytes for state in found) + _twins(job))
+    keep = ledger.offload if offload else ledger.hold
+    if job.strategy.quantized:
+        keep("parameters", held.parameters)
+    else:
+        _share_out(job, ledger, keep)
     ledger.hold("parameters", -read)
     ledger.lead(-ledger.alone)
     moments(ledger, job, held, checkpoints, offload=offload)
@@ -51,11 +55,18 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     ledger.hold("gradients", -ledger.held["gradients"])
 
 
-def _twins(job: Job) -> int:
-    """Shards of tied weights: `fsdp2_load_full_state_dict` makes one for each of their names, and they are tied afterwards."""
+def _share_out(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
+    """`fsdp2_load_full_state_dict`: name by name the whole tensor, and a shard of it, which stays.
+
+    Tied weights have a shard for each of their names, until they are tied again.
+    """
     assert job.spec is not None
-    shards = {state.name: shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in parameters_of(job)}
-    return sum((len(group) - 1) * shards[group[0]] for group in job.spec.tied)
+    found = {state.name: state for state in parameters_of(job)}
+    twins = [found[group[0]] for group in job.spec.tied for _ in group[1:]]
+    for state in (*found.values(), *twins):
+        keep("parameters", shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype])
+        ledger.touch("workspace", state.bytes)
+    keep("parameters", -sum(shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in twins))
 
 
 def gathering(job: Job) -> int:

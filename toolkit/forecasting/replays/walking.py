@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from toolkit.engines.job import Holdings, Job
-from toolkit.engines.states import checkpoint_bytes, quantizable
+from toolkit.engines.job import Holdings, Job, engine_of
+from toolkit.engines.states import checkpoint_bytes, parameters_of, quantizable
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF, ceil_div
@@ -43,6 +43,7 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
     ledger.enter("load")
     if job.device.kind == "cpu" or job.strategy.quantized:
         ledger.hold("parameters", size)
+        ledger.touch("workspace", joined(job))
         ledger.hold("buffers", constants(job))
         ledger.enter("prepare")
     else:
@@ -50,6 +51,24 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
         ledger.enter("prepare")
         ledger.hold("parameters", size)
         ledger.offload("parameters", -size)
+
+
+def joined(job: Job) -> int:
+    """What reading takes beside the whole model, an adapter not yet on it: the experts of a layer.
+
+    The files have them one by one. They are joined from copies where the files are of another dtype, else from the
+    mapped file itself (transformers/core_model_loading.py).
+    """
+    assert job.spec is not None
+    if not job.spec.copied:
+        return 0
+    adapter = job.strategy.adapter != "none"
+    dtype = job.compute_dtype if adapter else engine_of(job.strategy).account(job).dtypes["trainable"]
+    if job.spec.config.get("dtype") in (None, dtype):
+        return 0
+    largest = max(one.elements for one in job.spec.parameters if one.role == "expert")
+    added = sum(state.bytes for state in parameters_of(job) if state.trainable) if adapter else 0
+    return max(0, largest * BYTES_OF[dtype] - added)
 
 
 def constants(job: Job) -> int:
