@@ -70,7 +70,7 @@ def card_key(name: str, word: str) -> str:
     if len(matching) > 1:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
     if not matching:
-        raise ToolkitError(f"hardware {name!r} is unknown.{nearest(plain, known)} Known: cpu, {', '.join(CARDS)}.")
+        raise ToolkitError(f"hardware {name!r} is unknown.{nearest(plain, CARDS)} Known: cpu, {', '.join(CARDS)}.")
     return matching[0]
 
 

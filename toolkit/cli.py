@@ -11,14 +11,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
-from toolkit.flags import Parser, add_flags, from_dict, given, spell, to_flags
+from toolkit.errors import RunError, ToolkitError
+from toolkit.flags import Parser, add_flags, flag, from_dict, given, spell, to_flags
 from toolkit.launching import Stopped
-from toolkit.redacting import redact_all, redacted_output
+from toolkit.redacting import MARK, redact_all, redacted_output
 from toolkit.show import Shown
 from toolkit.strategy import SHARDINGS, Loop, Strategy, catalog, sharding_word
 
@@ -67,8 +67,16 @@ def plan(flags: argparse.Namespace) -> Shown:
         one_document=flags.one_document,
     )
     if flags.write:
-        _write_config(Path(flags.write), found.config(), "--write")
+        try:
+            _write_config(Path(flags.write), found.config(), "--write")
+        except ToolkitError:
+            _show(found, flags.json)  # what was found is not lost with the file
+            raise
         print(found.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
+        print(
+            f"Add --data and --steps: without them it trains on the embedded text for {Loop().steps} steps.",
+            file=sys.stderr,
+        )
     return found
 
 
@@ -164,6 +172,8 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
     if said := finished(path, was, loop):
+        if other := _otherwise(was, recipe, strategy, [*new[Recipe], *new[Strategy]]):
+            raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave them out.")
         print(said, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
@@ -173,6 +183,17 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
     return _result(path)
+
+
+def _otherwise(was: Mapping[str, Any], recipe: Any, strategy: Any, given: Sequence[str]) -> list[str]:
+    """The flags that ask for something else than the run was."""
+    before = {**was["recipe"], **was["strategy"]}
+    now = {**dataclasses.asdict(recipe), **dataclasses.asdict(strategy)}
+    return [
+        flag(name)
+        for name in given
+        if now[name] not in ("auto", before.get(name)) and MARK not in str(before.get(name))
+    ]
 
 
 def _result(path: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Comparison(Shown):
         ]
         columns = ("sharding", "engine", "ranks", "tokens/s", "first loss", "last loss", "agree")
         notes = ("agree: the largest relative difference of a step's loss from the first row's.",)
-        title = f"{self.model} on {self.data}"
+        title = f"model {self.model}, data {self.data}"
         return [Table(title=title, columns=columns, rows=rows, notes=notes), self._memory()]
 
     def _memory(self) -> Table:

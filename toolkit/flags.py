@@ -57,6 +57,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise StrategyError(f"{message}. See `{self.prog} --help`.")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Of a word that has to be one of several, the nearest is named."""
+        if action.choices is not None and value not in action.choices:
+            known = ", ".join(map(str, action.choices))
+            raise StrategyError(f"{action.dest} {value!r} is unknown.{nearest(value, action.choices)} Known: {known}.")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
         found, unknown = super().parse_known_args(args, namespace)

@@ -14,7 +14,7 @@ from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import Job, engine_of, resolve
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
-from toolkit.flags import from_dict
+from toolkit.flags import flag, from_dict
 from toolkit.model import ModelSpec
 from toolkit.strategy import SHARDINGS, Loop, Strategy
 
@@ -174,7 +174,8 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
         if name in bound and bound[name] != value:
             raise StrategyError(
                 f"{name} {value!r} was asked for, but the Accelerate launch environment says {bound[name]!r}. "
-                f"Give `accelerate launch` the config file of {value!r} (`toolkit config`), or leave the flag out."
+                f"Give `accelerate launch` a config file with {name} {value!r} (`toolkit config {flag(name)} {value}` writes it), "
+                "or leave the flag out."
             )
     return from_dict(Strategy, bound | fields)
 

@@ -101,10 +101,10 @@ def sharding_word(word: str) -> str:
         return key
     if key in ALIASES:
         return ALIASES[key]
-    known = [*SHARDINGS, *ALIASES]
+    aliases = [alias.upper() for alias in ALIASES]
     raise StrategyError(
-        f"sharding {word!r} is unknown.{nearest(key, known)} Known: {', '.join(SHARDINGS)}; "
-        f"aliases: {', '.join(alias.upper() for alias in ALIASES)}."
+        f"sharding {word!r} is unknown.{nearest(key, [*SHARDINGS, *aliases])} Known: {', '.join(SHARDINGS)}; "
+        f"aliases: {', '.join(aliases)}."
     )
 
 

@@ -189,9 +189,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any, int]]:
             try:
                 yield where, json.loads(text), len(line)
             except (ValueError, RecursionError) as error:
-                reason = (
-                    f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-                )
+                reason = str(error)
+                if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at" already
+                    reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 raise DataError(
                     f"{where}: malformed JSON: {reason}. Each line must be one JSON object; correct or remove it."
                 ) from error
@@ -263,10 +263,11 @@ def _conversation(messages: Any, where: str) -> list[dict[str, str]]:
         raise DataError(f"{where}: column 'messages' is empty. Fill it or remove the row.")
     turns = []
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        lacks = [name for name in ("role", "content") if not isinstance(message, dict) or name not in message]
+        if lacks:
+            what = f"lacks {' and '.join(map(repr, lacks))}" if isinstance(message, dict) else f"is {_type(message)}"
             raise DataError(
-                f"{where}: message {index} is {_type(message)}, expected an object with 'role' and 'content'."
-                " Correct or remove the row."
+                f"{where}: message {index} {what}, expected an object with 'role' and 'content'. Correct or remove the row."
             )
         turns.append(
             {name: _filled(message[name], where, f"message {index}'s {name!r}") for name in ("role", "content")}

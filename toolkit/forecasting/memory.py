@@ -35,7 +35,7 @@ def traced(job: Job, *, masked: bool) -> Trace:
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
     if strategy.adapter == "qlora8":
-        raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet.")
+        raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet. Choose adapter 'qlora', or 'lora'.")
     require_adapter(strategy)
     way = way_of(job, masked=masked)
     return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len)

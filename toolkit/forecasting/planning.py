@@ -111,7 +111,7 @@ class Plan(Shown):
                 rows=rows,
                 notes=tuple(dict.fromkeys(unsure)),
             ),
-            Table(title="Rejected", columns=(*names, "why"), rows=out),
+            *([Table(title="Rejected", columns=(*names, "why"), rows=out)] if out else []),
         ]
 
 

@@ -43,6 +43,8 @@ def forecast(
         StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
         ToolkitError: for a model or a machine that is not known.
     """
+    if isinstance(on, Loop | Strategy):
+        raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
     count = machine.ranks if ranks is None else ranks
@@ -133,7 +135,7 @@ def _unknown(job: Job) -> tuple[str, ...]:
         found.append("Time is a roofline over data-sheet peaks, within about a quarter; it has not been calibrated.")
     if job.device.kind == "cuda":
         found.append(
-            "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: keep 10% free."
+            "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: leave them room, as a plan does."
         )
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed

@@ -83,7 +83,7 @@ class Watch:
             if silent > limit and (beat is None or lives(beat.pid, self.folder.token)):
                 where = f"; at the last one it was {beat.where}" if beat else ", and none before"
                 raise RankHung(
-                    f"rank {rank} hung: no heartbeat for {silent:.0f} s, longer than {limit:g} s (--timeout){where}. "
+                    f"rank {rank} hung: no heartbeat for {silent:.1f} s, longer than {limit:g} s (--timeout){where}. "
                     f"{end_of_log(self.folder, rank)}"
                 )
 
