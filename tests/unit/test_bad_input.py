@@ -14,7 +14,10 @@ import pytest
 from toolkit import cli
 from toolkit.devices import hardware
 from toolkit.errors import RunError
+from toolkit.readying import Recipe
+from toolkit.redacting import MARK
 from toolkit.runtime import check_ranks
+from toolkit.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +74,7 @@ def _with_large_vocabulary(folder: Path) -> None:
 CASES: dict[str, tuple[str, list[str]]] = {
     # Strategy
     "sharding": ("train --sharding zer3", ["'zer3'", "Did you mean 'zero3'?", "fsdp"]),
-    "alias": ("train --sharding FULLSHARD", ["'FULLSHARD'", "Did you mean 'full_shard'?", "FULL_SHARD"]),
+    "alias": ("train --sharding FULLSHARD", ["'FULLSHARD'", "Did you mean 'FULL_SHARD'?", "FULL_SHARD"]),
     "one of several": ("compare --sharding ddp,zero9", ["'zero9'", "Did you mean 'zero"]),
     "no engine": ("train --sharding fsdp --offload optimizer", ["'fsdp'", "'optimizer'", "zero1, zero2, zero3"]),
     "no engine 8 bit": ("train --sharding zero3 --adapter qlora8", ["'zero3'", "'qlora8'", "none, ddp"]),
@@ -95,8 +98,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "sequence": ("train --seq-len 100000", ["100000", "2048"]),
     "learning rate": ("train --lr nan", ["lr nan", "above 0"]),
     "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
+    "verb": ("trian --sharding zero3", ["'trian'", "Did you mean 'train'?", "doctor"]),
     "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
-    "verb": ("trian", ["'trian'", "train"]),
     "no verb": ("", ["VERB", "toolkit --help"]),
     "tracker": ("train --tracker tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
     "missing tracker": ("train --tracker tensorboard,clearml", ["'clearml'", "pip install clearml"]),
@@ -229,3 +232,10 @@ def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capfd.readouterr().out)["architecture"] == "LlamaForCausalLM"
     assert cli.main(["config", "--sharding", "zero3", "--json", "-"]) == 0
     assert json.loads(capfd.readouterr().out)["distributed_type"] == "DEEPSPEED"
+
+
+def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
+    was = {"recipe": {"model": "a", "data": MARK}, "strategy": {"sharding": "fsdp", "precision": "fp32"}}
+    now = [Recipe(model="b", data="c"), Strategy(sharding="zero3")]
+    assert cli._otherwise(was, *now, ["model", "data", "sharding", "precision"]) == ["--model", "--sharding"]
+    assert cli._otherwise(was, Recipe(model="a"), Strategy(sharding="FULL_SHARD"), ["model", "sharding"]) == []

@@ -194,7 +194,8 @@ BAD = {
     "empty completion": (['{"prompt": "a", "completion": ""}'], "line 1: column 'completion' is empty"),
     "half a character": (['{"text": "\\ud800"}'], "line 1: column 'text' holds half of a surrogate pair"),
     "no messages": (['{"messages": []}'], "line 1: column 'messages' is empty"),
-    "message without role": (['{"messages": [{"content": "a"}]}'], "line 1: message 0 is an object"),
+    "message without role": (['{"messages": [{"content": "a"}]}'], "line 1: message 0 lacks 'role'"),
+    "control character": (['{"text": "a\tb"}'], "line 1: malformed JSON: Invalid control character at column 12"),
     "message with null": (['{"messages": [{"role": "user", "content": null}]}'], "message 0's 'content' is null"),
     "deep": (["[" * 100_000], "line 1: malformed JSON"),
 }

@@ -95,7 +95,7 @@ def test_names_are_taken_as_people_write_them(name: str, device: str) -> None:
     ("name", "says"),
     [
         ("A100", "say which one, A100-40GB or A100-80GB"),
-        ("8x H1000", r"'8x H1000' is unknown\. Did you mean 'h100-80gb'\? Known: cpu, T4"),
+        ("8x H1000", r"'8x H1000' is unknown\. Did you mean 'H100-80GB'\? Known: cpu, T4"),
         ("2x tpu", "is unknown.*Known: cpu"),
         ("", "expected a name such as '8x H100-80GB'"),
         ("0x T4", "at least one device"),

@@ -310,7 +310,7 @@ def test_the_smallest_change_that_fits_is_named() -> None:
 @pytest.mark.parametrize(
     ("strategy", "on", "ranks", "said"),
     [
-        (Strategy(adapter="qlora8"), "T4", None, "adapter 'qlora8' cannot be forecast yet"),
+        (Strategy(adapter="qlora8"), "T4", None, "adapter 'qlora8' cannot be forecast yet. Choose"),
         (Strategy(sharding="hsdp", replicate=2), "2x A100-80GB", None, "needs groups of at least 2 ranks"),
         (Strategy(sharding="ddp"), "2x H1000", None, "hardware '2x H1000' is unknown. Did you mean"),
         (Strategy(sharding="ddp"), "2x H100", 0, "ranks 0: expected at least 1"),

@@ -34,7 +34,7 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
     ("fields", "said"),
     [
         ({"sharding": "zerro3"}, "Did you mean 'zero3'"),
-        ({"sharding": "FULL_SHRAD"}, "Did you mean 'full_shard'"),
+        ({"sharding": "FULL_SHRAD"}, "Did you mean 'FULL_SHARD'"),
         ({"adapter": "lorra"}, "Did you mean 'lora'"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"sharding": "ddp", "offload": "cpu"}, "runs with sharding zero3"),
