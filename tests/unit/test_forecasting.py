@@ -122,12 +122,15 @@ def peak(step: Sequence[Stretch]) -> int:
     return max(size for _, size in levels(step))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "mixtral", "t5"])
-def test_a_large_batch_follows_from_two_small_ones(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", FP32), ("llama", AUTOCAST), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)]
+)
+def test_a_large_batch_follows_from_two_small_ones(family: str, way: Way) -> None:
     from toolkit.forecasting.tracing import trace
 
     spec = describe(config(family, 3))
-    assert trace_of(spec, FP32, batch=7, seq_len=32) == trace(spec, FP32, batch=7, seq_len=32)
+    two, three = (trace(spec, way, batch=size, seq_len=32) for size in (2, 3))
+    assert two.scaled(three, 5) == trace(spec, way, batch=7, seq_len=32)
 
 
 def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
@@ -360,6 +363,36 @@ def test_an_adapter_is_traced_in_a_child_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] True"
+
+
+def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.forecasting import tracing
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec, loop = describe(config("llama", 3)), Loop(seq_len=64, micro_batch=8)
+    forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", loop)
+    monkeypatch.setattr(tracing, "trace", None)  # nothing is traced again, whatever the strategy, batch and world size
+    for word in ("ddp", "zero2", "fsdp", "fsdp_grad_op"):
+        forecast(spec, Strategy(sharding=word, precision="bf16"), "8x A100-80GB", loop)
+    forecast(spec, Strategy(sharding="fsdp", precision="bf16"), "4x H100", dataclasses.replace(loop, micro_batch=5))
+
+
+def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.forecasting import tracing
+
+    real = tracing.trace
+
+    def picky(spec: ModelSpec, way: Way, **sizes: int) -> Any:
+        if way.widened == "units":
+            raise RuntimeError("no such kernel")
+        return real(spec, way, **sizes)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tracing, "trace", picky)
+    spec, loop = describe(config("llama", 3)), Loop(seq_len=64)
+    assert forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", loop).fits
+    with pytest.raises(ModelError, match="no such kernel"):
+        forecast(spec, Strategy(sharding="fsdp", precision="bf16"), "8x A100-80GB", loop)
 
 
 def test_what_is_offloaded_is_the_hosts() -> None:

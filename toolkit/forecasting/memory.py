@@ -14,19 +14,20 @@ from toolkit.errors import StrategyError
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch, Trace, stretches
 from toolkit.forecasting.traces import trace_of
-from toolkit.forecasting.ways import way_of
+from toolkit.forecasting.ways import other_ways, way_of
 from toolkit.units import BYTES_OF
 
 BLOCK = {"cpu": 1, "cuda": 512}
 """Bytes that an allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize`)."""
 
 
-def traced(job: Job, *, masked: bool) -> Trace:
+def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     """A micro-batch of the job's model, as shallow as can be.
 
     Args:
         job: with a spec.
         masked: whether attention gets a mask: rows that hold several documents, or padding.
+        others: where it has to be traced, trace it for the other engines too: whoever asks of one asks of them next.
 
     Raises:
         StrategyError: for an adapter whose bytes cannot be forecast yet.
@@ -38,7 +39,8 @@ def traced(job: Job, *, masked: bool) -> Trace:
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet. Choose adapter 'qlora', or 'lora'.")
     require_adapter(strategy)
     way = way_of(job, masked=masked)
-    return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len)
+    beside = tuple(other_ways(job, masked=masked)) if others else ()
+    return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len, beside=beside)
 
 
 def whole_step(job: Job, trace: Trace) -> list[Stretch]:

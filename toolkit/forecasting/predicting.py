@@ -51,7 +51,7 @@ def forecast(
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
     job = resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device)
-    found = forecast_job(job, machine, one_document=one_document)
+    found = forecast_job(job, machine, one_document=one_document, others=True)
     return found if found.fits else _advised(found, job, one_document)
 
 
@@ -89,10 +89,12 @@ def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, Loop]]
         yield dict(total), strategy, loop
 
 
-def forecast_job(job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True) -> Forecast:
-    """The same of a job, which a worker runs as it is; `checkpoints`: whether it writes any."""
+def forecast_job(
+    job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True, others: bool = False
+) -> Forecast:
+    """The same of a job, which a worker runs as it is; `checkpoints`: whether it writes any; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
-    trace = traced(job, masked=not one_document)
+    trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
     ledger, timing = replay(job, trace, step, checkpoints=checkpoints), step_time(job, machine, step)
     return Forecast(

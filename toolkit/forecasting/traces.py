@@ -24,38 +24,47 @@ EXACT = 3
 """Batches up to this one are traced as they are; a larger one follows from two that are, since sizes are linear in it."""
 
 
-def trace_of(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
+def trace_of(spec: ModelSpec, way: Way, *, batch: int, seq_len: int, beside: Sequence[Way] = ()) -> Trace:
     """One forward and backward of the shallow model, from the cache where it is there.
+
+    Args:
+        spec: the model.
+        way: how it computes.
+        batch, seq_len: samples of a micro-batch, tokens of a sample.
+        beside: where it is not in the cache, other ways that are traced with it, and kept for later.
 
     Raises:
         ModelError: for a model that cannot be traced.
 
     A batch of one takes other paths than a larger one (what is contiguous, what is broadcast), so it is traced itself.
     """
+    ways = (way, *beside)
     if batch > EXACT:
-        two, three = _cached(spec, way, (EXACT - 1, EXACT), seq_len)
+        two, three = _cached(spec, ways, (EXACT - 1, EXACT), seq_len)
         found = two.scaled(three, batch - EXACT + 1)
         if found is not None:
             return found
-    return _cached(spec, way, (batch,), seq_len)[0]
+    return _cached(spec, ways, (batch,), seq_len)[0]
 
 
-def _cached(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> list[Trace]:
-    """A trace of each batch; those that are missing are traced together."""
-    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if way.adapter else []
-    model = [spec.architecture, spec.config, dataclasses.asdict(way)]
-    made_from = {batch: [*model, batch, seq_len, adapting] for batch in batches}
-    paths = {
-        batch: cache_file("traces", json.dumps(one, sort_keys=True, default=str).encode())
-        for batch, one in made_from.items()
-    }
-    found = {batch: trace for batch, path in paths.items() if (trace := _kept(path)) is not None}
+def _cached(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[Trace]:
+    """The first way's trace of each batch; those that are missing are traced together, the other ways' with them."""
+    found = {batch: trace for batch in batches if (trace := _kept(_path(spec, ways[0], batch, seq_len))) is not None}
     missing = [batch for batch in batches if batch not in found]
     if missing:
-        for batch, trace in zip(missing, _traced(spec, way, missing, seq_len), strict=True):
-            keep(paths[batch], json.dumps(dataclasses.asdict(trace), separators=(",", ":")))
-            found[batch] = trace
+        made = _traced(spec, ways, missing, seq_len)
+        for way, traces in zip(ways, made, strict=True):
+            for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
+                text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
+                keep(_path(spec, way, batch, seq_len), text)
+        found |= dict(zip(missing, made[0], strict=True))
     return [found[batch] for batch in batches]
+
+
+def _path(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Path:
+    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if way.adapter else []
+    made_from = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len, adapting]
+    return cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
 
 
 def _kept(path: Path) -> Trace | None:
@@ -70,13 +79,14 @@ def _read_file(path: Path) -> Trace:
     return _read(json.loads(path.read_bytes()))
 
 
-def _traced(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> list[Trace]:
+def _traced(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
+    """Of each way a trace of each batch."""
     try:
-        if way.adapter is not None and "peft" not in sys.modules:
-            return _apart(spec, way, batches, seq_len)
-        from toolkit.forecasting.tracing import trace
+        if ways[0].adapter is not None and "peft" not in sys.modules:
+            return _apart(spec, ways, batches, seq_len)
+        from toolkit.forecasting.tracing import trace_all
 
-        return [trace(spec, way, batch=batch, seq_len=seq_len) for batch in batches]
+        return trace_all(spec, ways, batches, seq_len)
     except Exception as error:  # a model's own code fails in its own way
         raise ModelError(
             f"model {spec.name!r} cannot be traced, so what it will take is not known: {first_line(error)} Train it for "
@@ -84,14 +94,14 @@ def _traced(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> 
         ) from error
 
 
-def _apart(spec: ModelSpec, way: Way, batches: Sequence[int], seq_len: int) -> list[Trace]:
+def _apart(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
     """In a child process: peft imports bitsandbytes, which takes hold of a GPU."""
-    asked = pickle.dumps((spec, way, batches, seq_len))
+    asked = pickle.dumps((spec, ways, batches, seq_len))
     command = [sys.executable, "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=asked, capture_output=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-    return [_read(values) for values in json.loads(done.stdout)]
+    return [[_read(values) for values in traces] for traces in json.loads(done.stdout)]
 
 
 def _read(values: Mapping[str, Any]) -> Trace:

@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from toolkit.forecasting.tracker import Tracker
 
 
+def trace_all(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
+    """Of each way a trace of each batch; of all ways but the first only where it can be traced, else none."""
+    own, *others = ways
+    found = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
+    for way in others:
+        try:
+            found.append([trace(spec, way, batch=batch, seq_len=seq_len) for batch in batches])
+        except Exception:  # asked for itself, it will say why
+            found.append([])
+    return found
+
+
 def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     """One forward and backward of the shallow model."""
     import torch
@@ -60,7 +72,7 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
             _watch(model, ends, stacks, tracker)
             with stand_ins(way), tracker:
                 _step(model, inputs, spec, way, tracker)
-    return Trace(stacks=stacks, events=tuple(_nested(tracker.events)), ends=ends)
+    return Trace(stacks=stacks, events=tuple(_nested(tracker.told())), ends=ends)
 
 
 def _nested(events: list[Event]) -> Iterator[Event]:
@@ -232,10 +244,10 @@ def _quietly() -> Iterator[None]:
 
 def main() -> None:
     """For a process that traces an adapter: peft is imported here, and nowhere else before a launch."""
-    spec, way, batches, seq_len = pickle.load(sys.stdin.buffer)
+    spec, ways, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
-        found = [trace(spec, way, batch=batch, seq_len=seq_len) for batch in batches]
-    json.dump([dataclasses.asdict(one) for one in found], sys.stdout, separators=(",", ":"))
+        found = trace_all(spec, ways, batches, seq_len)
+    json.dump([[dataclasses.asdict(one) for one in each] for each in found], sys.stdout, separators=(",", ":"))
 
 
 if __name__ == "__main__":

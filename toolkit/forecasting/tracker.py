@@ -31,6 +31,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._alive: dict[int, Any] = {}
+        self._made: dict[int, int] = {}
+        """Place of a `-` in the events → number of the storage that went."""
+
+    def told(self) -> list[Event]:
+        """The events; what goes at one moment goes in the order in which it was made.
+
+        Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
+        """
+        found: list[Event] = []
+        for gone, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
+            ordered = sorted(places, key=self._made.__getitem__) if gone else places
+            found += (self.events[place] for place in ordered)
+        return found
 
     def know(self, tensor: torch.Tensor) -> None:
         """A storage that is there already, and is not counted."""
@@ -82,6 +95,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def gone(_: Any) -> None:
             del self._alive[key]
+            self._made[len(self.events)] = key
             self.events.append(("-", size, logits or ("" if self.layer else layer)))
 
         self._alive[key] = weakref.ref(storage, gone)

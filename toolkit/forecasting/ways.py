@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.engines.job import Job
+from toolkit.errors import StrategyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +66,15 @@ def way_of(job: Job, *, masked: bool) -> Way:
         flash=(job.device.capability or (8, 0)) >= (8, 0),
         adapter=None if strategy.adapter == "none" else adapter,
     )
+
+
+def other_ways(job: Job, *, masked: bool) -> Iterator[Way]:
+    """How the same job would compute under the other engines, as far as they differ."""
+    own = way_of(job, masked=masked)
+    for word in ("ddp", "zero3", "fsdp"):
+        try:
+            strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", replicate=1)
+        except StrategyError:
+            continue
+        if (way := way_of(dataclasses.replace(job, strategy=strategy), masked=masked)) != own:
+            yield way
