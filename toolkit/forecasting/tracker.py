@@ -39,11 +39,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
         """
-        found: list[Event] = []
+        order: list[int] = []
         for gone, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
-            ordered = sorted(places, key=self._made.__getitem__) if gone else places
-            found += (self.events[place] for place in ordered)
-        return found
+            run = list(places)
+            order += sorted(run, key=self._made.__getitem__) if gone else run
+        return [self.events[place] for place in order]
 
     def know(self, tensor: torch.Tensor) -> None:
         """A storage that is there already, and is not counted."""
