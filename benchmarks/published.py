@@ -79,8 +79,12 @@ TITAN = "torchtitan, docs/performance.md"
 TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 PEFT = "PEFT, docs/source/accelerate/fsdp.md"
 PEFT_ASSUMED = (
-    "highest of forward, backward and step; micro-batch 2 and sequence 2,048 as in its script; the page does not say "
-    "whether the context and what the allocator reserves are in its figure; here they are not"
+    "highest of forward, backward and step; micro-batch 2, accumulation 2, sequence 2,048, FlashAttention-2 as in its script; "
+    "FSDP1, reentrant checkpointing and dropout there; the page does not say whether the context and what the allocator "
+    "reserves are in its figure; here they are not"
+)
+PEFT_STRATEGY = tk.Strategy(
+    sharding="fsdp", precision="bf16_pure", adapter="qlora", lora_rank=8, attention="flash_attention_2"
 )
 
 
@@ -118,8 +122,8 @@ def runs() -> tuple[Published, ...]:
             assumed=PEFT_ASSUMED,
             config=llama_2,
             hardware="2x A100-80GB",
-            strategy=tk.Strategy(sharding="fsdp", precision="bf16", adapter="qlora", lora_rank=8),
-            loop=tk.Loop(seq_len=2048, micro_batch=2),
+            strategy=PEFT_STRATEGY,
+            loop=tk.Loop(seq_len=2048, micro_batch=2, accumulation=2),
             memory=35.6e9,
         ),
         Published(
@@ -128,22 +132,21 @@ def runs() -> tuple[Published, ...]:
             assumed=PEFT_ASSUMED,
             config=llama_2,
             hardware="2x A100-80GB",
-            strategy=tk.Strategy(sharding="fsdp", precision="bf16", adapter="qlora", lora_rank=8, offload="cpu"),
-            loop=tk.Loop(seq_len=2048, micro_batch=2),
+            strategy=dataclasses.replace(PEFT_STRATEGY, offload="cpu"),
+            loop=tk.Loop(seq_len=2048, micro_batch=2, accumulation=2),
             memory=19.6e9,
             host=107e9,
         ),
         Published(
-            what="GPT-2 13B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB",
-            source="Ren et al. 2021 (ZeRO-Offload)",
-            assumed="65 layers of 4,096, sequence 1,024; micro-batch 4 and 128 of them a step are a guess; the card's memory "
-            "stands for what the run took, which is not said",
-            config=gpt2(65, 4096),
+            what="GPT-2 10B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB",
+            source="Ren et al. 2021 (ZeRO-Offload), abstract",
+            assumed="50 layers of 4,096, sequence 1,024, micro-batch 10, 51 of them a step; it fitted into 32 GB there: "
+            "DeepSpeed adds gradients up in fp32 on the device here, which the paper's did not",
+            config=gpt2(50, 4096),
             hardware="1x V100-32GB",
             strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer"),
-            loop=tk.Loop(seq_len=1024, micro_batch=4, accumulation=128),
-            memory=32 * 2**30,
-            tflops=30,
+            loop=tk.Loop(seq_len=1024, micro_batch=10, accumulation=51),
+            tflops=40,
         ),
     )
 
@@ -163,9 +166,9 @@ BEYOND = (
     ),
     Beyond(
         what="Llama 3.1 405B, 16,384 x H100",
-        said="54 days",
+        said="30.84M GPU hours",
         needs="tensor and pipeline parallelism",
-        source="Grattafiori et al. 2024",
+        source="meta-llama/Llama-3.1-405B, model card",
     ),
 )
 

@@ -172,8 +172,9 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
     if said := finished(path, was, loop):
-        if other := _otherwise(was, recipe, strategy, [*new[Recipe], *new[Strategy]]):
-            raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave them out.")
+        asked = {**new[Recipe], **new[Loop], **{name: getattr(strategy, name) for name in new[Strategy]}}
+        if other := _otherwise(was, {**asked, "processes": flags.processes}):
+            raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave such flags out.")
         print(said, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
@@ -185,14 +186,17 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     return _result(path)
 
 
-def _otherwise(was: Mapping[str, Any], recipe: Any, strategy: Any, given: Sequence[str]) -> list[str]:
-    """The flags that ask for something else than the run was."""
-    before = {**was["recipe"], **was["strategy"]}
-    now = {**dataclasses.asdict(recipe), **dataclasses.asdict(strategy)}
+CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")
+"""Flags that say how a run is looked after, and nothing of what it trains."""
+
+
+def _otherwise(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What was asked anew, and is otherwise than the run was, in words."""
+    before = {**was["recipe"], **was["loop"], **was["strategy"], "processes": was["ranks"]}
     return [
-        flag(name)
-        for name in given
-        if now[name] not in ("auto", before.get(name)) and MARK not in str(before.get(name))
+        f"{flag(name)} {value} (it was {before.get(name)})"
+        for name, value in now.items()
+        if name not in CARE and value not in (None, "auto", before.get(name)) and MARK not in str(before.get(name))
     ]
 
 

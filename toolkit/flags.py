@@ -61,7 +61,9 @@ class Parser(argparse.ArgumentParser):
         """Of a word that has to be one of several, the nearest is named."""
         if action.choices is not None and value not in action.choices:
             known = ", ".join(map(str, action.choices))
-            raise StrategyError(f"{action.dest} {value!r} is unknown.{nearest(value, action.choices)} Known: {known}.")
+            what = action.metavar or action.dest
+            near = nearest(value, action.choices)
+            raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {known}. See `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""

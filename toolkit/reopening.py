@@ -1,4 +1,4 @@
-"""A saved model, opened again as anybody would: plain transformers and PEFT, no engine."""
+"""A saved model, opened again with plain transformers and PEFT, no engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from toolkit.reading import attention_word, auto_class, without_engine
 def reopen(job: Job, folder: Path) -> Any:
     """The model in `folder`, in evaluation mode, on the host; an adapter over its base, read (and quantized) again.
 
+    An adapter is in the dtype it was trained in, so that its logits can be compared; PEFT by itself reads it in fp32.
+
     Raises:
         RunError: for keys that are missing or that the model does not know.
     """
@@ -27,7 +29,7 @@ def reopen(job: Job, folder: Path) -> Any:
     model = reopen_adapter(read_base(job), folder)
     kept = getattr(torch, kept_dtype(job))
     for name, parameter in model.named_parameters():
-        if "lora_" in name:  # PEFT reads adapters in fp32, whatever they were trained in
+        if "lora_" in name:  # PEFT's names of all that LoRA and DoRA add
             parameter.data = parameter.data.to(kept)
     return model
 

@@ -14,10 +14,8 @@ import pytest
 from toolkit import cli
 from toolkit.devices import hardware
 from toolkit.errors import RunError
-from toolkit.readying import Recipe
 from toolkit.redacting import MARK
 from toolkit.runtime import check_ranks
-from toolkit.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -235,7 +233,25 @@ def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
-    was = {"recipe": {"model": "a", "data": MARK}, "strategy": {"sharding": "fsdp", "precision": "fp32"}}
-    now = [Recipe(model="b", data="c"), Strategy(sharding="zero3")]
-    assert cli._otherwise(was, *now, ["model", "data", "sharding", "precision"]) == ["--model", "--sharding"]
-    assert cli._otherwise(was, Recipe(model="a"), Strategy(sharding="FULL_SHARD"), ["model", "sharding"]) == []
+    was = {
+        "recipe": {"model": "a", "data": MARK},
+        "loop": {"lr": 2e-5},
+        "strategy": {"sharding": "fsdp", "precision": "fp32"},
+        "ranks": 2,
+    }
+    asked = {
+        "model": "b",
+        "data": "c",
+        "lr": 0.001,
+        "sharding": "zero3",
+        "processes": 4,
+        "timeout": 9.0,
+        "precision": "auto",
+    }
+    assert cli._otherwise(was, asked) == [
+        "--model b (it was a)",
+        "--lr 0.001 (it was 2e-05)",
+        "--sharding zero3 (it was fsdp)",
+        "--processes 4 (it was 2)",
+    ]
+    assert cli._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []

@@ -75,11 +75,20 @@ def _wide(operator: Any) -> Callable[..., Any]:
 def _sum(operator: Any) -> Callable[..., Any]:
     import torch
 
+    # aten/src/ATen/native/SoftMax.cpp: on CUDA a softmax of fp16 into fp32 makes no copy of what it reads.
+    fused = {"aten::softmax": torch.ops.aten._softmax, "aten::log_softmax": torch.ops.aten._log_softmax}
+    fused_kernel = fused.get(operator._schema.name)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if _is_fake(args[:1]) and kwargs.get("dtype") is None and _half(args[0]):
-            named = {argument.name for argument in operator._schema.arguments[: len(args)]}
-            kwargs = kwargs if "dtype" in named else {**kwargs, "dtype": torch.float32}
+        dtype = args[2] if len(args) > 2 and fused_kernel else kwargs.get("dtype")
         with _no_autocast():
+            if not _is_fake(args[:1]) or not _half(args[0]):
+                return operator(*args, **kwargs)
+            if fused_kernel and args[0].dtype == torch.float16 and dtype in (None, torch.float32):
+                return fused_kernel(args[0], args[1], True)
+            named = {argument.name for argument in operator._schema.arguments[: len(args)]}
+            if dtype is None and "dtype" not in named:
+                kwargs = {**kwargs, "dtype": torch.float32}
             return operator(*args, **kwargs)
 
     return kernel

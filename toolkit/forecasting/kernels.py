@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 """Weights that share a scale under 4 bits (transformers' default)."""
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Stand-ins are the process's: of two threads the first to leave would take them from the other."""
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def stand_ins(way: Way) -> Iterator[None]:
     from torch.nn import functional
     from transformers import masking_utils
 
-    with ExitStack() as replaced:
+    with _ONE_AT_A_TIME, ExitStack() as replaced:
         replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
         if way.device == "cuda":
             replaced.enter_context(

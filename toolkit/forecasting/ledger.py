@@ -45,11 +45,10 @@ class Ledger:
         """Activations that rise and then change by `net`, which is at most their rise; of both so much are logits."""
         if rise > 0:
             self._look(rise, "activations", logits_rise)
-        if net:
+        if net or logits_net:
             self.held["activations"] += net - logits_net
-            self.total += net
-        if logits_net:
             self.held["logits"] += logits_net
+            self.total += net
 
     def offload(self, part: str, size: int) -> None:
         """As `hold`, in the host's memory."""

@@ -137,7 +137,7 @@ def _unknown(job: Job) -> tuple[str, ...]:
         found.append("Time is a roofline over data-sheet peaks, within about a quarter; it has not been calibrated.")
     if job.device.kind == "cuda":
         found.append(
-            "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: leave room, as a plan does."
+            "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: 5 to 10% more."
         )
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed

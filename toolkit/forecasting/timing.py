@@ -82,7 +82,8 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
     tokens = job.global_batch * job.loop.seq_len
-    # A backward computes two products for each of the forward's: of frozen weights no gradient, so one.
+    # A backward computes two products for each of the forward's; of frozen weights no gradient, so one. What attention and
+    # the adapter itself compute is two all the same: with an adapter MFU is a little low, the more the longer the sequence.
     products = 3 if job.strategy.adapter == "none" else 2
     useful = products * micro * sum(size for one in step[: middle + 1] for _, size in one.flops)
     return Timing(

@@ -28,7 +28,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.layer = ""
         """The one whose forward or backward is going on."""
         self._work: Counter[tuple[str, str]] = Counter()
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """Storages; true of those that were there before."""
         self._numbers = itertools.count()
         self._alive: dict[int, Any] = {}
         self._made: dict[int, int] = {}
@@ -47,7 +48,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know(self, tensor: torch.Tensor) -> None:
         """A storage that is there already, and is not counted."""
-        self._known[tensor.untyped_storage()] = None
+        self._known[tensor.untyped_storage()] = True
 
     def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
         """An event without a size; a layer's says which one goes on."""
@@ -66,9 +67,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
+        # Under autocast the head casts its weight before it makes logits.
+        weight = func is torch.ops.aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf.untyped_storage())
+                self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
         self._count(func, args, kwargs, made)
         return made
 
@@ -85,17 +88,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             self._work["moved", ""] += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *results))
 
-    def _note(self, storage: Any) -> None:
+    def _note(self, storage: Any, part: str) -> None:
         if storage in self._known:
             return
-        self._known[storage] = None
+        self._known[storage] = False
         size, key = storage.nbytes(), next(self._numbers)
-        layer, logits = self.layer, LOGITS if self._at_logits else ""
-        self.events.append(("+", size, logits))
+        layer = self.layer
+        self.events.append(("+", size, part))
 
         def gone(_: Any) -> None:
             del self._alive[key]
             self._made[len(self.events)] = key
-            self.events.append(("-", size, logits or ("" if self.layer else layer)))
+            self.events.append(("-", size, part or ("" if self.layer else layer)))
 
         self._alive[key] = weakref.ref(storage, gone)

@@ -229,11 +229,10 @@ class _Fetches:
         if self._offload:
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
         ledger.hold("buffers", self._room * self._reduced)
-        if (
-            self._ranks > 1
-        ):  # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own
-            largest = max((ceil_div(state.elements, job.ranks) for state in found if state.trainable), default=0)
-            ledger.touch("buffers", largest * job.ranks * self._size * (2 if job.device.kind == "cpu" else 1))
+        # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own.
+        largest = max((ceil_div(state.elements, job.ranks) for state in found if state.trainable), default=0)
+        copies = 2 if job.device.kind == "cpu" and job.ranks > 1 else 1
+        ledger.touch("buffers", largest * job.ranks * self._size * copies)
         self._live = 0
         self._whole: dict[str, int] = {}
         """Bytes of what is gathered."""

@@ -38,7 +38,8 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
         ledger.touch("workspace", joined(job))
     ledger.hold("buffers", constants(job))
     if not read:
-        ledger.lead(sum(state.bytes for state in found))
+        ledger.lead(sum(state.bytes for state in found) + joined(job))
+        ledger.lead(-joined(job))
     ledger.enter("prepare")
     offload = job.strategy.offload != "none"
     keep = ledger.offload if offload else ledger.hold
@@ -58,14 +59,18 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
 def _share_out(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
     """`fsdp2_load_full_state_dict`: name by name the whole tensor, and a shard of it, which stays.
 
-    Tied weights have a shard for each of their names, until they are tied again.
+    Tied weights have a shard for each of their names, until they are tied again. On a GPU the fullest rank is one that
+    receives: it makes the next whole tensor while it has the last one.
     """
     assert job.spec is not None
     found = {state.name: state for state in parameters_of(job)}
     twins = [found[group[0]] for group in job.spec.tied for _ in group[1:]]
+    last = 0
     for state in (*found.values(), *twins):
+        ledger.touch("workspace", last + state.bytes)
         keep("parameters", shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype])
         ledger.touch("workspace", state.bytes)
+        last = state.bytes if job.device.kind == "cuda" and job.ranks > 1 else 0
     keep("parameters", -sum(shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in twins))
 
 

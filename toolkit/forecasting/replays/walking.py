@@ -48,6 +48,8 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
         ledger.enter("prepare")
     else:
         ledger.offload("parameters", size)
+        ledger.offload("workspace", joined(job))
+        ledger.offload("workspace", -joined(job))
         ledger.enter("prepare")
         ledger.hold("parameters", size)
         ledger.offload("parameters", -size)
@@ -56,8 +58,8 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
 def joined(job: Job) -> int:
     """What reading takes beside the whole model, an adapter not yet on it: the experts of a layer.
 
-    The files have them one by one. They are joined from copies where the files are of another dtype, else from the
-    mapped file itself (transformers/core_model_loading.py).
+    The files have them one by one, and they are joined from copies (transformers/core_model_loading.py). Where the files are
+    of this dtype, what is read later still lies in the mapped file by then, which weighs more.
     """
     assert job.spec is not None
     if not job.spec.copied:
