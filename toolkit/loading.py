@@ -241,7 +241,7 @@ def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
     if spec.moe is not None:
         experts = f"{spec.moe.experts} a layer, {spec.moe.active} active"
-        notes.append(f"experts: {experts}, computed by {spec.moe.computed}")
+        notes.append(f"experts: {experts}, computed by {text._experts_implementation or 'eager'}")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
         left = 1 - sum(packed(model).values()) / spec.elements

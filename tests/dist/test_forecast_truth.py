@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,14 +19,23 @@ RUNS = 20
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_truth.py"
 
 
+WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "save": 0.08}
+"""Most that a phase's forecast may be off. While 4 bits are packed `load` is not forecast to the byte."""
+
+
 def test_forecasts_are_true(tmp_path: Path) -> None:
     results = tmp_path / "results"
     command = [sys.executable, str(BENCHMARK), "--runs", str(RUNS), "--seed", "9"]
     command += ["--work", str(tmp_path), "--results", str(results)]
-    made = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
+        try:
+            code = made.wait(900)
+        finally:  # its servers and their ranks end with it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(made.pid, signal.SIGKILL)
+    assert code == 0, (tmp_path / "log").read_text()[-2000:]
     rows = json.loads((results / "memory_truth.json").read_text())["runs"]
     assert len(rows) == RUNS
     assert not [row["failed"] for row in rows if "failed" in row]
@@ -33,3 +44,7 @@ def test_forecasts_are_true(tmp_path: Path) -> None:
     assert statistics.median(errors) <= 0.015
     assert max(errors) <= 0.08
     assert min(row["measured_peak_bytes"] for row in rows) >= 100 * 2**20
+    for row in rows:
+        for phase, most in WITHIN.items():
+            ratio = row["forecast_phases"][phase] / row["measured_phases"][phase]
+            assert abs(ratio - 1) <= most, (row["family"], row["strategy"], row["ranks"], phase, ratio)
