@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 RUNS = 20
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_truth.py"
