@@ -119,14 +119,20 @@ def check_trackers(names: str | None) -> None:
 
 
 def end(accelerator: Accelerator) -> None:
-    """`accelerator.end_training()`, after a moment in which gloo's threads let go of the last collective's tensors.
-
-    They need the GIL for that. What destroys the process group (DDP's reducer, in its destructor) joins them with the GIL
-    held, so that a rank would now and then never end; no call says when the threads are idle.
-    """
+    """`accelerator.end_training()`, when gloo's threads have let go of the last collective's tensors."""
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        time.sleep(LET_GO)
+        let_go()
     accelerator.end_training()
+
+
+def let_go() -> None:
+    """Give gloo's threads a moment to let go of the last collective's tensors, for which they need the GIL.
+
+    What destroys the process group (DDP's reducer, in its destructor) joins them with the GIL held, so that a rank would
+    now and then never end; and a thread that asks for the GIL after the interpreter began to end aborts the process
+    ("terminate called without an active exception"). No call says when the threads are idle.
+    """
+    time.sleep(LET_GO)
 
 
 def job(accelerator: Accelerator) -> Job:

@@ -100,7 +100,7 @@ def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:
 
 def awaited(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0.0) -> RankHung:
     """For a rank that did not come where the others waited; `at`: when they gave up, in seconds since 1970."""
-    silent = f", without a heartbeat for {at - beat.time:.0f} s" if at - beat.time > _SILENT else ""
+    silent = f", without a heartbeat for {at - beat.time:.1f} s" if at - beat.time > _SILENT else ""
     return RankHung(
         f"rank {beat.rank} hung: the others waited for it longer than {timeout:g} s (--timeout). It was {beat.where}{silent}. "
         f"{end_of_log(folder, beat.rank)}"
