@@ -34,7 +34,10 @@ test: check
 	elif ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    select=(-m 'not gpu'); echo "This torch cannot use the NVIDIA GPU: tests marked gpu are left out."; \
 	fi; \
-	set -x; $(BIN)/pytest "$${select[@]}" $(PYTEST)
+	set -x; \
+	$(if $(PYTEST),$(BIN)/pytest "$${select[@]}" $(PYTEST), \
+	    $(BIN)/pytest "$${select[@]}" --numprocesses logical --maxprocesses 4 --dist worksteal tests/unit; \
+	    $(BIN)/pytest "$${select[@]}" tests/dist)
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ def _spec(
         source=source,
         architecture=type(module).__name__,
         kind=kind,
-        config=config.to_dict(),
+        # As JSON reads it again (keys are text): a spec equals the one that was kept of it.
+        config=json.loads(json.dumps(config.to_dict(), default=str)),
         parameters=_parameters(module, blocks, routed if moe else ()),
         tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
         linears=_linears(module),

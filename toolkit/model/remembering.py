@@ -33,4 +33,4 @@ def recall(config: bytes) -> ModelSpec | None:
 def remember(config: bytes, spec: ModelSpec) -> None:
     """Keep it. Where the cache cannot be written, it is described again next time."""
     with contextlib.suppress(OSError, ToolkitError):
-        keep(cache_file(KIND, config), json.dumps(dataclasses.asdict(spec), separators=(",", ":"), default=str))
+        keep(cache_file(KIND, config), json.dumps(dataclasses.asdict(spec), separators=(",", ":")))

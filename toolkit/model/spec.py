@@ -56,7 +56,7 @@ class ModelSpec(Shown):
     kind: str
     """`causal` or `seq2seq`."""
     config: dict[str, Any] = field(repr=False)
-    """The transformers config, as its `to_dict()`."""
+    """The transformers config, as its `to_dict()` in JSON."""
     parameters: tuple[Parameter, ...] = field(repr=False)
     """In the model's own order; each storage once."""
     tied: tuple[tuple[str, ...], ...]
