@@ -57,6 +57,12 @@ class Ledger:
         self.host += size
         self.host_peak = max(self.host, self.host_peak)
 
+    def touch_host(self, part: str, size: int) -> None:
+        """As `touch`, in the host's memory."""
+        if self.shared:
+            self.touch(part, size)
+        self.host_peak = max(self.host + size, self.host_peak)
+
     def lead(self, size: int) -> None:
         """More, or less, of the host's memory that rank 0 alone takes: where it reads for all, or writes for all."""
         self.alone += size

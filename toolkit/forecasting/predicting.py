@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job, engine_of, on_device, resolve
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
@@ -60,12 +60,20 @@ def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
     for change, strategy, loop in _smaller(found):
         try:
             other = resolve(strategy, loop, job.spec, job.ranks, job.device)
+            if _states(other) > found.limit_bytes:
+                continue  # no trace is needed to see that
             made = forecast_job(other, found.hardware, one_document=one_document)
         except ToolkitError:
             continue
         if made.fits:
             return dataclasses.replace(found, change=change, changed_bytes=made.peak_bytes)
     return found
+
+
+def _states(job: Job) -> int:
+    """Bytes that stay on the device from the first step on: less than any peak."""
+    held = on_device(job, engine_of(job.strategy).account(job))
+    return held.parameters + held.master + (held.optimizer or 0)
 
 
 def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, Loop]]:

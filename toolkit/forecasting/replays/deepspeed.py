@@ -1,26 +1,21 @@
-"""DeepSpeed ZeRO: buckets that gradients pass through, partitions that they end in, and parameters that are fetched.
+"""DeepSpeed ZeRO: buckets that gradients pass through, and partitions that they end in. Stage 3 is `zero3`.
 
-Source: deepspeed/runtime/zero/stage_1_and_2.py; stage3.py, partition_parameters.py and partitioned_param_coordinator.py.
+Source: deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from toolkit.engines.deepspeed import ALIGNMENT
 from toolkit.engines.job import Holdings, Job, engine_of
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.replays.walking import adamw, loaded, moments, walk
+from toolkit.forecasting.replays.zero3 import Fetches, partitioned
 from toolkit.forecasting.timeline import Stretch, Trace
 from toolkit.units import BYTES_OF, ceil_div, round_up
-
-SUB_GROUP = 10**9
-"""Elements of a rank's shard that stage 3 steps at once (`sub_group_size`, at its default)."""
 
 
 def heeds(trace: Trace, what: str, name: str) -> bool:
@@ -33,13 +28,13 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     held = engine_of(job.strategy).account(job)
     whole = job.settings["zero_optimization"]["stage"] == 3
     if whole:
-        _partitioned(job, ledger, held)
+        partitioned(job, ledger, held)
     else:
         loaded(ledger, job, held.parameters)
         _flattened(job, ledger, held)
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", held.master)
-    moves = _Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
+    moves = Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
     moments(ledger, job, held, checkpoints, offload=offload)
     walk(ledger, job, step, moves)
     ledger.enter("step")
@@ -51,32 +46,7 @@ def _flattened(job: Job, ledger: Ledger, held: Holdings) -> None:
     if job.device.kind == "cpu" or held.parameters + held.trainable <= job.device.free_bytes:
         ledger.touch("parameters", held.trainable)
     else:
-        ledger.offload("parameters", 2 * held.trainable)
-        ledger.offload("parameters", -2 * held.trainable)
-
-
-def _partitioned(job: Job, ledger: Ledger, held: Holdings) -> None:
-    """Stage 3's parameters, from the checkpoint to shards.
-
-    `zero.Init`: rank 0 reads each whole and broadcasts it before it is cut. transformers skips that for quantized models.
-    """
-    found = list(parameters_of(job))
-    base = [state for state in found if not (state.trainable and job.strategy.adapter != "none")]
-    keep = ledger.offload if job.strategy.offload == "cpu" else ledger.hold
-    if job.strategy.quantized:
-        read = sum(state.bytes for state in found)
-        loaded(ledger, job, read)
-        ledger.touch("parameters", max(ceil_div(state.bytes, job.ranks) for state in found))
-        ledger.hold("parameters", -read)
-    else:
-        size = BYTES_OF[job.compute_dtype]
-        read = sum(ceil_div(state.elements, job.ranks) for state in base) * size
-        ledger.enter("load")
-        keep("parameters", read)
-        ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
-        ledger.enter("prepare")
-        keep("parameters", -read)
-    keep("parameters", held.parameters)
+        ledger.touch_host("parameters", 2 * held.trainable)
 
 
 def gathering(job: Job) -> int:
@@ -175,198 +145,6 @@ class _Buckets:
         self._ledger.hold("gradients", flat)
         self._ledger.hold("gradients", -self._partition)
         adamw(self._ledger, self._job, [self._shard])
-        self._ledger.hold("gradients", -flat)
-
-
-@dataclass(eq=False)
-class _Gather:
-    """Parameters that are gathered together. What was gathered stays until each of them was asked for."""
-
-    names: set[str]
-    flat: int
-    done: bool = False
-
-
-class _Fetches:
-    """Stage 3: parameters are fetched for the module that comes, and for some behind it; none is let go that is used again soon.
-
-    From the second step on, when the coordinator knows the order of the modules.
-    """
-
-    REUSE, LIVE = 10**9, 10**9
-    """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
-
-    def __init__(self, job: Job, step: Sequence[Stretch], ledger: Ledger) -> None:
-        assert job.spec is not None
-        zero = job.settings["zero_optimization"]
-        self._ledger, self._job = ledger, job
-        self._size, self._ranks = BYTES_OF[job.compute_dtype], job.ranks
-        self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
-        self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
-        limit = zero["stage3_param_persistence_threshold"]
-        found = list(parameters_of(job))
-        self._elements = {state.name: state.elements for state in found}
-        self._known = {name: name for name in self._elements} | {
-            other: names[0] for names in job.spec.tied for other in names[1:]
-        }
-        self._kept = {name for name, elements in self._elements.items() if elements <= limit}
-        self._own: dict[str, list[str]] = {}
-        for name, first in self._known.items():
-            self._own.setdefault(name.rpartition(".")[0], []).append(first)
-        self._order = [one.name for one in step if one.what in ("in", "back in") and one.name in self._own]
-        sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
-        self._passed = [0, *itertools.accumulate(sizes[module] for module in self._order)]
-        """Elements that are used before each place in the order."""
-        self._places = [(name, at) for at, module in enumerate(self._order) for name in self._own[module]]
-        self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
-        for name, at in self._places:
-            self._uses[name].append(at)
-        self._shard = sum(ceil_div(state.elements, job.ranks) for state in found if state.trainable)
-        self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
-        self._offload = job.strategy.offload != "none"
-        keep = ledger.offload if self._offload else ledger.hold
-        keep("gradients", self._shard * self._accumulated)
-        if self._offload:
-            ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
-        ledger.hold("buffers", self._room * self._reduced)
-        # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own.
-        largest = max((ceil_div(state.elements, job.ranks) for state in found if state.trainable), default=0)
-        copies = 2 if job.device.kind == "cpu" and job.ranks > 1 else 1
-        ledger.touch("buffers", largest * job.ranks * self._size * copies)
-        self._live = 0
-        self._whole: dict[str, int] = {}
-        """Bytes of what is gathered."""
-        self._under_way: dict[str, _Gather] = {}
-        self._bucket: list[str] = []
-        self._filled = 0
-
-    def _begin(self) -> None:
-        """A step of the coordinator: forward and backward of one micro-batch."""
-        self._at = 0
-        self._queue = deque(self._places)
-        self._fetched_for = dict.fromkeys(self._elements, -1)
-
-    def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """Modules begin and end, gradients come, and the backward ends."""
-        if what == "forward":
-            self._begin()
-        elif what in ("in", "back in") and name in self._own:
-            self._fetch(name)
-        elif what in ("out", "back out") and name in self._own:
-            self._release(name)
-        elif what == "gradient":
-            self._ledger.hold("gradients", size)
-            self._ready(name)
-        elif what == "end":
-            self._reduce()
-            for held in [*self._whole]:
-                self._free(held)
-
-    def _fetch(self, module: str) -> None:
-        """`_fetch_sub_module_impl`."""
-        own = self._own[module]
-        if missing := {name for name in own if self._missing(name)}:
-            self._gather(missing)
-        for name in own:
-            self._wait(name)
-        late = [name for name in dict.fromkeys(own) if self._fetched_for[name] < self._at]
-        for _ in late:
-            if self._queue:
-                name, at = self._queue.popleft()
-                self._fetched_for[name] = at
-        ahead: set[str] = set()
-        count, most = 0, min(self.LIVE - self._live // self._size, self._ahead)
-        while self._queue and count < most:
-            name, at = self._queue.popleft()
-            self._fetched_for[name] = max(self._fetched_for[name], at)
-            if self._missing(name) and name not in ahead:
-                ahead.add(name)
-                count += self._elements[name]
-        if ahead:
-            self._gather(ahead)
-        self._at += 1
-
-    def _missing(self, name: str) -> bool:
-        return name not in self._kept and name not in self._whole and name not in self._under_way
-
-    def _gather(self, names: set[str]) -> None:
-        """`all_gather_coalesced`: one parameter into its own memory, several into a buffer that they are copied from."""
-        if self._ranks == 1 and (
-            self._ledger.shared or self._job.strategy.offload != "cpu"
-        ):  # `_no_gather_coalesced`: its shard is the parameter
-            self._whole |= dict.fromkeys(names, 0)
-            return
-        padded = sum(ceil_div(self._elements[name], self._ranks) for name in names) * self._ranks * self._size
-        gather = _Gather(set(names), padded if len(names) > 1 else 0)
-        if len(names) > 1:
-            self._ledger.hold("buffers", padded)
-        else:
-            (name,) = names
-            self._take(name, padded)
-        if self._job.device.kind == "cpu":
-            self._ledger.touch("workspace", padded)  # gloo gathers into a buffer of its own
-        self._under_way |= dict.fromkeys(names, gather)
-
-    def _wait(self, name: str) -> None:
-        gather = self._under_way.pop(name, None)
-        if gather is None:
-            return
-        if not gather.done and gather.flat:
-            for one in sorted(gather.names):
-                self._take(one, self._elements[one] * self._size)
-        gather.done = True
-        if not any(other is gather for other in self._under_way.values()):
-            self._ledger.hold("buffers", -gather.flat)
-
-    def _release(self, module: str) -> None:
-        """`__params_to_release`: not what the next `REUSE` elements use again."""
-        for name in dict.fromkeys(self._own[module]):
-            if name not in self._whole or self._fetched_for[name] > self._at:
-                continue
-            uses = self._uses[name]
-            following = bisect_left(uses, self._at)
-            soon = following < len(uses) and self._passed[uses[following]] - self._passed[self._at] < self.REUSE
-            if not soon:
-                self._free(name)
-
-    def _take(self, name: str, size: int) -> None:
-        self._whole[name] = size
-        self._live += size
-        self._ledger.hold("buffers", size)
-
-    def _free(self, name: str) -> None:
-        size = self._whole.pop(name)
-        self._live -= size
-        self._ledger.hold("buffers", -size)
-
-    def _ready(self, name: str) -> None:
-        """`reduce_independent_p_g_buckets_and_remove_grads`."""
-        elements = self._elements[name]
-        if self._filled and self._filled + elements > self._room:
-            self._reduce()
-        if self._filled + elements <= self._room:
-            self._ledger.hold("gradients", -elements * self._size)
-        self._filled += elements
-        self._bucket.append(name)
-
-    def _reduce(self) -> None:
-        """`__avg_scatter_grads`: cast, joined in one buffer unless there is one alone, then cut into shards."""
-        whole = sum(self._elements[name] for name in self._bucket)
-        cast = whole * self._reduced if self._reduced != self._size else 0
-        alone = len(self._bucket) == 1 and whole % self._ranks == 0
-        self._ledger.touch("buffers", cast + (0 if alone else whole * self._reduced))
-        if self._filled > self._room:
-            self._ledger.hold("gradients", -self._elements[self._bucket[0]] * self._size)
-        self._bucket, self._filled = [], 0
-
-    def step(self) -> None:
-        """Of a sub-group its masters as one tensor, and their gradients joined in another (`_prepare_fp32_grad_for_sub_group`)."""
-        if self._offload:
-            adamw(self._ledger, self._job, [self._shard])
-            return
-        flat = min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype]
-        self._ledger.hold("gradients", flat)
-        adamw(self._ledger, self._job, [min(self._shard, SUB_GROUP)])
         self._ledger.hold("gradients", -flat)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from toolkit.engines.fsdp import shard_of
 from toolkit.engines.job import Job, engine_of
-from toolkit.engines.states import parameters_of
+from toolkit.engines.states import State, parameters_of
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.replays.walking import adamw, constants, joined, moments, walk
 from toolkit.forecasting.timeline import Stretch, Trace
@@ -32,14 +32,14 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     found = list(parameters_of(job))
     ledger.enter("load")
     # A GPU's are read into the host's memory, unless they are packed.
-    read = sum(state.bytes for state in found) if job.device.kind == "cpu" or job.strategy.quantized else 0
+    whole, beside = sum(state.bytes for state in found), joined(job)
+    read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
     ledger.hold("parameters", read)
     if read:
-        ledger.touch("workspace", joined(job))
+        ledger.touch("workspace", beside)
+    else:
+        ledger.lead(whole + beside)
     ledger.hold("buffers", constants(job))
-    if not read:
-        ledger.lead(sum(state.bytes for state in found) + joined(job))
-        ledger.lead(-joined(job))
     ledger.enter("prepare")
     offload = job.strategy.offload != "none"
     keep = ledger.offload if offload else ledger.hold
@@ -68,18 +68,19 @@ def _share_out(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> No
     last = 0
     for state in (*found.values(), *twins):
         ledger.touch("workspace", last + state.bytes)
-        keep("parameters", shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype])
+        keep("parameters", _shard_bytes(job, state))
         ledger.touch("workspace", state.bytes)
         last = state.bytes if job.device.kind == "cuda" and job.ranks > 1 else 0
-    keep("parameters", -sum(shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in twins))
+    keep("parameters", -sum(_shard_bytes(job, state) for state in twins))
+
+
+def _shard_bytes(job: Job, state: State) -> int:
+    return shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype]
 
 
 def gathering(job: Job) -> int:
     """A copy of the largest shard."""
-    found = [
-        shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype] for state in parameters_of(job) if state.trainable
-    ]
-    return max(found, default=0)
+    return max((_shard_bytes(job, state) for state in parameters_of(job) if state.trainable), default=0)
 
 
 @dataclass

@@ -48,8 +48,7 @@ def loaded(ledger: Ledger, job: Job, size: int) -> None:
         ledger.enter("prepare")
     else:
         ledger.offload("parameters", size)
-        ledger.offload("workspace", joined(job))
-        ledger.offload("workspace", -joined(job))
+        ledger.touch_host("workspace", joined(job))
         ledger.enter("prepare")
         ledger.hold("parameters", size)
         ledger.offload("parameters", -size)
