@@ -21,6 +21,8 @@ class Ledger:
         self.total = 0
         self.phase = "load"
         self.phases: dict[str, int] = {}
+        self._high = -1
+        """The most in this phase so far: only what is more needs a look. A plan makes half a million changes."""
         self.peak = 0
         self.peak_phase = "load"
         self.parts: dict[str, int] = {}
@@ -28,13 +30,14 @@ class Ledger:
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase, and so does what is held as it begins."""
         self.phase = phase
+        self._high = self.phases.get(phase, -1)
         self._look(0, "workspace")
 
     def hold(self, part: str, size: int) -> None:
         """More of a part, or less where `size` is negative."""
         self.held[part] += size
         self.total += size
-        if size > 0:
+        if self.total > self._high:
             self._look(0, part)
 
     def touch(self, part: str, size: int) -> None:
@@ -43,7 +46,7 @@ class Ledger:
 
     def walk(self, rise: int, net: int, logits_rise: int = 0, logits_net: int = 0) -> None:
         """Activations that rise and then change by `net`, which is at most their rise; of both so much are logits."""
-        if rise > 0:
+        if self.total + rise > self._high:
             self._look(rise, "activations", logits_rise)
         if net or logits_net:
             self.held["activations"] += net - logits_net
@@ -70,8 +73,8 @@ class Ledger:
 
     def _look(self, more: int, part: str, logits: int = 0) -> None:
         total = self.total + more
-        if total > self.phases.get(self.phase, -1):
-            self.phases[self.phase] = total
+        if total > self._high:
+            self.phases[self.phase] = self._high = total
         if total > self.peak:
             self.peak, self.peak_phase = total, self.phase
             self.parts = {**self.held, part: self.held[part] + more - logits}

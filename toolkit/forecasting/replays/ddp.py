@@ -42,6 +42,8 @@ def gathering(job: Job) -> int:
 class _Moves:
     """Gradients stay until the step has ended; those of later micro-batches are added in place."""
 
+    grows = True
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._grown: set[str] = set()

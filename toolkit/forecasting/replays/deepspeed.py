@@ -59,6 +59,8 @@ def gathering(job: Job) -> int:
 class _Buckets:
     """Stages 1 and 2 on the rank whose partition takes most."""
 
+    grows = True
+
     def __init__(self, job: Job, ledger: Ledger) -> None:
         self._ledger, self._job = ledger, job
         self._early = job.settings["zero_optimization"]["stage"] == 2

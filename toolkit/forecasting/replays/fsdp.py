@@ -108,6 +108,8 @@ class _Group:
 class _Moves:
     """The groups of one rank, and what of them is whole."""
 
+    grows = True
+
     def __init__(self, job: Job, trace: Trace, ledger: Ledger) -> None:
         self._ledger, self._ranks = ledger, job.shard_ranks
         self._compute = BYTES_OF[job.compute_dtype]

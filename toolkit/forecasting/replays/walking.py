@@ -15,13 +15,16 @@ from toolkit.units import BYTES_OF, ceil_div
 class Moves(Protocol):
     """What an engine does where a module begins or ends, and where a gradient is complete."""
 
+    grows: bool
+    """Whether a micro-batch leaves more behind than it found; the second does not add to that."""
+
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """One of the events that `timeline.Event` names."""
 
 
 def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> None:
-    """The micro-batches of a step, forward and backward: from the second on they are alike."""
-    for _ in range(min(job.loop.accumulation, 2)):
+    """The micro-batches of a step, forward and backward: as many as are unlike."""
+    for _ in range(min(job.loop.accumulation, 2 if moves.grows else 1)):
         ledger.enter("forward")
         _walk(ledger, step, moves)
 

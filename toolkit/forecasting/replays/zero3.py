@@ -61,6 +61,8 @@ class Fetches:
     From the second step on, when the coordinator knows the order of the modules.
     """
 
+    grows = False  # gradients are added to shards that are there before the first
+
     REUSE, LIVE = 10**9, 10**9
     """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
 
