@@ -69,7 +69,7 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
                 tracker.know(tensor)
             if way.widened == "units":
                 _cast_units(model, ends, stacks, getattr(torch, way.weights))
-            _watch(model, ends, stacks, tracker)
+            _watch(model, stacks, tracker)
             with stand_ins(way), tracker:
                 _step(model, inputs, spec, way, tracker)
     return Trace(stacks=stacks, events=tuple(_nested(tracker.told())), ends=ends)
@@ -171,10 +171,10 @@ def _widened(value: Any) -> Any:
     return _cast(value, torch.float32)
 
 
-def _watch(model: nn.Module, ends: Sequence[str | None], stacks: Sequence[Stack], tracker: Tracker) -> None:
-    """Marks at both ends of each layer and of each module that owns parameters, and where a gradient is complete.
+def _watch(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -> None:
+    """Marks at both ends of each module, those without parameters too, and where a gradient is complete.
 
-    OLMo's last norm owns none, and FSDP2 gathers the head before it all the same.
+    DeepSpeed fetches ahead as each begins, and FSDP2 gathers the head before OLMo's last norm, which owns nothing.
     """
 
     def grown(name: str) -> Any:
@@ -191,8 +191,7 @@ def _watch(model: nn.Module, ends: Sequence[str | None], stacks: Sequence[Stack]
             parameter.register_post_accumulate_grad_hook(grown(name))  # type: ignore[no-untyped-call]
     layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))}
     for name, module in model.named_modules():
-        if name in layers or name in ends or next(module.parameters(recurse=False), None) is not None:
-            _watch_module(module, name, name in layers, tracker)
+        _watch_module(module, name, name in layers, tracker)
 
 
 def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -> None:

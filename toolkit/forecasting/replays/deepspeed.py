@@ -19,7 +19,7 @@ from toolkit.units import BYTES_OF, ceil_div, round_up
 
 
 def heeds(trace: Trace, what: str, name: str) -> bool:
-    """Everything: stage 3 fetches for each module that owns parameters."""
+    """Everything: stage 3 fetches ahead as each module begins."""
     return True
 
 

@@ -21,6 +21,9 @@ from toolkit.units import BYTES_OF, ceil_div
 SUB_GROUP = 10**9
 """Elements of a rank's shard that are stepped at once (`sub_group_size`, at its default)."""
 
+GLOO_THREADS = 2
+"""Collectives that gloo works on at once (torch/csrc/distributed/c10d/ProcessGroupGloo.hpp `threads`)."""
+
 
 def partitioned(job: Job, ledger: Ledger, held: Holdings) -> None:
     """The parameters, from the checkpoint to shards.
@@ -83,11 +86,14 @@ class Fetches:
         self._own: dict[str, list[str]] = {}
         for name, first in self._known.items():
             self._own.setdefault(name.rpartition(".")[0], []).append(first)
-        self._order = [one.name for one in step if one.what in ("in", "back in") and one.name in self._own]
+        self._around = 1 if job.strategy.adapter == "none" else 3
+        """Modules that begin where the whole model does: PEFT puts two around it."""
+        begun = (one.name for one in step if one.what in ("in", "back in"))
+        order = [name for name in begun for _ in range(self._times(name))]
         sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
-        self._passed = [0, *itertools.accumulate(sizes[module] for module in self._order)]
+        self._passed = [0, *itertools.accumulate(sizes.get(module, 0) for module in order)]
         """Elements that are used before each place in the order."""
-        self._places = [(name, at) for at, module in enumerate(self._order) for name in self._own[module]]
+        self._places = [(name, at) for at, module in enumerate(order) for name in self._own.get(module, ())]
         self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
         for name, at in self._places:
             self._uses[name].append(at)
@@ -109,6 +115,11 @@ class Fetches:
         self._under_way: dict[str, _Gather] = {}
         self._bucket: list[str] = []
         self._filled = 0
+        self._copies: list[int] = []
+        """Bytes of what gloo's threads gather into, while no module computes."""
+
+    def _times(self, module: str) -> int:
+        return 1 if module else self._around
 
     def _begin(self) -> None:
         """A step of the coordinator: forward and backward of one micro-batch."""
@@ -120,8 +131,9 @@ class Fetches:
         """Modules begin and end, gradients come, and the backward ends."""
         if what == "forward":
             self._begin()
-        elif what in ("in", "back in") and name in self._own:
-            self._fetch(name)
+        elif what in ("in", "back in"):
+            for _ in range(self._times(name)):
+                self._fetch(name)
         elif what in ("out", "back out") and name in self._own:
             self._release(name)
         elif what == "gradient":
@@ -134,11 +146,14 @@ class Fetches:
 
     def _fetch(self, module: str) -> None:
         """`_fetch_sub_module_impl`."""
-        own = self._own[module]
+        own = self._own.get(module, ())
         if missing := {name for name in own if self._missing(name)}:
             self._gather(missing)
         for name in own:
             self._wait(name)
+        if own:
+            self._ledger.hold("workspace", -sum(self._copies))
+            self._copies = []
         late = [name for name in dict.fromkeys(own) if self._fetched_for[name] < self._at]
         for _ in late:
             if self._queue:
@@ -153,14 +168,17 @@ class Fetches:
                 ahead.add(name)
                 count += self._elements[name]
         if ahead:
-            self._gather(ahead)
+            self._gather(ahead, idle=not own)
         self._at += 1
 
     def _missing(self, name: str) -> bool:
         return name not in self._kept and name not in self._whole and name not in self._under_way
 
-    def _gather(self, names: set[str]) -> None:
-        """`all_gather_coalesced`: one parameter into its own memory, several into a buffer that they are copied from."""
+    def _gather(self, names: set[str], *, idle: bool = False) -> None:
+        """`all_gather_coalesced`: one parameter into its own memory, several into a buffer that they are copied from.
+
+        `idle`: nothing is computed before the next is gathered, so gloo's threads are not done by then.
+        """
         if self._ranks == 1 and (
             self._ledger.shared or self._job.strategy.offload != "cpu"
         ):  # `_no_gather_coalesced`: its shard is the parameter
@@ -175,6 +193,9 @@ class Fetches:
             self._take(name, padded)
         if self._job.device.kind == "cpu":
             self._ledger.touch("workspace", padded)  # gloo gathers into a buffer of its own
+            if idle and len(self._copies) < GLOO_THREADS:
+                self._ledger.hold("workspace", padded)
+                self._copies.append(padded)
         self._under_way |= dict.fromkeys(names, gather)
 
     def _wait(self, name: str) -> None:
