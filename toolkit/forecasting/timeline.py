@@ -83,6 +83,10 @@ class Stretch(NamedTuple):
     """The highest total above the one at its beginning; at least 0."""
     net: int
     """The total at its end above the one at its beginning. A gradient that is complete is in it no longer."""
+    logits_rise: int
+    """What of `rise` the logits are, and all that the loss makes of them."""
+    logits_net: int
+    """What of `net` they are."""
     what: str
     """The event at its end."""
     size: int
@@ -93,10 +97,6 @@ class Stretch(NamedTuple):
     """Bytes read and written by what is no matrix product."""
     calls: int = 0
     """Operators that do more than name a part of a tensor."""
-    logits_rise: int = 0
-    """What of `rise` the logits are, and all that the loss makes of them."""
-    logits_net: int = 0
-    """What of `net` they are."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _condensed(
         elif what == "calls":
             calls += size
         elif what in WHOLE or heeds(what, name):
-            yield Stretch(rise, net, what, size, name, tuple(flops), moved, calls, logits_rise, logits)
+            yield Stretch(rise, net, logits_rise, logits, what, size, name, tuple(flops), moved, calls)
             rise = net = moved = calls = logits_rise = logits = 0
             flops = []
-    yield Stretch(rise, net, "", 0, "", tuple(flops), moved, calls, logits_rise, logits)
+    yield Stretch(rise, net, logits_rise, logits, "", 0, "", tuple(flops), moved, calls)

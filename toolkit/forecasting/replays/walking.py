@@ -32,7 +32,7 @@ def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> Non
 def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
     backward = False
     for stretch in step:
-        rise, net, what, size, name, *_, logits_rise, logits_net = stretch
+        rise, net, logits_rise, logits_net, what, size, name = stretch[:7]
         ledger.walk(rise, net, logits_rise, logits_net)
         if what == "backward":
             backward = True

@@ -145,20 +145,10 @@ class Fetches:
                 self._free(held)
 
     def _fetch(self, module: str) -> None:
-        """`_fetch_sub_module_impl`."""
-        own = self._own.get(module, ())
-        if missing := {name for name in own if self._missing(name)}:
-            self._gather(missing)
-        for name in own:
-            self._wait(name)
-        if own:
-            self._ledger.hold("workspace", -sum(self._copies))
-            self._copies = []
-        late = [name for name in dict.fromkeys(own) if self._fetched_for[name] < self._at]
-        for _ in late:
-            if self._queue:
-                name, at = self._queue.popleft()
-                self._fetched_for[name] = at
+        """`_fetch_sub_module_impl`: what it owns, then what comes next, up to the bucket's size."""
+        own = self._own.get(module)
+        if own is not None:
+            self._need(own)
         ahead: set[str] = set()
         count, most = 0, min(self.LIVE - self._live // self._size, self._ahead)
         while self._queue and count < most:
@@ -168,8 +158,21 @@ class Fetches:
                 ahead.add(name)
                 count += self._elements[name]
         if ahead:
-            self._gather(ahead, idle=not own)
+            self._gather(ahead, idle=own is None)
         self._at += 1
+
+    def _need(self, own: Sequence[str]) -> None:
+        """Whole when this returns; it is not fetched ahead again."""
+        if missing := {name for name in own if self._missing(name)}:
+            self._gather(missing)
+        for name in own:
+            self._wait(name)
+        self._ledger.hold("workspace", -sum(self._copies))
+        self._copies = []
+        late = sum(self._fetched_for[name] < self._at for name in dict.fromkeys(own))
+        for _ in range(min(late, len(self._queue))):
+            name, at = self._queue.popleft()
+            self._fetched_for[name] = at
 
     def _missing(self, name: str) -> bool:
         return name not in self._kept and name not in self._whole and name not in self._under_way
