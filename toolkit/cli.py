@@ -136,6 +136,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
             raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
         if Path(flags.run_dir, "run.json").exists():
             return _resume(Path(flags.run_dir), flags)
+        print(f"no run has begun in {flags.run_dir}: starting from step 0", file=sys.stderr)
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     ranks = 1 if flags.processes is None else flags.processes
@@ -253,12 +254,12 @@ def parser() -> Parser:
     made = Parser(prog="toolkit", description="One word switches how a model is trained.")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(function: Any, *owners: type[Any], without: tuple[str, ...] = ()) -> Parser:
+    def verb(function: Any, *owners: type[Any], without: tuple[str, ...] = (), default: str = "") -> Parser:
         told = (function.__doc__ or "").strip()
         added: Parser = verbs.add_parser(function.__name__, help=told, description=told)
         added.set_defaults(call=function)
         added.add_argument("--json", metavar="FILE", help="write the result as JSON; `-` for standard output alone")
-        add_flags(added, *owners, without=without)
+        add_flags(added, *owners, without=without, default=default)
         return added
 
     verb(doctor).add_argument("--compile", action="store_true", help="compile DeepSpeed's operators now")
@@ -288,7 +289,8 @@ def parser() -> Parser:
     added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
     added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
     added.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, if there is one")
-    added = verb(resume, Recipe, Strategy, Loop, Care)
+    added = verb(resume, Recipe, Strategy, Loop, default="as the run was")
+    add_flags(added, Care)
     added.add_argument("run", metavar="RUN", help="the run's folder")
     added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
     added = verb(compare, Recipe, Strategy, Loop)

@@ -126,8 +126,6 @@ def begin(
         attempts.append({key: about[key] for key in ("strategy", "ranks", "started")} | {"from_step": found.step})
         write_json(folder.run_json, {**about, **old, "attempts": attempts, "finished": None})
         told = [len(attempts) - 1]
-        if len(attempts) > 1:
-            accelerator.print(str(found))
     if accelerator.num_processes > 1:
         broadcast_object_list(told)
     return int(told[0])

@@ -44,6 +44,10 @@ class CheckpointError(RunError):
     """A checkpoint that cannot be written, found or taken."""
 
 
+class OtherFormat(CheckpointError):
+    """A checkpoint that another version of the toolkit wrote."""
+
+
 class NotFinite(RunError):
     """A loss, norm or update that is not finite. The weights are those of the step before."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from toolkit.data import Rows, eval_batches
 from toolkit.engines.job import Prepared
 from toolkit.folder import Folder, read_events
+from toolkit.lifetime import StopSignal
 from toolkit.readying import Recipe
 from toolkit.runtime import on_any_rank
 from toolkit.training import evaluate
@@ -13,9 +14,12 @@ from toolkit.training import evaluate
 class Evaluator:
     """Evaluates a run where its recipe says, and notes it in `events.jsonl`."""
 
-    def __init__(self, ours: Prepared, rows: Rows | None, recipe: Recipe, folder: Folder, *, attempt: int) -> None:
+    def __init__(
+        self, ours: Prepared, rows: Rows | None, recipe: Recipe, folder: Folder, stop: StopSignal, *, attempt: int
+    ) -> None:
         """`rows`: None where the recipe names no data for it, and nothing is ever due."""
-        self.ours, self.rows, self.recipe, self.folder, self.attempt = ours, rows, recipe, folder, attempt
+        self.ours, self.rows, self.recipe, self.folder = ours, rows, recipe, folder
+        self.stop, self.attempt = stop, attempt
 
     def due(self, step: int) -> bool:
         """Whether one belongs after this step."""
@@ -30,7 +34,7 @@ class Evaluator:
         return not on_any_rank(self.ours.accelerator, made)
 
     def evaluate(self, step: int) -> None:
-        """The mean loss over all rows. A collective."""
+        """The mean loss over all rows; left out where a signal asks to stop. A collective."""
         assert self.rows is not None, "nothing is due without data"
         job, accelerator = self.ours.job, self.ours.accelerator
         held_out = eval_batches(
@@ -40,7 +44,10 @@ class Evaluator:
             ranks=job.ranks,
             attention=job.strategy.attention,
         )
-        loss = evaluate(self.ours, held_out)
+        loss = evaluate(self.ours, held_out, lambda: self.stop.number is not None)
+        if loss is None:
+            accelerator.print(f"step {step}: evaluation left out, since the run is asked to stop")
+            return
         if accelerator.is_main_process:
             self.folder.append_event({"step": step, "attempt": self.attempt, "eval_loss": loss})
         if self.recipe.tracker:

@@ -15,13 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit import measuring
 from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore, set_aside
 from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on
-from toolkit.data import batches, hash_ids, sample_ids
+from toolkit.data import batches, sample_ids, spell_samples
 from toolkit.devices import hardware
 from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
@@ -90,6 +91,8 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     asked = job(accelerator)
     accelerator.print(_headline(asked))
     found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
+    if flags.resume:
+        accelerator.print(str(found))
     with accelerator.local_main_process_first():  # the others find the base's hashes in the cache
         identity = identify(ready.spec, asked.strategy, ready.rows.fingerprint)
     check_fits(found, asked, identity)
@@ -118,7 +121,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     beat.note("between", step=found.step)
     with StopSignal() as stop, beat.listening():
         keeper = Keeper(saver, recipe, window, folder, stop, steps=asked.loop.steps, attempt=attempt)
-        held, stopped = _steps(ours, loader, schedule, ready, recipe, keeper, beat, start=found.step)
+        held, stopped = _steps(ours, tokenizer, loader, schedule, ready, recipe, keeper, beat, start=found.step)
         if stopped:
             accelerator.print(
                 f"stopped after step {stopped}, as asked" + ("" if supervised() else f". {how_to_go_on(folder)}")
@@ -167,12 +170,21 @@ def _publish(
 
 
 def _steps(
-    ours: Prepared, loader: Any, schedule: Any, ready: Ready, recipe: Recipe, keeper: Keeper, beat: Beat, *, start: int
+    ours: Prepared,
+    tokenizer: Any,
+    loader: Any,
+    schedule: Any,
+    ready: Ready,
+    recipe: Recipe,
+    keeper: Keeper,
+    beat: Beat,
+    *,
+    start: int,
 ) -> tuple[Audit, int]:
     """The steps that are left. The last audit, and the step after which a signal stopped the run, or 0."""
     asked, accelerator = ours.job, ours.accelerator
     held: Audit | None = None
-    evaluator = Evaluator(ours, ready.eval_rows, recipe, keeper.folder, attempt=keeper.attempt)
+    evaluator = Evaluator(ours, ready.eval_rows, recipe, keeper.folder, keeper.stop, attempt=keeper.attempt)
     if evaluator.left_out(start):
         beat.note("evaluate")
         evaluator.evaluate(start)
@@ -180,8 +192,8 @@ def _steps(
     def begins(step: int) -> None:
         beat.note("begin", step=step)
 
-    def samples(step: int) -> str:
-        return hash_ids(sample_ids(ready.rows, asked.loop, ranks=asked.ranks, step=step - 1))
+    def samples(step: int) -> list[int]:
+        return sample_ids(ready.rows, asked.loop, ranks=asked.ranks, step=step - 1)
 
     followed = follow(
         ours,
@@ -189,6 +201,7 @@ def _steps(
         schedule,
         folder=keeper.folder,
         samples=samples,
+        spelled=partial(spell_samples, ready.rows, tokenizer),
         start=start,
         begin=begins,
         wish=keeper.wish,

@@ -74,8 +74,13 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = ()) -> None:
-    """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing."""
+def add_flags(
+    parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = (), default: str = ""
+) -> None:
+    """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing.
+
+    `default`: what help says of one that is not given, where that is not the field's own default.
+    """
     for owner in owners:
         group = parser.add_argument_group(owner.__name__)
         kinds = typing.get_type_hints(owner)
@@ -84,7 +89,7 @@ def add_flags(parser: argparse.ArgumentParser, *owners: type[Any], without: tupl
                 continue
             kind, later = _plain(kinds[f.name]), f.metadata.get("later", ())
             values = [value for value in f.metadata.get("values", ()) if value not in later]
-            told = f"{f.metadata['help']} (default: {_default(f)})"
+            told = f"{f.metadata['help']} (default: {default or _default(f)})"
             if kind is bool:
                 group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
             else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data import hash_ids
 from toolkit.engines.job import Job, Prepared
 from toolkit.folder import Folder
 from toolkit.training import Step, Wish, nothing, train
@@ -20,18 +21,26 @@ def follow(
     schedule: Any,
     *,
     folder: Folder,
-    samples: Callable[[int], str],
+    samples: Callable[[int], Sequence[int]],
+    spelled: Callable[[Sequence[int]], str],
     start: int = 0,
     begin: Callable[[int], object] = lambda step: None,
     wish: Callable[[], Wish] = nothing,
     attempt: int = 0,
 ) -> Iterator[Step]:
-    """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process."""
+    """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process.
+
+    `samples` gives the ids of a step's samples, and `spelled` says of them in a message what a user can find.
+    """
+
+    def told(step: int) -> str:
+        return spelled(samples(step))
+
     main = prepared.accelerator.is_main_process
     with _progress(prepared.job, start, shown=main) as bar:
-        for step in train(prepared, loader, schedule, start=start, begin=begin, samples=samples, wish=wish):
+        for step in train(prepared, loader, schedule, start=start, begin=begin, samples=told, wish=wish):
             if main:
-                folder.append_event({**_event(step), "attempt": attempt, "samples": samples(step.step)})
+                folder.append_event({**_event(step), "attempt": attempt, "samples": hash_ids(samples(step.step))})
                 _show(bar, step)
             yield step
 

@@ -15,6 +15,7 @@ from toolkit.engines.job import Job, Prepared, Update, engine_of
 from toolkit.errors import DataError, NotFinite
 from toolkit.measuring import live_bytes
 from toolkit.phases import phase
+from toolkit.runtime import on_any_rank
 from toolkit.strategy import Loop
 
 if TYPE_CHECKING:
@@ -161,20 +162,27 @@ def train(
             return
 
 
-def evaluate(prepared: Prepared, loader: Iterable[Batch]) -> float:
-    """Mean cross-entropy in nats over all trained tokens of all ranks' batches."""
+def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> float | None:
+    """Mean cross-entropy in nats over all trained tokens of all ranks' batches; None where a rank asked to stop. A collective.
+
+    Every rank has equally many batches. `stop` is asked before each of them.
+    """
     import torch
 
     job, accelerator = prepared.job, prepared.accelerator
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
     quiet(prepared.model)
     with torch.no_grad():
         for batch in loader:
+            if stopped := on_any_rank(accelerator, stop()):
+                break
             count = trained_tokens(batch, job)
             mean = mean_loss(prepared, _to(batch, accelerator.device))
             if count:
                 sums += torch.tensor([float(mean) * count, count], dtype=torch.float64, device=accelerator.device)
     prepared.model.train()
+    if stopped:
+        return None
     total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     return float(total / tokens) if tokens else math.nan
 

@@ -234,32 +234,42 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert run.seconds < TIMEOUT + 15
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path: Path) -> None:
+def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> None:
+    """A signal in its midst ends the run within its 30 s; who goes on with it begins with the evaluation."""
     tiny.llama(tmp_path / "llama")
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "w{index % 240}"}}\n' for index in range(2_000)))
+    for name, count in (("text", 2_000), ("held", 60_000)):
+        lines = (f'{{"text": "w{index % 240}"}}\n' for index in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     command = ["train", "--steps", "2", "--seq-len", "32", "--model", str(tmp_path / "llama"), "--no-memory-window"]
-    command += ["--data", str(tmp_path / "text.jsonl"), "--eval-data", str(tmp_path / "text.jsonl"), "--no-save"]
+    command += ["--data", str(tmp_path / "text.jsonl"), "--eval-data", str(tmp_path / "held.jsonl"), "--no-save"]
     run = tmp_path / "run"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
-    def toolkit(*words: str) -> None:
+    def toolkit(*words: str) -> subprocess.Popen[str]:
         called = [sys.executable, "-m", "toolkit.cli", *words]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            called, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        kinds = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(called, cwd=tmp_path, env=environ, **kinds)  # type: ignore[call-overload,no-any-return]
 
-    toolkit(*command, "--run-dir", str(run))
-    lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
-    assert [list(json.loads(line))[-1] for line in lines] == ["samples", "samples", "eval_loss"]
-    # As a signal during the evaluation leaves it: the checkpoint of the last step is there, the evaluation is not.
-    (run / "events.jsonl").write_text("".join(lines[:2]))
-    about = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**about, "finished": None}))
-    toolkit("resume", str(run))
-    again = read_events(run / "events.jsonl")
-    assert [event["step"] for event in again] == [1, 2, 2]
-    assert again[2]["eval_loss"] == json.loads(lines[2])["eval_loss"]
+    first = toolkit(*command, "--run-dir", str(run))
+    deadline = time.monotonic() + 150
+    while not any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()):
+        assert first.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    began = time.monotonic()
+    first.send_signal(signal.SIGTERM)
+    out, err = first.communicate(timeout=90)
+    assert time.monotonic() - began < 30
+    assert first.returncode == 143, err
+    assert "step 2: evaluation left out, since the run is asked to stop\n" in out
+    assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples", "samples"]
+    assert complete(run / "checkpoints")[0].name == "step-00000002"
+    again = toolkit("resume", str(run))
+    _, err = again.communicate(timeout=200)
+    assert again.returncode == 0, err
+    events = read_events(run / "events.jsonl")
+    assert [event["step"] for event in events] == [1, 2, 2]
+    assert 0 < events[2]["eval_loss"] < 10
 
 
 def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from toolkit.checkpoints import (
 )
 from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.restoring import opened
+from toolkit.checkpoints.saving import _Writer
 from toolkit.errors import CheckpointError, StrategyError
 
 
@@ -91,9 +93,10 @@ def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) 
 def test_a_flipped_byte_anywhere_is_named(written: Path, name: str) -> None:
     path = complete(written)[0] / name
     data = path.read_bytes()
-    for at in range(0, len(data), max(1, len(data) // 25)):
+    format_digit = data.find(b'"format": ') + len(b'"format": ')  # 1 becomes 3: damage, and no other version's
+    for at in (*range(0, len(data), max(1, len(data) // 25)), format_digit):
         damaged = bytearray(data)
-        damaged[at] ^= 1
+        damaged[at] ^= 2
         path.write_bytes(damaged)
         assert any(name in problem for problem in problems(path.parent)), at
     path.write_bytes(data)
@@ -254,7 +257,7 @@ def test_another_order_of_the_data_is_refused(
 def test_nothing_to_go_on_from(run: dict[str, Any], tmp_path: Path) -> None:
     found = find(run["accelerator"], tmp_path / "checkpoints")
     assert (found.path, found.step) == (None, 0)
-    assert "starting again" in str(found)
+    assert "starting from step 0" in str(found)
 
 
 def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dict[str, Any], tmp_path: Path) -> None:
@@ -278,6 +281,7 @@ def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dic
         ({"parameters": "0" * 64}, "another model"),
         ({"architecture": "T5"}, "another architecture"),
         ({"adapter": {"adapter": "lora", "lora_rank": 16, "lora_targets": "all-linear"}}, "another adapter"),
+        ({"config": {"rms_norm_eps": 10.0}}, r"another config .*rms_norm_eps .* → 10\.0"),
         ({"base": {"revision": None, "files": {"model.safetensors": "0" * 64}}}, "another base"),
     ],
 )
@@ -299,6 +303,41 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> No
         (newest / "manifest.json").write_bytes(crafted.encode())
         with pytest.raises(CheckpointError, match="expected rank-00000"):
             read_manifest(newest)
+
+
+def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
+    newest = complete(written)[0]
+    (newest / "manifest.json").write_text("[" * 100_000)
+    assert "is damaged, or no manifest" in problems(newest)[0]
+
+
+def test_a_renamed_folder_and_a_symlink_are_named_and_set_aside(run: dict[str, Any], written: Path) -> None:
+    """Else a copy of an old one would be the newest, and the next one could not be published."""
+    newest, older = complete(written)
+    shutil.copytree(older, written / "step-00000040")
+    newest.rename(written / "elsewhere")
+    newest.symlink_to("elsewhere")
+    found = find(run["accelerator"], written)
+    assert found.path == older
+    assert "its manifest is of step 1: the folder is a copy, or was renamed" in found.skipped[0]
+    assert "step-00000002: it is a symlink" in found.skipped[1]
+    set_aside(run["accelerator"], found)
+    assert complete(written) == [older]
+
+
+def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
+    """And its thread is there before the first: where memory has run out, none could be started."""
+    before = set(threading.enumerate())
+    writer = _Writer()
+    (thread,) = set(threading.enumerate()) - before
+    done = []
+    for number in range(3):
+        writer.do(lambda number=number: done.append(1 / (number - 1)))  # type: ignore[misc]
+        writer.wait()
+    assert done == [-1, 1]
+    del writer
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_manifest_of_another_format_says_which(written: Path) -> None:

@@ -297,6 +297,17 @@ def test_too_little_for_a_global_batch(tokenizer: Any, tmp_path: Path) -> None:
         data.prepare_data(long, tokenizer, LLAMA_SPEC, seq_len=16)
 
 
+def test_samples_are_spelled_so_that_they_can_be_found(tokenizer: Any, tmp_path: Path) -> None:
+    texts = [{"text": f"number {index} of all these rows"} for index in range(60)]
+    rows = data.prepare_data(jsonl(tmp_path / "a.jsonl", *texts), tokenizer, LLAMA_SPEC, seq_len=16)
+    said = data.spell_samples(rows, tokenizer, list(range(rows.count)))
+    assert said.startswith("row 0 ('")
+    assert "number 0" in said
+    assert ", and rows 8, 9, " in said
+    assert said.endswith(f"of {rows.folder}")
+    assert "and rows" not in data.spell_samples(rows, tokenizer, [1, 2])
+
+
 # ---- packing, by value
 
 

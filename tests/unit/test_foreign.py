@@ -210,6 +210,17 @@ def test_a_crafted_pickle(tmp_path: Path, canary: Path, name: str, form: str) ->
         refused(folder, name, "mkdir", "not on the list")
 
 
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_a_later_protocol_of_pickle_is_refused_with_its_instruction(
+    tmp_path: Path, canary: Path, protocol: int
+) -> None:
+    path = tmp_path / "model.pt"
+    save(path, {"module": Evil(canary)}, pickle_protocol=protocol)
+    said = r"holds pickle's instruction 1\d\d, .* nothing of it was run"
+    with pytest.warns(UserWarning, match="Detected pickle protocol"), pytest.raises(CheckpointError, match=said):
+        load(path)
+
+
 def test_a_program_of_torchscript(tmp_path: Path) -> None:
     import torch
 

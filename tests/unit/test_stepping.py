@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.engines.job import Prepared
 from toolkit.errors import DataError
-from toolkit.training import Step, Wish, train
+from toolkit.training import Step, Wish, evaluate, train
 
 
 def batch(trained: bool = True) -> dict[str, Any]:
@@ -43,6 +43,17 @@ def test_a_micro_batch_in_which_nothing_is_trained_changes_nothing(run: dict[str
     found = steps(run, [batch(), batch(trained=False)] * 4, accumulation=2)
     assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in found)
     assert [step.tokens for step in found] == [15] * 4
+
+
+def test_an_evaluation_ends_with_the_batch_in_which_it_is_asked_to(run: dict[str, Any]) -> None:
+    asked = iter([False, False, True])
+    batches = iter([batch()] * 5)
+    assert evaluate(run["ours"], batches, lambda: next(asked)) is None
+    assert len(list(batches)) == 2
+    assert run["ours"].model.training
+    whole = evaluate(run["ours"], [batch()] * 2)
+    assert whole is not None
+    assert whole > 0
 
 
 def test_a_step_in_which_nothing_is_trained_is_refused(run: dict[str, Any]) -> None:

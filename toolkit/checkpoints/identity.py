@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 ADAPTER_FIELDS = ("adapter", "lora_rank", "lora_targets")
 """Fields of Strategy that decide which parameters there are: what is trained stays what it was."""
 
+_UNFIXED = ("_name_or_path", "transformers_version", "dtype", "use_cache")
+"""Fields of a config that say nothing of what the model computes, or that the strategy decides."""
+
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
 
@@ -36,6 +39,8 @@ class Identity:
     architecture: str
     parameters: str
     """sha256 over names and shapes of the model's parameters."""
+    config: Mapping[str, Any]
+    """What else makes the model: the transformers config but for `_UNFIXED`."""
     data: str
     """The rows' fingerprint; the tokenizer and the sequence length are in it."""
     adapter: Mapping[str, Any]
@@ -53,6 +58,7 @@ def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
         source=spec.source,
         architecture=spec.architecture,
         parameters=hashlib.sha256(shapes.encode()).hexdigest(),
+        config={name: value for name, value in spec.config.items() if name not in _UNFIXED},
         data=data,
         adapter=adapter,
         base=_base(spec) if adapter else None,
@@ -78,6 +84,16 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
                 f"{checkpoint} was written of {what} ({_brief(theirs.get(name))}, and here it is {_brief(mine[name])}). "
                 "Go on with what the run began with, or start a new run."
             )
+    changed = [
+        f"{name} {_brief(value)} → {_brief(mine['config'][name])}"
+        for name, value in (theirs.get("config") or {}).items()
+        if name in mine["config"] and mine["config"][name] != value  # another transformers may know other fields
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} was written of another config than that of {ours.source or ours.model} now: {', '.join(changed[:5])}. "
+            "Bring the config back that the run began with, or start a new run."
+        )
     was, is_ = theirs.get("base") or {}, mine["base"] or {}
     if was.get("files") != is_.get("files"):
         raise CheckpointError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.checkpoints.hashing import sha256_of_all
 from toolkit.engines.job import Counters
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, OtherFormat
 from toolkit.units import BYTES_OF
 
 FORMAT = 1
@@ -34,10 +34,6 @@ def folder_name(step: int) -> str:
 def file_name(rank: int) -> str:
     """The name of the file that a rank writes into it: `rank-00000.safetensors`."""
     return f"rank-{rank:05d}.safetensors"
-
-
-class OtherFormat(CheckpointError):
-    """Written by another version of the toolkit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +89,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         written = path.read_bytes()
         values = json.loads(written)
+        own = values.pop("sha256")
+        if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
+            raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
         if values["format"] != FORMAT:
             raise OtherFormat(
                 f"{path} is of format {values['format']!r}, and this version reads {FORMAT}. "
                 "Go on with the version of the toolkit that wrote it."
             )
-        own = values.pop("sha256")
         found = Manifest(**values)
         if found.encode() != written:
-            raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
+            raise ValueError("it is not written as the toolkit writes it")
         _check(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or no manifest: {error}. Take an older checkpoint.") from None
     return found
 
@@ -130,11 +128,11 @@ def _check(found: Manifest) -> None:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The published checkpoints of a run, newest first. That they are whole says `problems`."""
+    """The published checkpoints of a run, newest first. That they are whole, and lie there, says `problems`."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() and not path.is_symlink()]
+    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() or path.is_symlink()]
 
 
 UNREADABLE = "it cannot be read"
@@ -152,6 +150,8 @@ def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         OtherFormat: for one that another version wrote, which is no damage.
     """
     try:
+        if checkpoint.is_symlink() and _FOLDER.fullmatch(checkpoint.name):
+            return ["it is a symlink, and a run's checkpoints lie in its own folder"]
         found = read_manifest(checkpoint)
         return _differences(checkpoint, found, share)
     except OtherFormat:
@@ -165,6 +165,9 @@ def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 def _differences(checkpoint: Path, found: Manifest, share: tuple[int, int]) -> list[str]:
     wrong, whole = [], []
+    named = _FOLDER.fullmatch(checkpoint.name)
+    if named and int(named[1]) != found.step:
+        wrong.append(f"its manifest is of step {found.step}: the folder is a copy, or was renamed")
     here = {path.relative_to(checkpoint).as_posix(): path for path in _files(checkpoint)}
     wrong += [f"{name} does not belong to it" for name in sorted(set(here) - set(found.files) - {NAME})]
     for name, file in found.files.items():

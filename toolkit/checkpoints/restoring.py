@@ -44,7 +44,9 @@ class Found:
 
     def __str__(self) -> str:
         """What is said to the user."""
-        taken = f"resuming from {self.path}, after step {self.step}" if self.path else "no checkpoint: starting again"
+        taken = (
+            f"resuming from {self.path}, after step {self.step}" if self.path else "no checkpoint: starting from step 0"
+        )
         return "\n".join([*self.skipped, taken])
 
 
@@ -89,7 +91,9 @@ def set_aside(accelerator: Accelerator, found: Found) -> None:
     accelerator.wait_for_everyone()
     for path in found.damaged if accelerator.is_main_process else ():
         aside = path.with_name(f"{path.name}.damaged")
-        if aside.exists():
+        if aside.is_symlink():
+            aside.unlink()
+        elif aside.exists():
             shutil.rmtree(aside)
         path.rename(aside)
     accelerator.wait_for_everyone()

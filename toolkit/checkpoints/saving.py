@@ -11,10 +11,12 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.hashing import sha256_of
@@ -90,7 +92,7 @@ class Saver:
         self.rank: int = prepared.accelerator.process_index
         self.layout: Layout = lay_out(prepared)
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._thread: threading.Thread | None = None
+        self._writer = _Writer()
         self._error: BaseException | None = None
         self._published: deque[Published] = deque()
         if self.main:
@@ -114,10 +116,7 @@ class Saver:
         tensors = self._snapshot()
         about = self._about(step) if self.main else None
         stall = time.perf_counter() - began
-        self._thread = threading.Thread(
-            target=self._write, args=(step, tensors, about, stall), name="toolkit-checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._writer.do(lambda: self._write(step, tensors, about, stall))
 
     def published(self) -> list[Published]:
         """What was published since the last call, on rank 0. Raises what stopped the writing, on the rank where it did."""
@@ -127,9 +126,7 @@ class Saver:
 
     def wait(self) -> None:
         """Until what is being written is published; on other ranks than 0 until their part is written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._writer.wait()
         self._raise()
 
     def wait_published(self, step: int) -> None:
@@ -264,7 +261,7 @@ class Saver:
         path = self.folder / folder_name(manifest.step)
         partial.rename(path)
         sync_folder(self.folder)
-        for old in complete(self.folder)[self.keep :]:
+        for old in [one for one in complete(self.folder) if not one.is_symlink()][self.keep :]:
             try:
                 _remove(old)
             except OSError as error:  # the new one is safe, and training goes on
@@ -289,6 +286,37 @@ class Saver:
                     "have to see one run folder: choose one on a shared disk with --run-dir."
                 )
             time.sleep(_POLL)
+
+
+class _Writer:
+    """A thread that does one piece of work after another, and ends with its owner or the process.
+
+    There before the first: a thread that is started where memory has run out never says that it could not.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=_serve, args=(self._work, self._idle), name="toolkit-checkpoint", daemon=True).start()
+        weakref.finalize(self, self._work.put, None)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have it done. Nothing else may be under way."""
+        self._idle.clear()
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Until it is done."""
+        self._idle.wait()
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
+    while (work := queue.get()) is not None:
+        with contextlib.suppress(BaseException):  # it keeps its own; this thread has more to do
+            work()
+        del work  # whose owner could not end while it is held
+        idle.set()
 
 
 class _Waiting:

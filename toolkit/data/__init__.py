@@ -12,6 +12,7 @@ from toolkit.data.batching import (
     eval_batches,
     hash_ids,
     sample_ids,
+    spell_samples,
 )
 from toolkit.data.building import prepare_data
 from toolkit.data.embedded import embedded_files, embedded_tokenizer
@@ -35,4 +36,5 @@ __all__ = [
     "packs",
     "prepare_data",
     "sample_ids",
+    "spell_samples",
 ]

@@ -13,6 +13,9 @@ from toolkit.errors import DataError
 from toolkit.strategy import Loop
 from toolkit.units import ceil_div
 
+SHOWN_ROWS, SHOWN_TOKENS = 8, 12
+"""Of a step's samples, whose text a message shows, and how much of it."""
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -54,6 +57,14 @@ def sample_ids(rows: Rows, loop: Loop, *, ranks: int, step: int) -> list[int]:
 def hash_ids(ids: Sequence[int]) -> str:
     """16 hexadecimal digits of the ids' sha256: what `events.jsonl` records of a global batch."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
+    """The rows with these ids, for a message: each by its number, the first ones with the beginning of their text."""
+    texts = [tokenizer.decode(rows.batch([at])["input_ids"][0][:SHOWN_TOKENS]) for at in ids[:SHOWN_ROWS]]
+    shown = [f"row {at} ({text!r} …)" for at, text in zip(ids, texts, strict=False)]
+    more = f", and rows {', '.join(map(str, ids[SHOWN_ROWS:]))}" if len(ids) > SHOWN_ROWS else ""
+    return f"{', '.join(shown)}{more} of {rows.folder}"
 
 
 def check_batch(rows: Rows, loop: Loop, *, ranks: int) -> None:

@@ -107,6 +107,11 @@ def refusing(path: Path | str) -> Iterator[None]:
             named = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
             if named:
                 raise _refused(path, named[1]) from None
+            if other := re.search(r"Unsupported operand (\d+)", text):
+                raise CheckpointError(
+                    f"{path} holds pickle's instruction {other[1]}, which no checkpoint is read with (torch.save's own protocol, "
+                    "2, has none such), and nothing of it was run. If you trust the file, write it again with torch.save."
+                ) from None
             # torch's message is a page of advice, to load with the whole of pickle among it; the reason is one line.
             reason = re.search(r"WeightsUnpickler error: (.+)", text) or re.search(r"(.+?) In PyTorch 2\.6", text)
             if reason:

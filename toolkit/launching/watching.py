@@ -73,8 +73,8 @@ class Watch:
         return len(self.beats) == len(self._silent) and all(beat.listens for beat in self.beats.values())
 
     def busy(self) -> bool:
-        """Whether a rank does what is worth waiting for even when a stop takes long."""
-        return any(beat.phase in ("save", "evaluate") for beat in self.beats.values())
+        """Whether a rank publishes, which is worth waiting for even when a stop takes long."""
+        return any(beat.phase == "save" for beat in self.beats.values())
 
     def _find_silent(self) -> None:
         for rank, silent in self._silent.items():
