@@ -28,16 +28,16 @@ check: .venv/.installed
 	$(BIN)/lint-imports
 
 test: check
-	@select=(); \
+	@select=(); rest=; \
 	if ! nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null; then \
-	    select=(-m 'not gpu'); echo "No NVIDIA GPU here: tests marked gpu are left out."; \
+	    select=(-m 'not gpu'); rest=' and not gpu'; echo "No NVIDIA GPU here: tests marked gpu are left out."; \
 	elif ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	    select=(-m 'not gpu'); echo "This torch cannot use the NVIDIA GPU: tests marked gpu are left out."; \
+	    select=(-m 'not gpu'); rest=' and not gpu'; echo "This torch cannot use the NVIDIA GPU: tests marked gpu are left out."; \
 	fi; \
 	set -x; \
 	$(if $(PYTEST),$(BIN)/pytest "$${select[@]}" $(PYTEST), \
-	    $(BIN)/pytest "$${select[@]}" --numprocesses logical --maxprocesses 4 --dist worksteal tests/unit; \
-	    $(BIN)/pytest "$${select[@]}" tests/dist)
+	    $(BIN)/pytest -m 'not (dist or slow or browser or gpu)' --numprocesses logical --maxprocesses 4 --dist worksteal; \
+	    $(BIN)/pytest -m "(dist or slow or browser or gpu)$$rest")
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

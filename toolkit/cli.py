@@ -136,7 +136,6 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
             raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
         if Path(flags.run_dir, "run.json").exists():
             return _resume(Path(flags.run_dir), flags)
-        print(f"no run has begun in {flags.run_dir}: starting from step 0", file=sys.stderr)
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     ranks = 1 if flags.processes is None else flags.processes
@@ -145,6 +144,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     get_ready(recipe, strategy, loop, ranks, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
     with enter(path, token=new_token()) as folder:
+        if flags.resume:
+            print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         persevere(folder, "toolkit.finetune", first, [*first, "--resume"], config, timeout=recipe.timeout, care=care)

@@ -33,8 +33,11 @@ class Evaluator:
         made = any(line["step"] == step for line in read_events(self.folder.events) if "eval_loss" in line)
         return not on_any_rank(self.ours.accelerator, made)
 
-    def evaluate(self, step: int) -> None:
-        """The mean loss over all rows; left out where a signal asks to stop. A collective."""
+    def evaluate(self, step: int) -> bool:
+        """The mean loss over all rows. False where a signal cut it short: the run ends with this step, and makes up for it later.
+
+        A collective.
+        """
         assert self.rows is not None, "nothing is due without data"
         job, accelerator = self.ours.job, self.ours.accelerator
         held_out = eval_batches(
@@ -47,9 +50,10 @@ class Evaluator:
         loss = evaluate(self.ours, held_out, lambda: self.stop.number is not None)
         if loss is None:
             accelerator.print(f"step {step}: evaluation left out, since the run is asked to stop")
-            return
+            return False
         if accelerator.is_main_process:
             self.folder.append_event({"step": step, "attempt": self.attempt, "eval_loss": loss})
         if self.recipe.tracker:
             accelerator.log({"eval_loss": loss}, step=step)
         accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
+        return True

@@ -91,12 +91,12 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     asked = job(accelerator)
     accelerator.print(_headline(asked))
     found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
-    if flags.resume:
-        accelerator.print(str(found))
     with accelerator.local_main_process_first():  # the others find the base's hashes in the cache
         identity = identify(ready.spec, asked.strategy, ready.rows.fingerprint)
     check_fits(found, asked, identity)
     set_aside(accelerator, found)
+    if flags.resume:
+        accelerator.print(str(found))
     attempt = begin(accelerator, folder, ready, recipe, machine, found)
     ours, tokenizer, loader, schedule = _made(accelerator, ready, recipe, start=found.step)
     limit_all(patience(recipe.timeout))
@@ -187,7 +187,8 @@ def _steps(
     evaluator = Evaluator(ours, ready.eval_rows, recipe, keeper.folder, keeper.stop, attempt=keeper.attempt)
     if evaluator.left_out(start):
         beat.note("evaluate")
-        evaluator.evaluate(start)
+        if not evaluator.evaluate(start):
+            return audit(ours), start
 
     def begins(step: int) -> None:
         beat.note("begin", step=step)
@@ -221,7 +222,10 @@ def _steps(
             return held or audit(ours), step.step
         if evaluator.due(step.step):
             beat.note("evaluate")
-            evaluator.evaluate(step.step)
+            if not evaluator.evaluate(step.step):
+                beat.note("save")
+                keeper.rescue(step.step)  # another step would leave this one without its evaluation for good
+                return held or audit(ours), step.step
             beat.note("between")
     return held or audit(ours), asked.loop.steps if on_any_rank(accelerator, Wish.STOP in keeper.wish()) else 0
 

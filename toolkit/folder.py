@@ -164,10 +164,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
     """
     path, token = Path(path), token or run_token()
     if resume and not (path / "run.json").is_file():
-        raise RunError(
-            f"{path} holds no run: {path / 'run.json'} does not exist. Name the folder of a run to go on with; one that "
-            "was stopped before it had begun is started again with `toolkit train`."
-        )
+        raise _no_run(path)
     if not resume and not (path / "lock").exists():
         _refuse_old(path)
     _refuse_links(path)
@@ -277,10 +274,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
         missing = {name for name in ("strategy", "loop", "recipe") if not isinstance(found.get(name), dict)}
         missing |= {"ranks"} - ({"ranks"} if type(found.get("ranks")) is int and found["ranks"] > 0 else set())
     except FileNotFoundError:
-        raise RunError(
-            f"{path} holds no run: {file} does not exist. Name the folder of a run to go on with; one that "
-            "was stopped before it had begun is started again with `toolkit train`."
-        ) from None
+        raise _no_run(path) from None
     except (OSError, ValueError, AttributeError) as error:
         raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
     if missing:
@@ -389,3 +383,10 @@ def _refuse_links(path: Path) -> None:
                     f"{entry} is a link that leads out of the run's folder, to {entry.resolve()}, and a run writes there. "
                     "Put the file or folder itself in its place, or choose another folder with --run-dir."
                 )
+
+
+def _no_run(path: Path) -> RunError:
+    return RunError(
+        f"{path} holds no run: {path / 'run.json'} does not exist. Name the folder of a run to go on with; one that was "
+        "stopped before it had begun is started again with `toolkit train`."
+    )

@@ -303,9 +303,10 @@ def test_samples_are_spelled_so_that_they_can_be_found(tokenizer: Any, tmp_path:
     said = data.spell_samples(rows, tokenizer, list(range(rows.count)))
     assert said.startswith("row 0 ('")
     assert "number 0" in said
-    assert ", and rows 8, 9, " in said
-    assert said.endswith(f"of {rows.folder}")
-    assert "and rows" not in data.spell_samples(rows, tokenizer, [1, 2])
+    assert " …), 8, 9, " in said
+    assert said.endswith(f"of the rows in {rows.folder}")
+    assert ", 68 more of the rows" in data.spell_samples(rows, tokenizer, [1] * 100)
+    assert data.spell_samples(rows, None, [1, 2]) == f"row 1, row 2 of the rows in {rows.folder}"
 
 
 # ---- packing, by value

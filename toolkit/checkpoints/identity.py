@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from toolkit.checkpoints.hashing import sha256_of_all
 from toolkit.errors import CheckpointError
 from toolkit.folder import write_whole
 from toolkit.model import ModelSpec, local_weights
+from toolkit.redacting import MARK, redact_all
 
 if TYPE_CHECKING:
     from toolkit.strategy import Strategy
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 ADAPTER_FIELDS = ("adapter", "lora_rank", "lora_targets")
 """Fields of Strategy that decide which parameters there are: what is trained stays what it was."""
 
-_UNFIXED = ("_name_or_path", "transformers_version", "dtype", "use_cache")
-"""Fields of a config that say nothing of what the model computes, or that the strategy decides."""
+_UNFIXED = (
+    *("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "return_dict"),
+    *("bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type"),
+)
+"""Fields of a config that say nothing of what training computes, or that the strategy decides."""
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
@@ -84,15 +88,11 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
                 f"{checkpoint} was written of {what} ({_brief(theirs.get(name))}, and here it is {_brief(mine[name])}). "
                 "Go on with what the run began with, or start a new run."
             )
-    changed = [
-        f"{name} {_brief(value)} → {_brief(mine['config'][name])}"
-        for name, value in (theirs.get("config") or {}).items()
-        if name in mine["config"] and mine["config"][name] != value  # another transformers may know other fields
-    ]
-    if changed:
+    if changed := list(_changed(theirs.get("config") or {}, redact_all(mine["config"]))):
         raise CheckpointError(
             f"{checkpoint} was written of another config than that of {ours.source or ours.model} now: {', '.join(changed[:5])}. "
-            "Bring the config back that the run began with, or start a new run."
+            "Where another transformers reads it otherwise, go on with the version that the manifest names; else give --model the "
+            "folder with the config that the run began with, or start a new run."
         )
     was, is_ = theirs.get("base") or {}, mine["base"] or {}
     if was.get("files") != is_.get("files"):
@@ -100,6 +100,15 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
             f"{checkpoint} was trained over another base: the weights of {ours.source} have changed since (revision "
             f"{was.get('revision')}, now {is_.get('revision')}). Give the base that it was trained over."
         )
+
+
+def _changed(was: Mapping[str, Any], is_: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of both that differ, in words. Another transformers may know other fields."""
+    for name in sorted((was.keys() & is_.keys()) - set(_UNFIXED)):
+        if isinstance(was[name], dict) and isinstance(is_[name], dict):
+            yield from _changed(was[name], is_[name])
+        elif was[name] != is_[name] and MARK not in str(was[name]):
+            yield f"{name} {_brief(was[name])} → {_brief(is_[name])}"
 
 
 def _brief(value: Any) -> str:

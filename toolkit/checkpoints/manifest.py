@@ -90,6 +90,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         written = path.read_bytes()
         values = json.loads(written)
         own = values.pop("sha256")
+        # Every format has this hash, so that what is damaged is told from what another version wrote.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
             raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
         if values["format"] != FORMAT:
@@ -121,6 +122,8 @@ def _check(found: Manifest) -> None:
     Counters(**found.counters)
     if not all(isinstance(value, dict) for value in (found.strategy, found.loop, found.schedule, found.identity)):
         raise ValueError("strategy, loop, schedule and identity have to be objects")
+    if not isinstance(found.identity.get("config", {}), dict):
+        raise ValueError("the identity's config has to be an object")
     if found.step < 0 or found.ranks < 1 or found.global_batch < 1:
         raise ValueError("its counts are below their least")
     if len(found.files) != found.ranks or any(file_name(rank) not in found.files for rank in range(found.ranks)):
@@ -128,11 +131,27 @@ def _check(found: Manifest) -> None:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The published checkpoints of a run, newest first. That they are whole, and lie there, says `problems`."""
+    """The published checkpoints of a run, newest first. That they are whole says `problems`."""
+    return [path for path in listed(checkpoints) if not path.is_symlink()]
+
+
+def listed(checkpoints: Path) -> list[Path]:
+    """`complete`, and symlinks that are named like them: what `misplaced` has to be asked of."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() or path.is_symlink()]
+
+
+def misplaced(checkpoint: Path) -> list[str]:
+    """Why a folder among a run's checkpoints is none of them, however whole it is: else a copy could be the newest."""
+    if checkpoint.is_symlink():
+        return ["it is a symlink, and a run's checkpoints lie in its own folder"]
+    try:
+        step = read_manifest(checkpoint).step
+    except (CheckpointError, OSError):
+        return []  # `problems` says that
+    return [] if checkpoint.name == folder_name(step) else [f"its manifest is of step {step}: a copy, or renamed"]
 
 
 UNREADABLE = "it cannot be read"
@@ -150,8 +169,6 @@ def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         OtherFormat: for one that another version wrote, which is no damage.
     """
     try:
-        if checkpoint.is_symlink() and _FOLDER.fullmatch(checkpoint.name):
-            return ["it is a symlink, and a run's checkpoints lie in its own folder"]
         found = read_manifest(checkpoint)
         return _differences(checkpoint, found, share)
     except OtherFormat:
@@ -165,9 +182,6 @@ def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 def _differences(checkpoint: Path, found: Manifest, share: tuple[int, int]) -> list[str]:
     wrong, whole = [], []
-    named = _FOLDER.fullmatch(checkpoint.name)
-    if named and int(named[1]) != found.step:
-        wrong.append(f"its manifest is of step {found.step}: the folder is a copy, or was renamed")
     here = {path.relative_to(checkpoint).as_posix(): path for path in _files(checkpoint)}
     wrong += [f"{name} does not belong to it" for name in sorted(set(here) - set(found.files) - {NAME})]
     for name, file in found.files.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.identity import Identity, check_same
 from toolkit.checkpoints.layout import GENERATOR, WEIGHT, Range, range_of, trained_pieces
-from toolkit.checkpoints.manifest import UNREADABLE, Manifest, complete, file_name, problems, read_manifest
+from toolkit.checkpoints.manifest import UNREADABLE, Manifest, file_name, listed, misplaced, problems, read_manifest
 from toolkit.checkpoints.randomness import write_generators
 from toolkit.engines.job import Counters, Job, Prepared, engine_of
 from toolkit.errors import CheckpointError
@@ -62,13 +62,14 @@ def find(accelerator: Accelerator, checkpoints: Path) -> Found:
     from accelerate.utils import broadcast_object_list, gather_object
 
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    names: list[Any] = [[path.name for path in complete(checkpoints)]]
+    names: list[Any] = [[path.name for path in listed(checkpoints)]]
     if ranks > 1:
         broadcast_object_list(names)
     skipped: list[str] = []
     for name in names[0]:
         path = checkpoints / name
-        wrong = list(dict.fromkeys(gather_object(problems(path, share=(rank, ranks)))))
+        here = misplaced(path) or problems(path, share=(rank, ranks))
+        wrong = list(dict.fromkeys(gather_object(here)))
         if not wrong:
             damaged = tuple(checkpoints / newer for newer in names[0][: len(skipped)])
             return Found(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)

@@ -37,6 +37,8 @@ SLACK = 16 * 2**20
 """Bytes beside the tensors: manifest, generators, headers."""
 
 _POLL = 0.02
+_ALIVE = 1.0
+"""Seconds after which it is looked whether the thread still lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,7 @@ class Saver:
         path = self.folder / folder_name(manifest.step)
         partial.rename(path)
         sync_folder(self.folder)
-        for old in [one for one in complete(self.folder) if not one.is_symlink()][self.keep :]:
+        for old in complete(self.folder)[self.keep :]:
             try:
                 _remove(old)
             except OSError as error:  # the new one is safe, and training goes on
@@ -298,24 +300,45 @@ class _Writer:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        threading.Thread(target=_serve, args=(self._work, self._idle), name="toolkit-checkpoint", daemon=True).start()
+        self._raised: list[BaseException] = []
+        asked = (self._work, self._idle, self._raised)
+        self._thread = threading.Thread(target=_serve, args=asked, name="toolkit-checkpoint", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._work.put, None)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Have it done. Nothing else may be under way."""
+        """Have it done. Nothing else may be under way.
+
+        Raises:
+            RuntimeError: where the thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that writes checkpoints has ended: look in the rank's log for what it said.")
         self._idle.clear()
-        self._work.put(work)
+        try:
+            self._work.put(work)
+        except BaseException:
+            self._idle.set()
+            raise
 
     def wait(self) -> None:
-        """Until it is done."""
-        self._idle.wait()
+        """Until it is done. Raises what it raised."""
+        while not self._idle.wait(_ALIVE) and self._thread.is_alive():
+            pass
+        if self._raised:
+            raise self._raised.pop()
 
 
-def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
-    while (work := queue.get()) is not None:
-        with contextlib.suppress(BaseException):  # it keeps its own; this thread has more to do
-            work()
-        del work  # whose owner could not end while it is held
+def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event, raised: list[BaseException]) -> None:
+    try:
+        while (work := queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                raised.append(error)
+            del work  # whose owner could not end while it is held
+            idle.set()
+    finally:
         idle.set()
 
 

@@ -13,8 +13,8 @@ from toolkit.errors import DataError
 from toolkit.strategy import Loop
 from toolkit.units import ceil_div
 
-SHOWN_ROWS, SHOWN_TOKENS = 8, 12
-"""Of a step's samples, whose text a message shows, and how much of it."""
+SHOWN_ROWS, SHOWN_TOKENS, LISTED_ROWS = 8, 12, 32
+"""Of how many of a step's samples a message shows the text, how much of it, and how many it names at all."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,11 +60,21 @@ def hash_ids(ids: Sequence[int]) -> str:
 
 
 def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
-    """The rows with these ids, for a message: each by its number, the first ones with the beginning of their text."""
-    texts = [tokenizer.decode(rows.batch([at])["input_ids"][0][:SHOWN_TOKENS]) for at in ids[:SHOWN_ROWS]]
-    shown = [f"row {at} ({text!r} …)" for at, text in zip(ids, texts, strict=False)]
-    more = f", and rows {', '.join(map(str, ids[SHOWN_ROWS:]))}" if len(ids) > SHOWN_ROWS else ""
-    return f"{', '.join(shown)}{more} of {rows.folder}"
+    """The rows with these ids, for a message: each by its number, the first ones with the beginning of their text.
+
+    Never raises: what a message cannot tell must not cost the weights that are saved behind it.
+    """
+
+    def spelled(at: int) -> str:
+        try:
+            return f"row {at} ({tokenizer.decode(rows.batch([at])['input_ids'][0][:SHOWN_TOKENS])!r} …)"
+        except Exception:  # a tokenizer may run anybody's code
+            return f"row {at}"
+
+    more = [str(at) for at in ids[SHOWN_ROWS:LISTED_ROWS]]
+    if len(ids) > LISTED_ROWS:
+        more.append(f"{len(ids) - LISTED_ROWS:,} more")
+    return ", ".join([*map(spelled, ids[:SHOWN_ROWS]), *more]) + f" of the rows in {rows.folder}"
 
 
 def check_batch(rows: Rows, loop: Loop, *, ranks: int) -> None:

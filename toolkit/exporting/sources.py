@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit.checkpoints import Manifest, complete, problems, read_manifest
 from toolkit.checkpoints.identity import ADAPTER_FIELDS
 from toolkit.checkpoints.layout import WEIGHT
-from toolkit.checkpoints.manifest import NAME
+from toolkit.checkpoints.manifest import NAME, listed, misplaced
 from toolkit.checkpoints.restoring import Ranges, opened
 from toolkit.errors import CheckpointError, ModelError, RunError, StrategyError
 from toolkit.flags import from_dict
@@ -191,8 +191,8 @@ def _others(damaged: Path) -> str:
 
 def _newest(run: Path) -> tuple[Path, tuple[str, ...]]:
     skipped: list[str] = []
-    for path in complete(run / "checkpoints"):
-        wrong = problems(path)
+    for path in listed(run / "checkpoints"):
+        wrong = misplaced(path) or problems(path)
         if not wrong:
             return path, tuple(skipped)
         skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import errors
-from toolkit.continuing import how_to_go_on
 from toolkit.errors import OutOfMemory, RunError, ToolkitError
 from toolkit.folder import Folder, last_step
 from toolkit.heartbeat import Heartbeat, read_beats
@@ -84,7 +83,7 @@ def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
         return RankDied(f"accelerate launch {_ended(code)}, and no rank had failed. {shown}")
     for number in (signal.SIGTERM, signal.SIGINT):
         if error is None and how == _ended(128 + number):
-            return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it. {how_to_go_on(folder)}")
+            return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it.")
     if error:
         how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
     return RankDied(f"rank {rank} {how.removesuffix('.')}. {_place(folder, rank)}{end_of_log(folder, rank)}")
