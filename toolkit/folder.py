@@ -233,7 +233,7 @@ def write_json(path: Path, value: Any) -> None:
     try:
         write_whole(path, text.encode())
     except OSError as error:
-        raise _unwritable(path, error.strerror or str(error)) from error
+        raise _unwritable(path, len(text.encode()), error.strerror or str(error)) from error
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -255,11 +255,14 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
             os.close(file)
     except OSError as error:
         why = error.strerror or str(error)
-    raise _unwritable(path, why)
+    raise _unwritable(path, len(data), why)
 
 
-def _unwritable(path: Path, why: str) -> RunError:
-    return RunError(f"{path} cannot be written: {why}. Make room, then go on with `toolkit resume`.")
+def _unwritable(path: Path, needed: int, why: str) -> RunError:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f" ({needed:,} bytes are needed, {shutil.disk_usage(path.parent).free:,} are free)"
+    return RunError(f"{path} cannot be written: {why}{free}. Make room, then go on with `toolkit resume`.")
 
 
 def read_run_json(path: Path) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         folder.write_json(path, {"peak": object()})
     path.with_name("folder.json").mkdir()
-    with pytest.raises(RunError, match=r"folder\.json cannot be written: .*Make room"):
+    with pytest.raises(
+        RunError, match=r"folder\.json cannot be written: .* bytes are needed, .* are free\)\. Make room"
+    ):
         folder.write_json(path.with_name("folder.json"), {})
     assert path.read_text() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.json", "memory.json"]

@@ -75,7 +75,7 @@ def find(accelerator: Accelerator, checkpoints: Path) -> Found:
             return Found(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)
         if unread := [sentence for sentence in wrong if sentence.startswith(UNREADABLE)]:
             raise CheckpointError(f"{path}: {unread[0]}. Go on where its file system answers, or remove it.")
-        skipped.append(f"skipping {path}: {'; '.join(wrong[:3])}. It is set aside as {name}.damaged")
+        skipped.append(f"skipping {path}: {'; '.join(wrong[:3]).removesuffix('.')}. It is set aside as {name}.damaged")
     if skipped:
         said = "; ".join(sentence.partition(". It is")[0].removeprefix("skipping ") for sentence in skipped)
         raise CheckpointError(
