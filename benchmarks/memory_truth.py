@@ -132,6 +132,11 @@ def name_of(row: Mapping[str, Any]) -> str:
     return "-".join(str(value(row, axis)) for axis in (*AXES, "micro_batch"))
 
 
+def without_places(text: str, work: Path) -> str:
+    """Without where this machine keeps its libraries and the runs."""
+    return text.replace(f"{sys.prefix}/", "").replace(f"{work}/", "")
+
+
 def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The same row with what the run took; where it ended otherwise than well, with its last words."""
     out = work / "runs" / name_of(row)
@@ -147,7 +152,7 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     code = ranks.run(spell(flags), row["ranks"], log)
     found = dict(row)
     if code:
-        found["failed"] = log.read_text().strip()[-600:]
+        found["failed"] = without_places(log.read_text().strip(), work)[-600:]
     if (out / "memory.json").exists():
         took = json.loads((out / "memory.json").read_text())["measured"]
         found |= {"measured_peak_bytes": took["peak_bytes"], "measured_phases": took["phases"], "date": about()["date"]}
