@@ -27,7 +27,7 @@ from toolkit.checkpoints import (
 )
 from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.restoring import opened
-from toolkit.checkpoints.saving import _Writer
+from toolkit.checkpoints.writer import Writer
 from toolkit.errors import CheckpointError, StrategyError
 
 
@@ -331,7 +331,7 @@ def test_a_renamed_folder_and_a_symlink_are_named_and_set_aside(run: dict[str, A
 def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
     """And its thread is there before the first: where memory has run out, none could be started."""
     before = set(threading.enumerate())
-    writer = _Writer()
+    writer = Writer()
     (thread,) = set(threading.enumerate()) - before
     done = []
     for number in (1, 0, 2):

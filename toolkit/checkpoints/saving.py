@@ -8,15 +8,12 @@ import errno
 import json
 import os
 import shutil
-import threading
 import time
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.hashing import sha256_of
@@ -24,6 +21,7 @@ from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, lay_out
 from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, file_name, folder_name
 from toolkit.checkpoints.randomness import read_generators
+from toolkit.checkpoints.writer import Writer
 from toolkit.engines.job import Prepared, engine_of
 from toolkit.errors import CheckpointError, StrategyError
 from toolkit.folder import sync_folder, write_whole
@@ -37,8 +35,6 @@ SLACK = 16 * 2**20
 """Bytes beside the tensors: manifest, generators, headers."""
 
 _POLL = 0.02
-_ALIVE = 1.0
-"""Seconds after which it is looked whether the thread still lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +90,7 @@ class Saver:
         self.rank: int = prepared.accelerator.process_index
         self.layout: Layout = lay_out(prepared)
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._writer = _Writer()
+        self._writer = Writer()
         self._error: BaseException | None = None
         self._published: deque[Published] = deque()
         if self.main:
@@ -288,58 +284,6 @@ class Saver:
                     "have to see one run folder: choose one on a shared disk with --run-dir."
                 )
             time.sleep(_POLL)
-
-
-class _Writer:
-    """A thread that does one piece of work after another, and ends with its owner or the process.
-
-    There before the first: a thread that is started where memory has run out never says that it could not.
-    """
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._raised: list[BaseException] = []
-        asked = (self._work, self._idle, self._raised)
-        self._thread = threading.Thread(target=_serve, args=asked, name="toolkit-checkpoint", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._work.put, None)
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Have it done. Nothing else may be under way.
-
-        Raises:
-            RuntimeError: where the thread has ended.
-        """
-        if not self._thread.is_alive():
-            raise RuntimeError("the thread that writes checkpoints has ended: look in the rank's log for what it said.")
-        self._idle.clear()
-        try:
-            self._work.put(work)
-        except BaseException:
-            self._idle.set()
-            raise
-
-    def wait(self) -> None:
-        """Until it is done. Raises what it raised."""
-        while not self._idle.wait(_ALIVE) and self._thread.is_alive():
-            pass
-        if self._raised:
-            raise self._raised.pop()
-
-
-def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event, raised: list[BaseException]) -> None:
-    try:
-        while (work := queue.get()) is not None:
-            try:
-                work()
-            except BaseException as error:
-                raised.append(error)
-            del work  # whose owner could not end while it is held
-            idle.set()
-    finally:
-        idle.set()
 
 
 class _Waiting:

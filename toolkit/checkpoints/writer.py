@@ -1,0 +1,63 @@
+"""`Writer`: the thread that writes a rank's checkpoints while it trains."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+_ALIVE = 1.0
+"""Seconds after which it is looked whether the thread still lives."""
+
+
+class Writer:
+    """A thread that does one piece of work after another, and ends with its owner or the process.
+
+    There before the first: a thread that is started where memory has run out never says that it could not.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._raised: list[BaseException] = []
+        asked = (self._work, self._idle, self._raised)
+        self._thread = threading.Thread(target=_serve, args=asked, name="toolkit-checkpoint", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._work.put, None)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have it done. Nothing else may be under way.
+
+        Raises:
+            RuntimeError: where the thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that writes checkpoints has ended: look in the rank's log for what it said.")
+        self._idle.clear()
+        try:
+            self._work.put(work)
+        except BaseException:
+            self._idle.set()
+            raise
+
+    def wait(self) -> None:
+        """Until it is done. Raises what it raised."""
+        while not self._idle.wait(_ALIVE) and self._thread.is_alive():
+            pass
+        if self._raised:
+            raise self._raised.pop()
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event, raised: list[BaseException]) -> None:
+    try:
+        while (work := queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                raised.append(error)
+            del work  # whose owner could not end while it is held
+            idle.set()
+    finally:
+        idle.set()
