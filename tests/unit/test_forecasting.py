@@ -40,14 +40,13 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, 
 FP32 = Way(
     weights="float32",
     autocast=None,
-    widened="nothing",
     attention="sdpa",
     checkpointing=True,
     masked=False,
     device="cpu",
 )
-AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16", widened="model")
-UNITS = dataclasses.replace(FP32, weights="bfloat16", widened="units", checkpointing=False)
+AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16")
+CAST = dataclasses.replace(FP32, weights="bfloat16", checkpointing=False)
 LORA = Adapter(kind="lora", rank=4, targets="all-linear", dtype="float32")
 EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
 
@@ -78,7 +77,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     [
         ("llama", FP32),
         ("llama", AUTOCAST),
-        ("llama", UNITS),
+        ("llama", CAST),
         ("llama", EAGER),
         ("gpt2", dataclasses.replace(FP32, checkpointing=False)),
         ("gpt2", dataclasses.replace(AUTOCAST, device="cuda")),
@@ -87,7 +86,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         ("t5", FP32),
         ("t5", AUTOCAST),
         ("llama", dataclasses.replace(AUTOCAST, weights="bfloat16", adapter=LORA)),
-        ("llama", dataclasses.replace(UNITS, adapter=dataclasses.replace(LORA, dtype="bfloat16"))),
+        ("llama", dataclasses.replace(CAST, adapter=dataclasses.replace(LORA, dtype="bfloat16"))),
         ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="dora"))),
         ("gpt2", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
         ("gemma", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
@@ -405,7 +404,7 @@ def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatc
     real = tracing.trace
 
     def picky(spec: ModelSpec, way: Way, **sizes: int) -> Any:
-        if way.widened == "units":
+        if way.autocast:
             raise RuntimeError("no such kernel")
         return real(spec, way, **sizes)
 
@@ -414,7 +413,7 @@ def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatc
     spec, loop = describe(config("llama", 3)), Loop(seq_len=64)
     assert forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", loop).fits
     with pytest.raises(ModelError, match="no such kernel"):
-        forecast(spec, Strategy(sharding="fsdp", precision="bf16"), "8x A100-80GB", loop)
+        forecast(spec, Strategy(sharding="ddp", precision="bf16"), "8x A100-80GB", loop)
 
 
 def test_what_is_offloaded_is_the_hosts() -> None:

@@ -51,7 +51,6 @@ def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int,
         "param_dtype": compute if half else None,
         # Accelerate's own default reduces in the compute dtype.
         "reduce_dtype": "float32" if half else None,
-        "output_dtype": "float32" if half else None,
         "offload": strategy.offload == "cpu",
         "replicate": strategy.replicate,
         "shard": ranks // strategy.replicate,
@@ -77,7 +76,6 @@ def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype(ours["param_dtype"]),
         reduce_dtype=dtype(ours["reduce_dtype"]),
-        output_dtype=dtype(ours["output_dtype"]),
     )
     chosen = FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -44,7 +44,6 @@ def trace_all(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_
 
 def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
     """One forward and backward of the shallow model."""
-    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from toolkit.forecasting.tracker import Tracker
@@ -67,8 +66,6 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
             inputs = _inputs(spec, way, batch, seq_len)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(tensor)
-            if way.widened == "units":
-                _cast_units(model, ends, stacks, getattr(torch, way.weights))
             _watch(model, stacks, tracker)
             with stand_ins(way), tracker:
                 _step(model, inputs, spec, way, tracker)
@@ -123,7 +120,7 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way
     tracker.mark("forward")
     with cast:
         made = model(**inputs, use_cache=False)
-    if way.widened == "model":
+    if way.autocast:
         made = type(made)(**{key: _widened(value) for key, value in made.items()})
     if spec.kind == "causal":
         loss = made.loss
@@ -138,37 +135,10 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way
     tracker.mark("end")
 
 
-def _cast_units(model: Any, ends: Sequence[str | None], stacks: Sequence[Stack], dtype: torch.dtype) -> None:
-    """As `MixedPrecisionPolicy` does: inputs of a group are cast to the compute dtype, its outputs to fp32.
-
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`, `_post_forward`.
-    """
-    from torch.utils._pytree import tree_map
-
-    def narrow(_: Any, args: Any, kwargs: Any) -> Any:
-        return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-
-    def widen(_: Any, args: Any, made: Any) -> Any:
-        return tree_map(_widened, made)
-
-    embedding, norm, head = ends
-    layers = [f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))]
-    for name in [*layers, embedding, norm or head]:
-        model.get_submodule(name).register_forward_pre_hook(narrow, with_kwargs=True)
-    for name in [*layers, embedding, head or norm]:
-        model.get_submodule(name).register_forward_hook(widen)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    import torch
-
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def _widened(value: Any) -> Any:
     import torch
 
-    return _cast(value, torch.float32)
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _watch(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -> None:

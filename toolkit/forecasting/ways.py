@@ -30,9 +30,7 @@ class Way:
     weights: str
     """torch's name of the dtype that the weights have in the forward; with an adapter the frozen ones."""
     autocast: str | None
-    """The dtype of autocast, or None."""
-    widened: str
-    """What has its outputs cast to fp32: `nothing`; the `model`; `units`, FSDP2's, whose inputs are cast back."""
+    """The dtype of autocast, or None. Under it the model's outputs are cast to fp32."""
     attention: str
     checkpointing: bool
     masked: bool
@@ -48,7 +46,7 @@ class Way:
 def way_of(job: Job, *, masked: bool) -> Way:
     """Autocast where the engine computes on fp32 weights (one process, DDP), else weights in the compute dtype.
 
-    Accelerate's autocast and FSDP2's policy both cast what the forward returns to fp32; DeepSpeed leaves it.
+    Accelerate casts what a forward under autocast returns to fp32; the other engines leave it.
     """
     strategy = job.strategy
     half = strategy.precision in ("bf16", "fp16")
@@ -58,7 +56,6 @@ def way_of(job: Job, *, masked: bool) -> Way:
     return Way(
         weights=trained if strategy.adapter == "none" else job.compute_dtype,
         autocast=job.compute_dtype if autocast else None,
-        widened={"ddp": "model", "fsdp": "units"}.get(strategy.engine, "nothing") if half else "nothing",
         attention=strategy.attention,
         checkpointing=strategy.activation_checkpointing == "full",
         masked=masked and not strategy.attention.startswith("flash"),
