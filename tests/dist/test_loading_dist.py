@@ -24,6 +24,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "mixtral": tiny.mixtral(root / "mixtral"),
         "t5": tiny.t5(root / "t5"),
         "deepseek": tiny.deepseek(root / "deepseek"),
+        "bloom": tiny.bloom(root / "bloom"),
+        "phi": tiny.phi(root / "phi"),
         "broken": tiny.llama(root / "broken"),
     }
     without(made["broken"], "model.norm.weight")
@@ -86,6 +88,9 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             ask(kind, sharding, "none", "fp32")
             ask(kind, sharding, "lora", "fp32")
         ask("mixtral", sharding, "none", "bf16")
+    for sharding in ("ddp", "zero3", "fsdp"):
+        ask("bloom", sharding, "none", "bf16")
+        ask("phi", sharding, "lora", "bf16")
     # Matrices of this rank are below ZeRO-3's threshold of 10 x hidden elements, and stay whole.
     ask("llama", "zero3", "lora", "fp32", lora_rank=8)
     ask("mixtral", "ddp", "qlora", "fp32", allow_unquantized=True)
@@ -212,6 +217,18 @@ def test_fused_experts_train_in_bf16_with_exact_masters(found: dict[str, dict[st
     assert result["losses"] == pytest.approx(found["mixtral ddp none fp32"]["losses"], rel=2e-3)
     assert result["exact"]
     assert "experts: 4 a layer, 2 active, computed by grouped_mm" in result["said"]
+
+
+@pytest.mark.parametrize("sharding", ["zero3", "fsdp"])
+@pytest.mark.parametrize("cell", [("bloom", "none"), ("phi", "lora")])
+def test_norms_outside_of_every_layer_compute_in_bf16(
+    found: dict[str, dict[str, Any]], cell: tuple[str, str], sharding: str
+) -> None:
+    """A LayerNorm takes no fp32 beside weights in bf16, other than an RMSNorm."""
+    kind, adapter = cell
+    result, reference = (found[f"{kind} {word} {adapter} bf16"] for word in (sharding, "ddp"))
+    assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)
+    assert result["norms"] == pytest.approx(reference["norms"], rel=3e-2)
 
 
 def test_checkpoints_hold_more_than_bf16_can(models: dict[str, Path]) -> None:

@@ -146,4 +146,5 @@ def test_offload_changes_no_loss(found: dict[str, Any], precision: str, close: f
     for sharding, offload in (("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "cpu")):
         result = found["offloaded"][f"{sharding} {offload} {precision}"]
         assert result["losses"] == pytest.approx(reference, rel=close), (sharding, offload)
-        assert result["logits_error"] is not None, (sharding, offload)
+        # The same kernels on the same values; rotary frequencies that are cast too would show here.
+        assert result["logits_error"] <= 1e-6, (sharding, offload)

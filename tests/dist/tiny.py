@@ -41,6 +41,21 @@ def deepseek(folder: Path, **changes: Any) -> Path:
     )
 
 
+def bloom(folder: Path, **changes: Any) -> Path:
+    """A LayerNorm behind the embedding, which FSDP's groups leave to the root."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return _save(BloomForCausalLM, BloomConfig, folder, **{"hidden_size": 64, "n_layer": 2, "n_head": 4, **changes})
+
+
+def phi(folder: Path, **changes: Any) -> Path:
+    """A LayerNorm behind the layers, which accelerate does not find under an adapter."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return _save(PhiForCausalLM, PhiConfig, folder, **{**shape, **changes})
+
+
 def t5(folder: Path, **changes: Any) -> Path:
     from transformers import T5Config, T5ForConditionalGeneration
 

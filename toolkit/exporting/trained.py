@@ -228,7 +228,9 @@ def _error(model: Any, probe: Mapping[str, Any], trained: torch.Tensor, precisio
     autocast = half and sharding in ("none", "ddp")
     compute = getattr(torch, DTYPE_OF[precision])
     if half and not autocast:
-        model = model.to(compute)
+        # Parameters alone: no engine casts buffers, and rotary frequencies in half precision turn into other angles.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute)
     device = next(model.parameters()).device.type
     with torch.no_grad(), torch.autocast(device, compute) if autocast else nullcontext():
         found = model(**probe, use_cache=False).logits.float().cpu()
