@@ -125,7 +125,11 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
 
 def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
-    """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word."""
+    """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
+
+    Raises:
+        StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer.
+    """
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = LoraConfig(
@@ -139,7 +143,13 @@ def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: 
     with warnings.catch_warnings():
         # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
         warnings.simplefilter("ignore", FutureWarning)
-        return cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
+        try:
+            return cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
+        except ValueError as error:
+            leaves = ",".join(sorted({name.rpartition(".")[2] for name in targets}))
+            raise StrategyError(
+                f"lora_targets: PEFT takes not all of {leaves}: {error} Choose --lora-targets among the others."
+            ) from error
 
 
 def _check_adapted(model: nn.Module, asked: list[str]) -> None:

@@ -64,6 +64,8 @@ def config(family: str, layers: int) -> Any:
     if family == "t5":
         shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "decoder_start_token_id": 0}
         return transformers.T5Config(**shape, num_layers=layers, vocab_size=256)
+    if family == "mamba":
+        return transformers.MambaConfig(hidden_size=64, num_hidden_layers=layers, state_size=8, vocab_size=256)
     return transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers, vocab_size=256)
 
 
@@ -83,6 +85,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         ("gpt2", dataclasses.replace(AUTOCAST, device="cuda")),
         ("gemma", FP32),
         ("mixtral", FP32),
+        ("mamba", dataclasses.replace(FP32, attention="eager")),
         ("t5", FP32),
         ("t5", AUTOCAST),
         ("llama", dataclasses.replace(AUTOCAST, weights="bfloat16", adapter=LORA)),

@@ -214,6 +214,20 @@ def test_all_linear_layers_but_the_head_are_adapted(folder: Path) -> None:
     assert {min(tensor.shape) for tensor in some.values()} == {4}
 
 
+def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
+    """A Mamba's output is computed by a kernel that never calls the module."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        StrategyError, match=r"PEFT takes not all of .*out_proj.*Choose --lora-targets among the others"
+    ):
+        adapter_values(tmp_path, adapter="lora")
+    assert len(adapter_values(tmp_path, adapter="lora", lora_targets="in_proj,x_proj")) == 8
+
+
 def test_rank_alpha_and_task_of_an_adapter(folder: Path) -> None:
     model, _ = loaded(folder, adapter="dora", lora_rank=8)
     config = model.peft_config["default"]

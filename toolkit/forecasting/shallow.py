@@ -36,7 +36,7 @@ def cut(model: nn.Module, spec: ModelSpec) -> tuple[Stack, ...]:
         owner, _, leaf = name.rpartition(".")
         layers = list(stack.children())
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept))
-        if types:  # models look their layers' types up by number
+        if types and len(set(types)) > 1:  # models look their layers' types up by number
             text.layer_types = [types[index] for index in kept]
         found.append(Stack(name=name, kinds=kinds, kept=kept))
     return tuple(found)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cache import cache_file, keep
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, StrategyError
 from toolkit.forecasting.timeline import Stack, Trace
 from toolkit.forecasting.ways import Way
 from toolkit.model import ModelSpec
@@ -87,10 +87,12 @@ def _traced(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_le
         from toolkit.forecasting.tracing import trace_all
 
         return trace_all(spec, ways, batches, seq_len)
+    except StrategyError:
+        raise
     except Exception as error:  # a model's own code fails in its own way
         raise ModelError(
-            f"model {spec.name!r} cannot be traced, so what it will take is not known: {first_line(error)} Train it for "
-            "three steps: memory.json then holds what it took."
+            f"model {spec.name!r} cannot be traced, so what it will take is not known: {first_line(error).rstrip('.')}. "
+            "Train it for three steps: memory.json then holds what it took."
         ) from error
 
 
@@ -100,7 +102,8 @@ def _apart(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len
     command = [sys.executable, "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=asked, capture_output=True, check=False)
     if done.returncode:
-        raise RuntimeError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        kind, _, said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
+        raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(said or kind)
     return [[_read(values) for values in traces] for traces in json.loads(done.stdout)]
 
 
