@@ -4,7 +4,7 @@ import os
 
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
-from toolkit.doctor import examine
+from toolkit.doctor import Place, examine, here
 from toolkit.engines.job import Holdings, Job, Prepared
 from toolkit.errors import (
     DataError,
@@ -42,6 +42,7 @@ __all__ = [
     "ModelError",
     "ModelSpec",
     "NotFinite",
+    "Place",
     "Plan",
     "Prepared",
     "Recipe",
@@ -60,6 +61,7 @@ __all__ = [
     "export",
     "forecast",
     "hardware",
+    "here",
     "job",
     "load",
     "phase",
