@@ -178,6 +178,20 @@ def runs(flags: argparse.Namespace) -> Shown:
     return runs(flags.root)
 
 
+def watch(flags: argparse.Namespace) -> Shown:
+    """Show a run until it ends; Ctrl-C ends the watching alone."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).wait()
+
+
+def stop(flags: argparse.Namespace) -> Shown:
+    """End a run's step, publish a checkpoint, and leave no process."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).stop()
+
+
 def resume(flags: argparse.Namespace) -> dict[str, Any]:
     """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
     return _resume(Path(flags.run), flags)
@@ -342,6 +356,8 @@ def parser() -> Parser:
     added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
     added.add_argument("target", metavar="TARGET", help="a script that ends in .py, or a module")
     added.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own command line")
+    verb(watch).add_argument("run", metavar="RUN", help="the run's folder")
+    verb(stop).add_argument("run", metavar="RUN", help="the run's folder")
     verb(runs).add_argument("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     added = verb(compare, Recipe, Strategy, Loop)
     added.add_argument("--processes", type=int, default=2, help="ranks on this machine")

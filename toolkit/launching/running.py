@@ -11,16 +11,17 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
 from toolkit.folder import read_events, read_run_json
 from toolkit.launching.progress import Progress, bar, read_progress, tail_of
-from toolkit.launching.starting import SUPERVISOR
+from toolkit.launching.starting import PID, SUPERVISOR
 from toolkit.launching.viewing import page
 from toolkit.locking import is_held, process_lives, supervisor_of
 from toolkit.redacting import redact
@@ -44,15 +45,18 @@ class Run(Shown):
         """`asked` and `process` are known to who launched it; all else is in the folder."""
         self.folder = folder
         self._asked, self._process = asked, process
-        # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-        self._said = open(folder / "logs" / SUPERVISOR, "rb") if (folder / "logs" / SUPERVISOR).exists() else None  # noqa: SIM115
+        self._said: IO[bytes] | None = None
+        with contextlib.suppress(OSError):
+            # Open from now on: a new run that never began is removed with its folder, and its last words with it.
+            self._said = open(folder / "logs" / SUPERVISOR, "rb")  # noqa: SIM115
+            weakref.finalize(self, self._said.close)
 
     @property
     def alive(self) -> bool:
         """Whether its supervisor runs."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return is_held(self.folder)
+        return is_held(self.folder) or _begins(self.folder)
 
     @property
     def status(self) -> str:
@@ -204,6 +208,17 @@ class Run(Shown):
         return found[1]
 
 
+def _begins(folder: Path) -> bool:
+    """Whether a supervisor was started for the folder that has not come to hold it yet."""
+    import psutil
+
+    try:
+        pid = int((folder / "logs" / PID).read_text())
+        return str(folder) in psutil.Process(pid).cmdline() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runs(Shown):
     """The runs in a folder, the newest first."""
@@ -237,7 +252,7 @@ def attach(path: str | Path) -> Run:
         RunError: for a folder without a run.
     """
     folder = Path(path)
-    if not is_held(folder):
+    if not is_held(folder) and not _begins(folder):
         read_run_json(folder)
     return Run(folder)
 
