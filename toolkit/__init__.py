@@ -23,6 +23,7 @@ from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
+from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
@@ -45,6 +46,7 @@ __all__ = [
     "Plan",
     "Prepared",
     "Recipe",
+    "Report",
     "RunError",
     "Step",
     "Strategy",
@@ -66,6 +68,7 @@ __all__ = [
     "plan",
     "prepare",
     "prepared",
+    "report",
     "save",
     "train",
     "verify",
