@@ -25,6 +25,7 @@ from toolkit.launching.starting import PID, SUPERVISOR
 from toolkit.launching.viewing import page
 from toolkit.locking import is_held, process_lives, supervisor_of
 from toolkit.redacting import redact
+from toolkit.reporting import Report, report
 from toolkit.show import Shown, Table
 from toolkit.strategy import Strategy
 
@@ -65,11 +66,13 @@ class Run(Shown):
             return "running" if self.progress.step else "starting"
         if self._about().get("finished"):
             return "finished"
-        return "stopped" if self.said.startswith("stopped by") else "failed"
+        return str(self._end().get("how") or ("stopped" if self.said.startswith("stopped by") else "failed"))
 
     @property
     def said(self) -> str:
         """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
+        if message := self._end().get("message"):
+            return redact(str(message))
         if self._said is None:
             return ""
         self._said.seek(0)
@@ -175,6 +178,10 @@ class Run(Shown):
             time.sleep(_POLL)
         return self
 
+    def report(self) -> Report:
+        """What was asked, what was got, forecast beside measured: as it stands."""
+        return report(self.folder)
+
     def tables(self) -> list[Table]:
         """Its status and figures."""
         return [self.progress.table(f"{self.folder}: {self.status}", self.said if not self.alive else "")]
@@ -194,6 +201,13 @@ class Run(Shown):
             return read_run_json(self.folder)
         except RunError:
             return {}
+
+    def _end(self) -> dict[str, Any]:
+        """As the supervisor left it of a run that had begun."""
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads((self.folder / "logs" / "end.json").read_bytes())
+            return found
+        return {}
 
     def _supervisor(self) -> int:
         """Its process id, as soon as it can be told to stop."""
