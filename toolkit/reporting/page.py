@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from toolkit.drawing import figure
-from toolkit.reporting.sections import Section
+from toolkit.reporting.parts import Section
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1f2937; --quiet: #4b5563; --rule: #d1d5db; --card: #f3f4f6;
@@ -23,14 +23,15 @@ h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; padding-top: .8rem; border-top: 
 p { margin: .4rem 0; max-width: 80ch; overflow-wrap: anywhere; }
 pre { background: var(--card); padding: .8rem 1rem; border-radius: 8px; white-space: pre-wrap; overflow-wrap: anywhere;
   font: .88rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 12px; margin: 1.2rem 0 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(145px, 1fr)); gap: 12px; margin: 1.2rem 0 0; }
 dl > div { background: var(--card); border-radius: 8px; padding: .6rem .9rem; }
 dt { color: var(--quiet); font-size: .85rem; }
-dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
+dd { margin: 0; font-weight: 600; font-size: .95rem; font-variant-numeric: tabular-nums; }
 dd.finished { color: var(--good); } dd.failed { color: var(--bad); } dd.going, dd.stopped { color: var(--on); }
 table { border-collapse: collapse; margin: .6rem 0 1rem; font-size: .92rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
-th, td { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; overflow-wrap: anywhere; }
+th, td { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; overflow-wrap: break-word; }
+td[style*=right] { white-space: nowrap; }
 thead th { color: var(--quiet); font-weight: 600; font-size: .85rem; }
 tbody th { font-weight: 400; white-space: pre-wrap; }
 table + p { color: var(--quiet); font-size: .88rem; }

@@ -15,8 +15,9 @@ from toolkit.errors import RunError
 from toolkit.folder import write_whole
 from toolkit.redacting import redact
 from toolkit.reporting.page import html_page
+from toolkit.reporting.parts import Section
 from toolkit.reporting.record import Record, read_record, step_seconds, throughput
-from toolkit.reporting.sections import Section, figures, sections
+from toolkit.reporting.sections import figures, sections
 from toolkit.show import Shown, Table
 
 
