@@ -7,6 +7,10 @@ from html import escape
 
 from toolkit.drawing import figure
 from toolkit.reporting.parts import Section
+from toolkit.show import Table
+
+WIDE = 6
+"""Columns above which a table scrolls for itself on a small screen."""
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1f2937; --quiet: #4b5563; --rule: #d1d5db; --card: #f3f4f6;
@@ -29,15 +33,16 @@ dt { color: var(--quiet); font-size: .85rem; }
 dd { margin: 0; font-weight: 600; font-size: .95rem; font-variant-numeric: tabular-nums; }
 dd.finished { color: var(--good); } dd.failed { color: var(--bad); } dd.going, dd.stopped { color: var(--on); }
 table { border-collapse: collapse; margin: .6rem 0 1rem; font-size: .92rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
+caption { text-align: left; font-weight: 600; padding-bottom: .3rem; white-space: nowrap; }
 th, td { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; overflow-wrap: break-word; }
 td[style*=right] { white-space: nowrap; }
 thead th { color: var(--quiet); font-weight: 600; font-size: .85rem; }
-tbody th { font-weight: 400; white-space: pre-wrap; }
+tbody th { font-weight: 400; white-space: nowrap; }
 table + p { color: var(--quiet); font-size: .88rem; }
 summary { cursor: pointer; color: var(--quiet); font-size: .92rem; padding: .3rem 0; }
 svg { display: block; margin: .6rem 0 1rem; border: 1px solid var(--rule); border-radius: 8px; }
 .tables { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.wide { overflow-x: auto; max-width: 100%; }
 footer { max-width: 1180px; margin: 2rem auto; padding: 0 24px; color: var(--quiet); font-size: .85rem; }
 @media print { h2, svg, table { break-inside: avoid; } }
 """.strip()
@@ -70,8 +75,14 @@ def _section(section: Section) -> Iterator[str]:
         yield f"<p>{escape(section.words)}</p>"
     if section.code:
         yield f"<pre>{escape(section.code)}</pre>"
-    plain = [f"<div>{table.html()}</div>" for table, svg in section.tables if not svg]
+    plain = [_framed(table) for table, svg in section.tables if not svg]
     yield from (figure(svg, table) for table, svg in section.tables if svg)
     if plain:
         yield f'<div class="tables">{"".join(plain)}</div>'
     yield "</section>"
+
+
+def _framed(table: Table) -> str:
+    """What scrolls can be reached by keyboard, and has a name."""
+    wide = f' class="wide" tabindex="0" role="region" aria-label="{escape(table.title)}"'
+    return f"<div{wide if len(table.columns) > WIDE else ''}>{table.html()}</div>"
