@@ -17,12 +17,14 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
+from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
 from toolkit.exporting import Export, export, save, verify
 from toolkit.following import log
 from toolkit.forecasting import Forecast, Plan, forecast, plan
 from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
+from toolkit.notebook.exploring import Explorer, explore
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
@@ -33,8 +35,10 @@ from toolkit.training import Step, evaluate, train
 __all__ = [
     "Audit",
     "Comparison",
+    "Contrast",
     "DataError",
     "Device",
+    "Explorer",
     "Export",
     "Forecast",
     "Hardware",
@@ -46,6 +50,7 @@ __all__ = [
     "ModelSpec",
     "NotFinite",
     "Plan",
+    "Precisions",
     "Prepared",
     "Recipe",
     "Run",
@@ -55,14 +60,17 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
+    "Timeline",
     "ToolkitError",
     "accelerator",
     "attach",
     "audit",
     "compare",
+    "contrast",
     "describe",
     "evaluate",
     "examine",
+    "explore",
     "export",
     "forecast",
     "hardware",
@@ -72,11 +80,13 @@ __all__ = [
     "log",
     "phase",
     "plan",
+    "precisions",
     "prepare",
     "prepared",
     "resume",
     "runs",
     "save",
+    "timeline",
     "train",
     "verify",
 ]
