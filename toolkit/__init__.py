@@ -17,15 +17,18 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
+from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
 from toolkit.exporting import Export, export, save, verify
 from toolkit.following import log
 from toolkit.forecasting import Forecast, Plan, forecast, plan
 from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
+from toolkit.notebook.exploring import Explorer, explore
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
+from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
@@ -33,8 +36,10 @@ from toolkit.training import Step, evaluate, train
 __all__ = [
     "Audit",
     "Comparison",
+    "Contrast",
     "DataError",
     "Device",
+    "Explorer",
     "Export",
     "Forecast",
     "Hardware",
@@ -47,8 +52,10 @@ __all__ = [
     "NotFinite",
     "Place",
     "Plan",
+    "Precisions",
     "Prepared",
     "Recipe",
+    "Report",
     "Run",
     "RunError",
     "Runs",
@@ -56,14 +63,17 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
+    "Timeline",
     "ToolkitError",
     "accelerator",
     "attach",
     "audit",
     "compare",
+    "contrast",
     "describe",
     "evaluate",
     "examine",
+    "explore",
     "export",
     "forecast",
     "hardware",
@@ -74,11 +84,14 @@ __all__ = [
     "log",
     "phase",
     "plan",
+    "precisions",
     "prepare",
     "prepared",
+    "report",
     "resume",
     "runs",
     "save",
+    "timeline",
     "train",
     "verify",
 ]
