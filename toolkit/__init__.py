@@ -26,6 +26,7 @@ from toolkit.readying import Recipe
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
+from toolkit.trying import Trial, try_out
 
 __all__ = [
     "Audit",
@@ -52,6 +53,7 @@ __all__ = [
     "StrategyError",
     "StrategyMismatch",
     "ToolkitError",
+    "Trial",
     "accelerator",
     "audit",
     "compare",
@@ -70,6 +72,7 @@ __all__ = [
     "prepared",
     "save",
     "train",
+    "try_out",
     "verify",
 ]
 
