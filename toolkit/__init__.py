@@ -26,7 +26,7 @@ from toolkit.readying import Recipe
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
-from toolkit.trying import Trial, try_out
+from toolkit.trying import Trial, Trials, try_out
 
 __all__ = [
     "Audit",
@@ -54,6 +54,7 @@ __all__ = [
     "StrategyMismatch",
     "ToolkitError",
     "Trial",
+    "Trials",
     "accelerator",
     "audit",
     "compare",
