@@ -32,6 +32,7 @@ from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
+from toolkit.trying import Trial, Trials, try_out
 
 __all__ = [
     "Audit",
@@ -65,6 +66,8 @@ __all__ = [
     "StrategyMismatch",
     "Timeline",
     "ToolkitError",
+    "Trial",
+    "Trials",
     "accelerator",
     "attach",
     "audit",
@@ -93,6 +96,7 @@ __all__ = [
     "save",
     "timeline",
     "train",
+    "try_out",
     "verify",
 ]
 
