@@ -46,10 +46,21 @@ from toolkit.folder import read_events
 from toolkit.show import Table
 from toolkit.units import format_bytes
 
+transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 if not GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a single GPU cannot be shared by two ranks: they run on the processor
 RANKS = tk.hardware().count if GPU else 2
+
+
+def table(title, columns, rows):
+    return HTML(Table(title=title, columns=columns, rows=rows).html())
+
+
+def show(picture, title, columns, rows):
+    """A picture, and the table of what it shows beside it."""
+    return HTML(figure(picture, Table(title=title, columns=columns, rows=rows)))
+
 
 # %% [markdown]
 # ## A number is a sign, an exponent and a mantissa
@@ -79,9 +90,29 @@ for name, dtype in DTYPES.items():
     rows.append((name, 1, exponent, mantissa, f"{info.max:.3g}", f"{smallest:.2g}", f"{info.eps:.2g}"))
 
 columns = ("dtype", "sign", "exponent bits", "mantissa bits", "largest", "smallest above 0", "step after 1")
-numbers = Table(title="What torch.finfo says", columns=columns, rows=rows)
-bits = [Bar(label=row[0], parts=dict(zip(("sign", "exponent", "mantissa"), row[1:4], strict=True))) for row in rows]
-HTML(figure(bars(bits, title="Where the bits go", spell=lambda count: f"{count:.0f}"), numbers))
+table("What torch.finfo says", columns, rows)
+
+# %%
+ROLES = {"sign": "#465156", "exponent": "#a21600", "mantissa": "#1649ff"}
+body, said = [], []
+for line, (name, *counts) in enumerate([row[:4] for row in rows]):
+    body.append(f'<text x="12" y="{75 + 34 * line}">{name}</text>')
+    said.append(f"{name}: " + ", ".join(f"{count} {role}" for role, count in zip(ROLES, counts, strict=True)))
+    colours = [colour for colour, count in zip(ROLES.values(), counts, strict=True) for _ in range(count)]
+    body += [
+        f'<rect x="{60 + 21 * place}" y="{58 + 34 * line}" width="19" height="24" fill="{colour}"/>'
+        for place, colour in enumerate(colours)
+    ]
+for place, (role, colour) in enumerate(ROLES.items()):
+    body.append(f'<rect x="{60 + 110 * place}" y="34" width="12" height="12" fill="{colour}"/>')
+    body.append(f'<text x="{78 + 110 * place}" y="45">{role}</text>')
+HTML(
+    '<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="bits-t bits-d" viewBox="0 0 760 166" width="760" '
+    'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13" fill="#1f2937">'
+    f'<title id="bits-t">Where the bits go</title><desc id="bits-d">{". ".join(said)}.</desc>'
+    '<rect width="760" height="166" rx="8" fill="#fff"/>'
+    f'<text x="12" y="22" font-size="15" font-weight="600">Where the bits go</text>{"".join(body)}</svg>'
+)
 
 # %% [markdown]
 # bf16 is fp32 with the last 16 mantissa bits cut off: the same range, much coarser steps. fp16 has finer steps, and a
@@ -99,7 +130,7 @@ assert torch.tensor(70_000.0, dtype=torch.float16).isinf()  # overflow
 assert torch.tensor(1e-8, dtype=torch.float16) == 0  # underflow
 assert torch.tensor(1e-8, dtype=torch.bfloat16) != 0
 assert torch.tensor(1.001, dtype=torch.bfloat16) == 1
-HTML(Table(title="The same numbers, stored", columns=("number", *DTYPES), rows=rows).html())
+table("The same numbers, stored", ("number", *DTYPES), rows)
 
 # %% [markdown]
 # ## A coarse mantissa loses small updates
@@ -127,8 +158,8 @@ assert abs(walks["fp32"][-1]) < 1e-4
 assert max(abs(a - b) for a, b in zip(walks["bf16 copy of an fp32 master"], walks["fp32"], strict=True)) < 2**-8
 lines = {name: list(enumerate(values, start=1)) for name, values in walks.items()}
 ends = [(name, f"{values[0]:.6g}", f"{values[499]:.6g}", f"{values[-1]:.6g}") for name, values in walks.items()]
-told = Table(title="The weight", columns=("kept in", "after 1", "after 500", "after 1000"), rows=ends)
-HTML(figure(curve(lines, title="1 − 0.001 − 0.001 − …", x="updates", y="weight"), told))
+picture = curve(lines, title="1 − 0.001 − 0.001 − …", x="updates", y="weight")
+show(picture, "The weight", ("kept in", "after 1", "after 500", "after 1000"), ends)
 
 # %% [markdown]
 # ## A short range loses small gradients
@@ -172,7 +203,7 @@ def shares(scale):
 
 SCALES = (1, 2**8, 2**16, 2**28)
 zero, fewer, infinite = zip(*(shares(scale) for scale in SCALES), strict=True)
-assert zero[0] > 0 and zero[2] < zero[0] / 10
+assert zero[0] > 10 * zero[2]
 assert fewer[0] > 0.1 > 0.001 > fewer[2]
 assert infinite[0] == infinite[2] == 0 < infinite[3]
 exponents, places = gradients.abs().log2().floor(), range(-40, 20)
@@ -185,12 +216,9 @@ lines = {
 smallest = math.log2(NORMAL * torch.finfo(torch.float16).eps)
 assert smallest == -24
 lines["fp16's smallest"] = [(smallest, 0.0), (smallest, max(value for line in lines.values() for _, value in line))]
-told = Table(
-    title="Gradients in fp16",
-    columns=("loss times", "become zero", "lose digits", "become infinite"),
-    rows=[(f"{scale:,}", *(f"{share:.3%}" for share in shares(scale))) for scale in SCALES],
-)
-HTML(figure(curve(lines, title="Sizes of a real model's gradients", x="log2 of the size", y="% of all"), told))
+rows = [(f"{scale:,}", *(f"{share:.3%}" for share in shares(scale))) for scale in SCALES]
+picture = curve(lines, title="Sizes of a real model's gradients", x="log2 of the size", y="% of all")
+show(picture, "Gradients in fp16", ("loss times", "become zero", "lose digits", "become infinite"), rows)
 
 # %% [markdown]
 # ## An overflow, made and survived
@@ -229,18 +257,17 @@ def train(precision, scale=None):
 fp16 = train("fp16", SCALE)
 skipped = [row for row in fp16 if row["skipped"]]
 assert skipped, "the scale was meant to be too high"
-assert all(
-    row["kept"] == row["skipped"] for row in fp16
-)  # a skipped step leaves the weights alone, a good one does not
+# A skipped step leaves the weights alone, a good one does not.
+assert all(row["kept"] == row["skipped"] for row in fp16)
 assert all(later["scale"] == row["scale"] / 2 for row, later in itertools.pairwise(fp16) if row["skipped"])
 assert all(math.isfinite(row["loss"]) for row in fp16)
 rows = [
     (number, f"{row['loss']:.4f}", f"2^{math.log2(row['scale']):.0f}", "skipped" if row["skipped"] else "taken")
     for number, row in enumerate(fp16, start=1)
 ]
-told = Table(title="Every try", columns=("try", "loss", "scale", "step"), rows=rows)
 scales = [(number, math.log2(row["scale"])) for number, row in enumerate(fp16, start=1)]
-HTML(figure(curve({"log2 of the scale": scales}, title="The scale finds its place", x="try", y="log2"), told))
+picture = curve({"log2 of the scale": scales}, title="The scale finds its place", x="try", y="log2")
+show(picture, "Every try", ("try", "loss", "scale", "step"), rows)
 
 # %% [markdown]
 # ## bf16 needs none of this
@@ -261,8 +288,8 @@ apart = {name: max(abs(a - b) / b for a, b in zip(good[name], good["fp32"], stri
 assert max(apart.values()) < 0.01
 lines = {name: list(enumerate(values, start=1)) for name, values in good.items()}
 rows = [(name, f"{values[0]:.4f}", f"{values[-1]:.4f}", f"{apart.get(name, 0):.1e}") for name, values in good.items()]
-told = Table(title="Losses", columns=("precision", "first", "last", "largest relative difference"), rows=rows)
-HTML(figure(curve(lines, title="Loss in three precisions", x="good step", y="loss"), told))
+picture = curve(lines, title="Loss in three precisions", x="good step", y="loss")
+show(picture, "Losses", ("precision", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## On several ranks: one word
@@ -283,7 +310,7 @@ for word in ("ddp", "zero2", "zero3", "fsdp"):
 able = [word for word, said in rows if said == "runs"]
 assert ("zero3" in able) == ("fp16" in machine.device.dtypes)
 assert ("fsdp" in able) == GPU
-HTML(Table(title=f"precision fp16 on {machine.device.name}", columns=("sharding", "here"), rows=rows).html())
+table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
 
 # %% [markdown]
 # Where it runs, DeepSpeed scales the loss dynamically too. The run below begins at its own scale of 2^16 and says of
@@ -319,7 +346,7 @@ audits = {word: run.memory["audits"][0]["held"] for word, run in runs.items()}
 KEPT = ("trainable", "master", "gradients", "reduce", "optimizer")
 rows = [(word, *(audit["dtypes"].get(part, "none apart") for part in KEPT)) for word, audit in audits.items()]
 columns = ("sharding", "parameters", "masters", "gradients", "reduced in", "optimizer")
-HTML(Table(title="Dtypes, as audited on rank 0 after the first step", columns=columns, rows=rows).html())
+table("Dtypes, as audited on rank 0 after the first step", columns, rows)
 
 # %% [markdown]
 # Read a row at a time:
@@ -353,12 +380,9 @@ rows = [
     Bar(label=word, parts={"parameters": held["trainable"], "master": held["master"], "optimizer": held["optimizer"]})
     for word, held in audits.items()
 ]
-each = [
-    (word, *(format_bytes(held[part]) for part in ("trainable", "master", "optimizer")))
-    for word, held in audits.items()
-]
-told = Table(title="Bytes", columns=("sharding", "parameters", "masters", "optimizer"), rows=each)
-HTML(figure(bars(rows, title=f"Held by rank 0 between two steps, bf16, {RANKS} ranks"), told))
+each = [(row.label, *(format_bytes(size) for size in row.parts.values())) for row in rows]
+picture = bars(rows, title=f"Held by rank 0 between two steps, bf16, {RANKS} ranks")
+show(picture, "Bytes", ("sharding", "parameters", "masters", "optimizer"), each)
 
 # %% [markdown]
 # Bytes an element, with N ranks: DDP 4 + 8; ZeRO-2 2 + 12/N; ZeRO-3 14/N; FSDP 12/N. The assertions above hold the
@@ -444,7 +468,7 @@ for word in STAGES.split(","):
 
 names = ("loading", "preparation", "compute", "gradients", "optimizer")
 rows = [(name, *(seen[name] for seen in stages.values())) for name in names]
-HTML(Table(title="Dtypes at each stage, precision bf16", columns=("stage", *stages), rows=rows).html())
+table("Dtypes at each stage, precision bf16", ("stage", *stages), rows)
 
 # %% [markdown]
 # FSDP's columns say fp32 everywhere but in *compute*. DeepSpeed reads the checkpoint in bf16 and makes its masters
@@ -465,7 +489,21 @@ for seen in stages.values():
     assert seen["optimizer"] == seen["gradients"] == "float32"
 rows = [(word, *(f"{seen[name]:.2g}" for name in seen if name.startswith("masters"))) for word, seen in stages.items()]
 columns = ("sharding", "accelerator.prepare", "tk.prepare")
-HTML(Table(title="Largest relative distance of a master from the checkpoint", columns=columns, rows=rows).html())
+table("Largest relative distance of a master from the checkpoint", columns, rows)
+
+# %% [markdown]
+# ## Any precision, any adapter
+#
+# The same ledger from the toolkit's own accounts, without a run, for one sharding of each engine. Move the control,
+# and `fp32`, `bf16_pure` or LoRA answer at once. Where a run is given, what its audit *found* stands beside what is
+# said here.
+
+# %%
+panel = tk.explore("precision", run=runs[WORDS[-1]])
+beside = [column for column in panel.value.columns if column.found]
+assert [column.label for column in beside] == [WORDS[-1]]
+assert all(beside[0].dtypes[place] == name for place, name in beside[0].found.items())
+panel
 
 # %% [markdown]
 # ## Does it matter for the loss?
@@ -483,8 +521,8 @@ rows = [
     (result.sharding, f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}", f"{comparison.difference(result):.1e}")
     for result in results
 ]
-told = Table(title="Losses", columns=("sharding", "first", "last", "largest relative difference"), rows=rows)
-HTML(figure(curve(lines, title=f"{RANKS} ranks, bf16", x="step", y="loss"), told))
+picture = curve(lines, title=f"{RANKS} ranks, bf16", x="step", y="loss")
+show(picture, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## Exercises

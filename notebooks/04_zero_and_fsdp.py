@@ -35,6 +35,7 @@ NAMED = "8x V100-16GB"  # the machine of the second worked example: as AWS p3.16
 
 # %%
 import os
+import statistics
 
 import torch
 import transformers
@@ -46,52 +47,68 @@ from toolkit.folder import read_events
 from toolkit.show import Table
 from toolkit.units import format_bytes, format_count, format_seconds
 
+transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 if not GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a single GPU cannot be shared by two ranks: they run on the processor
 RANKS = tk.hardware().count if GPU else 2
 MACHINE = tk.hardware(None if GPU else f"{RANKS}x cpu")
 
+
+def table(title, columns, rows):
+    return HTML(Table(title=title, columns=columns, rows=rows).html())
+
+
+def show(picture, title, columns, rows):
+    """A picture, and the table of what it shows beside it."""
+    return HTML(figure(picture, Table(title=title, columns=columns, rows=rows)))
+
+
+def spread(found, expected):
+    """The largest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
 # %% [markdown]
 # ## What can be shared
 #
-# Four devices, a model of four layers. A filled box is what a device holds of a layer; the letter above is the part
-# of the batch that it works on.
+# Four devices, a model of four layers. A blue box is what a device holds of a layer, a pale one what it gathers just
+# while that layer computes. The letter above is the part of the batch that it works on, the number below the device.
 
 # %%
-BLUE, GREY, INK, LINE = "#1649ff", "#4b5563", "#1f2937", "#c4c9d1"
+BLUE, PALE, RED, GREY, INK = "#1649ff", "#dbe4ff", "#a21600", "#4b5563", "#1f2937"
 
 
-def picture(name, title, told, height, body):
+def draw(name, title, told, height, body):
     """An SVG with a title and a description, on a white ground of its own."""
     return HTML(
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" viewBox="0 0 760 {height}" '
-        f'width="760" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="12">'
-        f'<title id="{name}-t">{title}</title><desc id="{name}-d">{told}</desc>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" width="760" '
+        f'viewBox="0 0 760 {height}" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" '
+        f'font-size="12"><title id="{name}-t">{title}</title><desc id="{name}-d">{told}</desc>'
         f'<rect width="760" height="{height}" rx="8" fill="#fff"/>'
         f'<text x="12" y="24" font-size="15" font-weight="600" fill="{INK}">{title}</text>{"".join(body)}</svg>'
     )
 
 
-def text(x, y, words, colour=INK, more='text-anchor="middle"'):
-    return f'<text x="{x}" y="{y}" fill="{colour}" {more}>{words}</text>'
+def text(x, y, words, colour=INK, anchor="middle", weight=400):
+    return f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
 
 
-def panel(x, name, note, above, rows, share, gathered=False):
-    """Four devices in columns; `share(device, row)` is the stretch of a row's box that the device holds, or None."""
-    found = [text(x + 62, 52, name, more='text-anchor="middle" font-weight="600"'), text(x + 62, 68, note, GREY)]
+def box(x, y, width, fill, stroke="#8b95a3"):
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" fill="{fill}" stroke="{stroke}"/>'
+
+
+def panel(place, name, note, above, rows, held, gathers=False):
+    """Four devices in columns; `held(device, row)` is the stretch of a row's box that the device holds, or None."""
+    x = 30 + 148 * place
+    found = [text(x + 62, 52, name, weight=600), text(x + 62, 68, note, GREY)]
     for device in range(4):
         left = x + 32 * device
-        found.append(text(left + 14, 90, above[device]))
+        found += [text(left + 14, 90, above[device]), text(left + 14, 110 + 26 * rows, device, GREY)]
         for row in range(rows):
-            top, dashes = 98 + 26 * row, ' stroke-dasharray="3 2"' if gathered else ""
-            found.append(f'<rect x="{left}" y="{top}" width="28" height="20" fill="none" stroke="{LINE}"{dashes}/>')
-            if (held := share(device, row)) is not None:
-                wide = 28 * (held[1] - held[0])
-                found.append(
-                    f'<rect x="{left + 28 * held[0]:.1f}" y="{top}" width="{wide:.1f}" height="20" fill="{BLUE}"/>'
-                )
-        found.append(text(left + 14, 98 + 26 * rows + 12, device, GREY))
+            found.append(box(left, 98 + 26 * row, 28, PALE if gathers else "#fff"))
+            if (part := held(device, row)) is not None:
+                found.append(box(left + 28 * part[0], 98 + 26 * row, 28 * (part[1] - part[0]), BLUE, BLUE))
     return "".join(found)
 
 
@@ -108,51 +125,22 @@ def layer(device, row):
 
 
 ways = (
-    ("Data", "DDP", "ABCD", whole, "Each device has the whole model and a part of the batch. Gradients are averaged."),
-    (
-        "Sharded data",
-        "ZeRO-3, FSDP",
-        "ABCD",
-        quarter,
-        "As data, but each keeps a quarter of every layer, and gathers a layer just while it computes.",
-    ),
-    (
-        "Layers",
-        "naive model parallel",
-        "A   ",
-        layer,
-        "Each has some layers. The batch passes from one to the next; the others wait.",
-    ),
-    (
-        "Pipeline",
-        "GPipe, 1F1B",
-        "1234",
-        layer,
-        "As layers, but the batch is cut into micro-batches that follow each other.",
-    ),
-    (
-        "Tensor",
-        "Megatron",
-        "AAAA",
-        quarter,
-        "Each has a slice of every matrix and computes with that slice. Results are summed in every layer.",
-    ),
+    ("Data", "DDP", "ABCD", whole, "The whole model on each, a part of the batch on each. Gradients are averaged."),
+    ("Sharded data", "ZeRO-3, FSDP", "ABCD", quarter, "As data, but each keeps a quarter of every layer."),
+    ("Layers", "model parallel", "A   ", layer, "Each has some layers. The batch passes through; the others wait."),
+    ("Pipeline", "GPipe, 1F1B", "1234", layer, "As layers, but micro-batches follow each other."),
+    ("Tensor", "Megatron", "AAAA", quarter, "Each computes with its slice of every matrix. Results are summed."),
 )
-drawn = [
-    panel(16 + 150 * place, name, note, above, 4, share, gathered=name == "Sharded data")
-    for place, (name, note, above, share, _) in enumerate(ways)
+body = [
+    panel(place, name, note, above, 4, held, gathers=name == "Sharded data")
+    for place, (name, note, above, held, _) in enumerate(ways)
 ]
-drawn.append(text(12, 236, "Dashed: gathered whole while the layer computes. Below the boxes: the device.", GREY, ""))
+body += [text(24, 112 + 26 * row, row + 1, GREY, "end") for row in range(4)]
 told = " ".join(f"{name} ({note}): {said}" for name, note, _, _, said in ways)
-picture("ways", "Five ways to put one model on four devices", told, 248, drawn)
+draw("ways", "Five ways to put a model of four layers on four devices", told, 226, body)
 
 # %%
-HTML(
-    Table(
-        columns=("parallelism", "known as", "what happens"),
-        rows=[(name, note, said) for name, note, _, _, said in ways],
-    ).html()
-)
+table("", ("parallelism", "known as", "what happens"), [(name, note, said) for name, note, _, _, said in ways])
 
 # %% [markdown]
 # Sharded data parallelism looks like tensor parallelism *at rest*, and works like data parallelism: every device
@@ -160,26 +148,30 @@ HTML(
 # to try. Inside it there are grades:
 
 # %%
-grades = {
-    "DDP": (whole, whole, whole),
-    "ZeRO-1": (whole, whole, quarter),
-    "ZeRO-2": (whole, quarter, quarter),
-    "ZeRO-3": (quarter, quarter, quarter),
-    "FSDP": (quarter, quarter, quarter),
-}
-notes = ("", "", "", "", "full shard, grad-op")
-drawn = [
-    panel(16 + 150 * place, name, note, "ABCD", 3, lambda device, row, shares=shares: shares[row](device, row))
-    for place, ((name, shares), note) in enumerate(zip(grades.items(), notes, strict=True))
+grades = (
+    ("DDP", "", (whole, whole, whole)),
+    ("ZeRO-1", "", (whole, whole, quarter)),
+    ("ZeRO-2", "", (whole, quarter, quarter)),
+    ("ZeRO-3", "", (quarter, quarter, quarter)),
+    ("FSDP", "full shard, grad-op", (quarter, quarter, quarter)),
+)
+body = [
+    panel(place, name, note, "ABCD", 3, lambda device, row, held=held: held[row](device, row))
+    for place, (name, note, held) in enumerate(grades)
 ]
-drawn.append(
-    text(12, 210, "Rows: parameters, gradients, optimizer states. Adam's states are twice the parameters.", GREY, "")
+body += [text(24, 112 + 26 * row, letter, GREY, "end") for row, letter in enumerate("PGO")]
+body.append(
+    text(12, 206, "P: parameters, G: gradients, O: optimizer states, twice the parameters with Adam.", GREY, "start")
 )
-told = "Rows are parameters, gradients and optimizer states. " + ". ".join(
-    f"{name} keeps {sum(share is whole for share in shares)} of the three whole on every device"
-    for name, shares in grades.items()
+told = "Rows are parameters, gradients and optimizer states. " + " ".join(
+    f"{name} keeps {held.count(whole)} of the three whole on every device." for name, _, held in grades
 )
-picture("grades", "The grades of sharding, on four devices", told, 222, drawn)
+draw("grades", "What is sharded between two steps, on four devices", told, 218, body)
+
+# %%
+kept = {whole: "whole", quarter: "a quarter"}
+rows = [(name, *(kept[one] for one in held)) for name, _, held in grades]
+table("On each of four devices", ("", "parameters", "gradients", "optimizer states"), rows)
 
 # %% [markdown]
 # ## Why layers alone are slow: the bubble
@@ -211,27 +203,20 @@ def idle(stages, micro):
 for micro in (1, 2, 4, 16, 64):
     assert abs(idle(STAGES, micro) - (STAGES - 1) / (micro + STAGES - 1)) < 1e-12
 
-body = [text(60, 66 + 30 * stage, f"device {stage}", GREY) for stage in range(STAGES)]
+waiting = f"{idle(STAGES, MICRO):.0%}"
+body = [text(60, 64 + 26 * stage, f"device {stage}", GREY) for stage in range(STAGES)]
 for (stage, time), (one, way) in schedule(STAGES, MICRO).items():
-    x, y = 100 + 44 * time, 46 + 30 * stage
-    colour = BLUE if way == "forward" else "#a21600"
-    body.append(f'<rect x="{x}" y="{y}" width="42" height="26" fill="{colour}"/>')
-    body.append(text(x + 21, y + 18, f"{way[0].upper()}{one + 1}", "#fff"))
-body.append(
-    text(
-        100,
-        186,
-        f"F: forward, B: backward of a micro-batch. White is waiting: {idle(STAGES, MICRO):.0%} of all.",
-        GREY,
-        "",
-    )
+    x, y, colour = 100 + 44 * time, 50 + 26 * stage, BLUE if way == "forward" else RED
+    body += [box(x, y, 42, colour, colour), text(x + 21, y + 15, f"{way[0].upper()}{one + 1}", "#fff")]
+body.append(text(100, 178, f"F: forward, B: backward of a micro-batch. White is waiting: {waiting}.", GREY, "start"))
+told = (
+    f"{STAGES} devices, {MICRO} micro-batches: forwards go down the devices, then backwards up. {waiting} is waiting."
 )
-told = f"{STAGES} devices, {MICRO} micro-batches: forwards run down the devices, then backwards up; {idle(STAGES, MICRO):.0%} is waiting."
-picture("pipeline", "A pipeline of four stages", told, 198, body)
+draw("pipeline", "A pipeline of four stages over time", told, 190, body)
 
 # %%
 rows = [(micro, f"{idle(STAGES, micro):.0%}") for micro in (1, 2, 4, 16, 64)]
-HTML(Table(title=f"Waiting, {STAGES} stages", columns=("micro-batches", "of the time"), rows=rows).html())
+table(f"Waiting, {STAGES} stages", ("micro-batches", "of the time"), rows)
 
 # %% [markdown]
 # ## Why tensor parallelism works: a sum of slices
@@ -301,53 +286,49 @@ for result in results.values():
 # %%
 elements = tk.describe("embedded").elements
 HALF = comparison.results[0].strategy["precision"] in ("bf16", "fp16")
-width = {
-    word: 2 if HALF and word.startswith("zero") else 4 for word in WORDS
-}  # bytes of a parameter, as notebook 03 shows
+WIDTH = {word: 2 if HALF and word.startswith("zero") else 4 for word in WORDS}  # bytes of a parameter: notebook 03
+SHARDED = ("zero3", "fsdp", "fsdp_grad_op")
 for word, result in results.items():
-    sharded = word in ("zero3", "fsdp", "fsdp_grad_op")
-    share = elements * width[word] / (RANKS if sharded else 1)
-    for held in result.parameter_bytes_per_rank:
-        assert abs(held - share) < 0.01 * elements * 4, (
-            f"{word}: parameters are {'sharded' if sharded else 'whole'} on every rank"
-        )
+    share = elements * WIDTH[word] / (RANKS if word in SHARDED else 1)
+    assert all(abs(held - share) < 0.04 * elements for held in result.parameter_bytes_per_rank)
     optimizer = 8 * elements / (1 if word == "ddp" else RANKS)
-    assert abs(result.measured["parts"].get("optimizer", optimizer) - optimizer) < 0.01 * elements * 8
+    assert abs(result.measured["parts"].get("optimizer", optimizer) - optimizer) < 0.08 * elements
 
-rows = [Bar(label=word, parts=result.measured["parts"]) for word, result in results.items()]
-each = [(word, *map(format_bytes, result.parameter_bytes_per_rank)) for word, result in results.items()]
-told = Table(
-    title="Parameters held between steps", columns=("sharding", *(f"rank {rank}" for rank in range(RANKS))), rows=each
+picture = bars(
+    [Bar(label=word, parts=result.measured["parts"]) for word, result in results.items()],
+    title=f"At the peak, the fullest of {RANKS} ranks (measured)",
 )
-HTML(figure(bars(rows, title=f"At the peak, the fullest of {RANKS} ranks (measured)"), told))
+rows = [(word, *map(format_bytes, result.parameter_bytes_per_rank)) for word, result in results.items()]
+show(picture, "Parameters held between steps", ("sharding", *(f"rank {rank}" for rank in range(RANKS))), rows)
 
 # %% [markdown]
 # Two ranks are few. In fp32 DeepSpeed keeps a second copy of its shard as *master*, and ZeRO-3 gathers into buffers:
-# on two ranks it takes more than ZeRO-2, and saves only from more ranks on. FSDP has no second copy. The **forecast**
-# for more ranks (states alone, between two steps):
+# on two ranks it takes more than ZeRO-2, and saves only from more ranks on. FSDP has no second copy.
 
 # %%
-COUNTS = (2, 4, 8, 16)
-STATES = ("parameters", "master", "optimizer")
-states = {
-    word: [
-        (
-            ranks,
-            sum(tk.forecast("embedded", tk.Strategy(sharding=word), f"{ranks}x cpu").parts[part] for part in STATES)
-            / 2**20,
-        )
-        for ranks in COUNTS
-    ]
-    for word in dict.fromkeys(("ddp", *WORDS))
-}
+if {"zero2", "zero3", "fsdp"} <= set(WORDS) and RANKS == 2 and not HALF:
+    peak = {word: results[word].measured["peak_bytes"] for word in ("zero2", "zero3", "fsdp")}
+    assert peak["fsdp"] < peak["zero2"] < peak["zero3"]
+    print({word: format_bytes(size) for word, size in peak.items()})
+
+# %% [markdown]
+# With the ranks the shards shrink. The **forecast**, of the states alone, between two steps:
+
+# %%
+COUNTS, STATES = (2, 4, 8, 16), ("parameters", "master", "optimizer")
+
+
+def states_of(word, ranks):
+    parts = tk.forecast("embedded", tk.Strategy(sharding=word), f"{ranks}x cpu").parts
+    return sum(parts[part] for part in STATES) / 2**20
+
+
+states = {word: [(ranks, states_of(word, ranks)) for ranks in COUNTS] for word in dict.fromkeys(("ddp", *WORDS))}
 assert states["ddp"][0][1] == states["ddp"][-1][1]  # DDP never shrinks
-for word in WORDS:
-    assert word == "ddp" or states[word][-1][1] < states[word][0][1]
+assert all(line[-1][1] < line[0][1] for word, line in states.items() if word != "ddp")
 rows = [(word, *(f"{size:.1f}" for _, size in line)) for word, line in states.items()]
-told = Table(
-    title="MiB of states a rank (forecast)", columns=("sharding", *(f"{ranks} ranks" for ranks in COUNTS)), rows=rows
-)
-HTML(figure(curve(states, title="States of a rank shrink with the ranks (forecast, fp32)", x="ranks", y="MiB"), told))
+picture = curve(states, title="States shrink with the ranks (forecast, fp32)", x="ranks", y="MiB a rank")
+show(picture, "MiB of states a rank", ("sharding", *(f"{ranks} ranks" for ranks in COUNTS)), rows)
 
 # %% [markdown]
 # ## What is sent
@@ -406,10 +387,12 @@ volume = {
 }
 for word, run in runs.items():
     assert run.memory["forecast"]["communication_bytes"] == round(sum(volume[word].values()))
-rows = [Bar(label=word, parts=parts) for word, parts in volume.items()]
-each = [(word, sum(HALVES[word].values()), format_bytes(sum(parts.values()))) for word, parts in volume.items()]
-told = Table(title="Sent by a rank in a step", columns=("sharding", "halves", "bytes"), rows=each)
-HTML(figure(bars(rows, title=f"Sent by a rank in a step, {RANKS} ranks (computed)"), told))
+picture = bars(
+    [Bar(label=word, parts=parts) for word, parts in volume.items()],
+    title=f"Sent by a rank in a step, {RANKS} ranks (computed)",
+)
+rows = [(word, sum(HALVES[word].values()), format_bytes(sum(parts.values()))) for word, parts in volume.items()]
+show(picture, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
 
 # %% [markdown]
 # ## Two families, one vocabulary
@@ -423,7 +406,7 @@ from toolkit.strategy import SHARDINGS as TABLE
 rows = [(row.word, row.engine, ", ".join(row.aliases) or "–", row.shards) for row in TABLE.values()]
 assert tk.Strategy(sharding="FULL_SHARD").sharding == "fsdp"
 assert tk.Strategy(sharding="SHARD_GRAD_OP").sharding == "fsdp_grad_op"
-HTML(Table(columns=("word", "engine", "FSDP1 calls it", "sharded"), rows=rows).html())
+table("", ("word", "engine", "FSDP1 calls it", "sharded"), rows)
 
 # %% [markdown]
 # And these are the fields of the files that `accelerate launch` reads, as each engine writes them for the same
@@ -477,7 +460,7 @@ rows = [
     ("reduce gradients in", spelled(zero3, "communication_data_type"), spelled(full, "reduce_dtype")),
     ("clip gradients", spelled(zero3, "gradient_clipping"), "in the loop: clip_grad_norm_"),
 ]
-HTML(Table(columns=("idea", "DeepSpeed", "FSDP2"), rows=rows).html())
+table("", ("idea", "DeepSpeed", "FSDP2"), rows)
 
 # %% [markdown]
 # One pair is *not* equal, though tables often say so: `SHARD_GRAD_OP` and ZeRO-2. ZeRO-2 holds all parameters on
@@ -486,7 +469,7 @@ HTML(Table(columns=("idea", "DeepSpeed", "FSDP2"), rows=rows).html())
 
 # %%
 if {"zero2", "fsdp_grad_op"} <= set(WORDS):
-    pair = {word: max(results[word].parameter_bytes_per_rank) / width[word] for word in ("zero2", "fsdp_grad_op")}
+    pair = {word: max(results[word].parameter_bytes_per_rank) / WIDTH[word] for word in ("zero2", "fsdp_grad_op")}
     assert abs(pair["fsdp_grad_op"] / pair["zero2"] - 1 / RANKS) < 0.01
     print({word: f"{count / elements:.0%} of all parameters on a rank" for word, count in pair.items()})
 
@@ -504,18 +487,8 @@ rows = [
     (word, f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}", f"{comparison.difference(result):.0e}")
     for word, result in results.items()
 ]
-told = Table(title="Losses", columns=("sharding", "first", "last", "largest relative difference"), rows=rows)
-HTML(
-    figure(
-        curve(
-            lines,
-            title=f"Six shardings, one curve ({RANKS} ranks)" if len(WORDS) == 6 else "One curve",
-            x="step",
-            y="loss",
-        ),
-        told,
-    )
-)
+picture = curve(lines, title=f"{len(WORDS)} shardings, one curve", x="step", y="loss")
+show(picture, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## Five lines: from a plain loop to an Accelerate one
@@ -527,36 +500,25 @@ import difflib
 import io
 import re
 import runpy
-import shutil
 from contextlib import redirect_stdout
+from functools import cache
 from html import escape
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, T5Config
+from transformers import AutoTokenizer, GPT2Config, T5Config
 
 from toolkit.data import embedded_files
-from toolkit.readying import embedded_model
+from toolkit.readying import draw_model
 
+shape = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 4096}
+still = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = draw_model(Path("gpt2-small").resolve(), GPT2Config(**shape, **still))
 
-def made(folder, auto, config):
-    """A checkpoint of random weights, with the embedded tokenizer."""
-    torch.manual_seed(0)
-    auto.from_config(config).save_pretrained(folder)
-    for file in embedded_model().glob("token*"):
-        shutil.copy(file, folder)
-    return str(Path(folder).resolve())
-
-
-small = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 4096}
-gpt2 = made("gpt2-small", AutoModelForCausalLM, GPT2Config(**small, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0))
-
-tokenizer = AutoTokenizer.from_pretrained(gpt2)
-words = tokenizer("\n".join(path.read_text(encoding="utf-8") for path in embedded_files()[:6]), verbose=False)[
-    "input_ids"
-]
+tokenizer = AutoTokenizer.from_pretrained(GPT2)
+sources = "\n".join(path.read_text(encoding="utf-8") for path in embedded_files()[:40])
 GLOBAL, LENGTH, LOOP_STEPS = 4 * RANKS, 64, min(STEPS, 8)
-rows = torch.tensor(words[: LOOP_STEPS * GLOBAL * LENGTH]).view(-1, LENGTH)
-torch.save(rows, "rows.pt")
+tokens = tokenizer(sources, verbose=False)["input_ids"][: LOOP_STEPS * GLOBAL * LENGTH]
+torch.save(torch.tensor(tokens).view(-1, LENGTH), "rows.pt")
 
 PLAIN = """
 import sys
@@ -584,7 +546,7 @@ def losses_in(said):
 
 def plain(script):
     """The losses of a script that is run here, in one process, with the whole batch."""
-    before, sys.argv = sys.argv, [script, gpt2, "rows.pt", str(GLOBAL)]
+    before, sys.argv = sys.argv, [script, GPT2, "rows.pt", str(GLOBAL)]
     try:
         with redirect_stdout(io.StringIO()) as said:
             runpy.run_path(script)
@@ -646,33 +608,23 @@ plans = {
     "ddp": ("accelerated.py", tk.Strategy(sharding="ddp", precision="fp32")),
     "zero3": ("sharded.py", tk.Strategy(sharding="zero3", offload="cpu", precision="fp32")),
 }
-together = {}
+given = (GPT2, Path("rows.pt").resolve(), GLOBAL // RANKS)
+curves = {"plain.py, 1 process": alone}
 for word in SCRIPTS.split(","):
     script, strategy = plans[word]
-    run = tk.launch(
-        script, strategy, processes=RANKS, args=(gpt2, str(Path("rows.pt").resolve()), GLOBAL // RANKS)
-    ).wait(progress=False)
-    ranks = [losses_in(run.logs(rank)) for rank in range(RANKS)]
-    together[f"{script}, {word}" + (" + offload" if strategy.offload != "none" else "")] = [
-        sum(part) / RANKS for part in zip(*ranks, strict=True)
-    ]
+    run = tk.launch(script, strategy, processes=RANKS, args=given).wait(progress=False)
+    each = [losses_in(run.logs(rank)) for rank in range(RANKS)]
+    offloaded = " + offload" if strategy.offload != "none" else ""
+    curves[f"{script}, {word}{offloaded}, {RANKS} ranks"] = [sum(losses) / RANKS for losses in zip(*each, strict=True)]
 
-for found in together.values():
-    assert len(found) == LOOP_STEPS
-    assert max(abs(a - b) / b for a, b in zip(found, alone, strict=True)) < 1e-4
-lines = {"plain.py, 1 process": alone, **{f"{name}, {RANKS} ranks": found for name, found in together.items()}}
+assert len(curves) == 1 + len(SCRIPTS.split(","))
+assert all(spread(losses, alone) < 1e-4 for losses in curves.values())
+lines = {name: list(enumerate(losses, start=1)) for name, losses in curves.items()}
 rows = [
-    (
-        name,
-        f"{found[0]:.5f}",
-        f"{found[-1]:.5f}",
-        f"{max(abs(a - b) / b for a, b in zip(found, alone, strict=True)):.0e}",
-    )
-    for name, found in lines.items()
+    (name, f"{losses[0]:.5f}", f"{losses[-1]:.5f}", f"{spread(losses, alone):.0e}") for name, losses in curves.items()
 ]
-told = Table(title="Losses", columns=("run", "first", "last", "largest relative difference"), rows=rows)
-lines = {name: list(enumerate(found, start=1)) for name, found in lines.items()}
-HTML(figure(curve(lines, title="The same losses", x="step", y="loss"), told))
+picture = curve(lines, title="The same losses", x="step", y="loss")
+show(picture, "Losses", ("run", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## Worked example 1: a larger batch in the same memory
@@ -681,68 +633,59 @@ HTML(figure(curve(lines, title="The same losses", x="step", y="loss"), told))
 # batch. How much larger can it be? Ask the **forecast**, by bisection:
 
 # %%
-large = T5Config(
-    vocab_size=32128, d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, decoder_start_token_id=0
-)
+shape = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16}
+T5_LARGE = T5Config(vocab_size=32128, decoder_start_token_id=0, **shape)
 
 
 def largest(spec, word, machine, seq_len, limit=None):
     """The forecast of the largest micro-batch that a rank has room for."""
 
+    @cache
     def at(size):
-        found = tk.forecast(
-            spec, tk.Strategy(sharding=word), machine, tk.Loop(micro_batch=size, seq_len=seq_len), ranks=machine.ranks
-        )
-        return found, found.peak_bytes <= (limit or found.limit_bytes)
+        loop = tk.Loop(micro_batch=size, seq_len=seq_len)
+        return tk.forecast(spec, tk.Strategy(sharding=word), machine, loop)
 
+    def fits(size):
+        return at(size).peak_bytes <= (limit or at(size).limit_bytes)
+
+    assert fits(1), "not one sample fits"
     low, high = 1, 2
-    assert at(low)[1], "not one sample fits"
-    while at(high)[1]:
+    while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if at(middle)[1] else (low, middle)
-    return at(low)[0]
-
-
-EPOCH, PAIR = 100_000, ("ddp", "zero2")
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return at(low)
 
 
 def epoch_seconds(samples, batch, ranks, step_seconds):
     return -(-samples // (batch * ranks)) * step_seconds
 
 
-machine, spec = tk.hardware("2x RTX-4090"), tk.describe(large)
-found = {word: largest(spec, word, machine, 512) for word in PAIR}
-assert found["zero2"].loop.micro_batch > 1.5 * found["ddp"].loop.micro_batch
-epochs = {
-    word: epoch_seconds(EPOCH, one.loop.micro_batch, machine.ranks, one.timing.step_seconds)
-    for word, one in found.items()
-}
-assert epochs["zero2"] < epochs["ddp"]
-columns = ("sharding", "largest micro-batch", "peak of a rank", "a step", f"an epoch of {EPOCH:,} pairs")
-each = [
+EPOCH, machine, spec = 100_000, tk.hardware("2x RTX-4090"), tk.describe(T5_LARGE)
+found = {word: largest(spec, word, machine, 512) for word in ("ddp", "zero2")}
+batch = {word: one.loop.micro_batch for word, one in found.items()}
+epoch = {word: epoch_seconds(EPOCH, batch[word], 2, one.timing.step_seconds) for word, one in found.items()}
+assert batch["zero2"] > 1.5 * batch["ddp"]
+assert epoch["zero2"] < epoch["ddp"]
+picture = bars(
+    [Bar(label=f"{word}, micro-batch {batch[word]}", parts=one.parts) for word, one in found.items()],
+    title="The same memory, put to another use (forecast)",
+    limit=found["ddp"].limit_bytes,
+    limit_label="an RTX 4090 has",
+)
+rows = [
     (
         word,
-        one.loop.micro_batch,
+        batch[word],
         format_bytes(one.peak_bytes),
         format_seconds(one.timing.step_seconds),
-        format_seconds(epochs[word]),
+        format_seconds(epoch[word]),
     )
     for word, one in found.items()
 ]
-limit = next(iter(found.values())).limit_bytes
-told = Table(
-    title=f"T5-large's shape, {format_count(spec.elements)} parameters, 512 tokens (forecast)",
-    columns=columns,
-    rows=each,
-)
-bars_of = [Bar(label=f"{word}, batch {one.loop.micro_batch}", parts=one.parts) for word, one in found.items()]
-HTML(
-    figure(
-        bars(bars_of, title="The same memory, another use (forecast)", limit=limit, limit_label="an RTX 4090 has"), told
-    )
-)
+columns = ("sharding", "largest micro-batch", "peak of a rank", "a step", f"an epoch of {EPOCH:,} pairs")
+show(picture, f"T5-large's shape, {format_count(spec.elements)} parameters, 512 tokens (forecast)", columns, rows)
 
 # %% [markdown]
 # The bytes of such a forecast are usually within a percent or two; the seconds are a roofline from data sheets, right
@@ -752,39 +695,29 @@ HTML(
 
 # %%
 shape = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "vocab_size": 4096}
-t5 = made("t5-small", AutoModelForSeq2SeqLM, T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
-PAIRS, ROOM, LENGTH = 2_000, T5_LIMIT * 2**20, 64
-found = {word: largest(tk.describe(t5), word, MACHINE, LENGTH, ROOM) for word in PAIR}
-assert found["zero2"].loop.micro_batch > found["ddp"].loop.micro_batch
+T5 = draw_model(Path("t5-small").resolve(), T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
+PAIRS, ROOM = 2_000, T5_LIMIT * 2**20
+found = {word: largest(tk.describe(T5), word, MACHINE, LENGTH, ROOM) for word in ("ddp", "zero2")}
+batch = {word: one.loop.micro_batch for word, one in found.items()}
+assert batch["zero2"] > batch["ddp"]
+print(f"largest micro-batch within {T5_LIMIT} MiB, by forecast: {batch}")
 
-each = []
-for word in T5_RUNS.split(","):
-    batch = found[word].loop.micro_batch
-    asked = {"model": t5, "micro_batch": batch, "seq_len": LENGTH, "steps": max(3, STEPS), "lr": 1e-3}
+# %%
+rows = []
+for word in filter(None, T5_RUNS.split(",")):
+    asked = {"model": T5, "micro_batch": batch[word], "seq_len": LENGTH, "steps": max(3, STEPS), "lr": 1e-3}
     run = tk.launch(
         "toolkit.finetune", tk.Strategy(sharding=word), processes=RANKS, **asked, save=False, save_seconds=0
-    ).wait(progress=False)
-    result = read_run(run.folder)
+    )
+    result = read_run(run.wait(progress=False).folder)
     peak = result.measured["peak_bytes"]
     assert peak <= ROOM * (1.25 if GPU else 1)  # CUDA's libraries take workspaces that no forecast knows
     assert result.losses[-1] < result.losses[0]
-    seconds = sorted(event["seconds"] for event in read_events(run.folder / "events.jsonl"))
-    step = seconds[len(seconds) // 2]
-    epoch = epoch_seconds(PAIRS, batch, RANKS, step)
-    each.append(
-        (
-            word,
-            batch,
-            format_bytes(peak),
-            f"{result.losses[0]:.3f} → {result.losses[-1]:.3f}",
-            format_seconds(step),
-            format_seconds(epoch),
-        )
-    )
+    step = statistics.median(event["seconds"] for event in read_events(run.folder / "events.jsonl"))
+    took = format_seconds(step), format_seconds(epoch_seconds(PAIRS, batch[word], RANKS, step))
+    rows.append((word, batch[word], format_bytes(peak), f"{result.losses[0]:.3f} → {result.losses[-1]:.3f}", *took))
 columns = ("sharding", "micro-batch", "peak of a rank", "loss", "a step (median)", f"an epoch of {PAIRS:,} pairs")
-HTML(
-    Table(title=f"A small T5 within {T5_LIMIT} MiB a rank, {RANKS} ranks (measured)", columns=columns, rows=each).html()
-)
+table(f"A T5 of {format_count(tk.describe(T5).elements)} within {T5_LIMIT} MiB a rank (measured)", columns, rows)
 
 # %% [markdown]
 # On two cores a larger batch is hardly faster: the cores are busy with any batch. What a GPU gains is in the forecast
@@ -811,79 +744,54 @@ assert ("zero3", "cpu") in fits
 assert all(word in ("zero3", "fsdp") and offload != "none" for word, offload in fits), (
     "only what shards all, and offloads"
 )
-each = [
-    (
-        word,
-        offload,
-        "fits" if one.fits else "–",
-        format_bytes(one.peak_bytes),
-        format_bytes(one.host_bytes),
-        format_seconds(one.timing.step_seconds) if one.fits else "–",
-    )
-    for (word, offload), one in tried.items()
+shown = ("ddp", "none"), ("zero2", "optimizer"), ("zero3", "none"), ("zero3", "cpu"), ("fsdp", "none"), ("fsdp", "cpu")
+picture = bars(
+    [Bar(label=f"{word}, offload {offload}", parts=tried[word, offload].parts) for word, offload in shown],
+    title="What a GPU would hold (forecast)",
+    limit=tried["zero3", "cpu"].limit_bytes,
+    limit_label=f"a {NAMED.split()[-1]} has",
+)
+rows = [
+    (*key, "fits" if one.fits else "no", format_bytes(one.peak_bytes), format_bytes(one.host_bytes))
+    + ((format_seconds(one.timing.step_seconds),) if one.fits else ("–",))
+    for key, one in tried.items()
 ]
 columns = ("sharding", "offload", "", "peak of a GPU", "host memory", "a step")
-told = Table(
-    title=f"GPT-2's shape, {format_count(huge.elements)} parameters, on {NAMED} (forecast)", columns=columns, rows=each
-)
-shown = [
-    ("ddp", "none"),
-    ("zero2", "optimizer"),
-    ("zero3", "none"),
-    ("zero3", "optimizer"),
-    ("zero3", "cpu"),
-    ("fsdp", "none"),
-    ("fsdp", "cpu"),
-]
-bars_of = [Bar(label=f"{word}, offload {offload}", parts=tried[word, offload].parts) for word, offload in shown]
-limit = tried["zero3", "cpu"].limit_bytes
-HTML(figure(bars(bars_of, title="What a GPU would hold (forecast)", limit=limit, limit_label="a V100 has"), told))
+show(picture, f"GPT-2's shape, {format_count(huge.elements)} parameters, on {NAMED} (forecast)", columns, rows)
 
 # %% [markdown]
 # Only ZeRO-3 with offload fits, and FSDP's offload, which is the same idea. The price: weights and gradients cross
 # PCIe in every step.
 
 # %%
-here, wanted = tk.hardware(), machine
-if here.device.kind == "cuda" and here.device.name.endswith(wanted.device.name) and here.count >= wanted.count:
+here = tk.hardware()
+if here.device.card == machine.device.card is not None and here.count >= machine.count:
     config = GPT2Config(n_embd=4096, n_layer=48, n_head=32, n_positions=1024, dtype="float16")
-    folder = made("gpt2-huge", AutoModelForCausalLM, config)
-    run = tk.launch(
-        "toolkit.finetune",
-        tk.Strategy(sharding="zero3", offload="cpu"),
-        model=folder,
-        micro_batch=1,
-        seq_len=1024,
-        steps=3,
-        save=False,
-    )
-    print(run.wait().memory["measured"]["peak_bytes"], "bytes measured,", tried["zero3", "cpu"].peak_bytes, "forecast")
+    asked = {"model": draw_model(Path("gpt2-huge").resolve(), config), "micro_batch": 1, "seq_len": 1024, "steps": 3}
+    run = tk.launch("toolkit.finetune", tk.Strategy(sharding="zero3", offload="cpu"), **asked, save=False).wait()
+    print(format_bytes(run.memory["measured"]["peak_bytes"]), "measured,", tried["zero3", "cpu"].reason)
 else:
-    print(f"This machine is not {NAMED}: the table above is a forecast, and nothing of that size was run here.")
+    print(f"This machine is not {NAMED}: the figures above are a forecast, and nothing of that size was run here.")
 
 # %% [markdown]
 # Here, on CPU ranks, the same strategy ran at small size: `sharded.py` above, ZeRO-3 with offload `cpu`, with the
 # losses of the plain loop. But **the bytes did not leave the device there**: on CPU ranks the host *is* the device,
 # so offload moves nothing and saves nothing. The forecast says the same:
 
+
 # %%
-small = tk.describe(gpt2)
-cpu = {
-    offload: tk.forecast(
-        small, tk.Strategy(sharding="zero3", offload=offload), f"{RANKS}x cpu", tk.Loop(seq_len=64)
-    ).peak_bytes
-    for offload in ("none", "cpu")
-}
+def peak_on(ranks, offload):
+    strategy = tk.Strategy(sharding="zero3", offload=offload)
+    return tk.forecast(tk.describe(GPT2), strategy, ranks, tk.Loop(seq_len=LENGTH)).peak_bytes
+
+
+cpu = {offload: peak_on(f"{RANKS}x cpu", offload) for offload in ("none", "cpu")}
 gpu = {offload: tried["zero3", offload].peak_bytes for offload in ("none", "cpu")}
 assert cpu["cpu"] > 0.9 * cpu["none"]
 assert gpu["cpu"] < 0.25 * gpu["none"]
-rows = [
-    (where, *map(format_bytes, sizes.values()))
-    for where, sizes in (("the small GPT-2, CPU ranks", cpu), (f"the large one, {NAMED}", gpu))
-]
-HTML(
-    Table(title="Peak of a rank under ZeRO-3 (forecast)", columns=("", "offload none", "offload cpu"), rows=rows).html()
-)
+places = {f"the small GPT-2, {RANKS} CPU ranks": cpu, f"the large one, {NAMED}": gpu}
+rows = [(place, *map(format_bytes, sizes.values())) for place, sizes in places.items()]
+table("Peak of a rank under ZeRO-3 (forecast)", ("", "offload none", "offload cpu"), rows)
 
 # %% [markdown]
 # ## Exercises
