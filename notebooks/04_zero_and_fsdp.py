@@ -176,9 +176,8 @@ table("On each of four devices", ("", "parameters", "gradients", "optimizer stat
 # %% [markdown]
 # ## Why layers alone are slow: the bubble
 #
-# With layers on four devices, one works while three wait. A pipeline cuts the batch: at most S − 1 of its M + S − 1
-# steps are lost, where S are the stages and M the micro-batches (Huang et al. 2019). Here is that schedule,
-# simulated.
+# With layers on four devices, one works while three wait. A pipeline cuts the batch: S − 1 of its M + S − 1 turns are
+# lost, where S are the stages and M the micro-batches (Huang et al. 2019). Here is that schedule, simulated.
 
 # %%
 STAGES, MICRO = 4, 4
@@ -684,8 +683,8 @@ rows = [
     )
     for word, one in found.items()
 ]
-columns = ("sharding", "largest micro-batch", "peak of a rank", "a step", f"an epoch of {EPOCH:,} pairs")
-show(picture, f"T5-large's shape, {format_count(spec.elements)} parameters, 512 tokens (forecast)", columns, rows)
+title = f"T5-large's shape ({format_count(spec.elements)}), 512 tokens; an epoch of {EPOCH:,} pairs"
+show(picture, title, ("sharding", "largest micro-batch", "peak", "a step", "an epoch"), rows)
 
 # %% [markdown]
 # The bytes of such a forecast are usually within a percent or two; the seconds are a roofline from data sheets, right
@@ -744,7 +743,7 @@ assert ("zero3", "cpu") in fits
 assert all(word in ("zero3", "fsdp") and offload != "none" for word, offload in fits), (
     "only what shards all, and offloads"
 )
-shown = ("ddp", "none"), ("zero2", "optimizer"), ("zero3", "none"), ("zero3", "cpu"), ("fsdp", "none"), ("fsdp", "cpu")
+shown = ("zero2", "optimizer"), ("zero3", "none"), ("zero3", "cpu"), ("fsdp", "none"), ("fsdp", "cpu")
 picture = bars(
     [Bar(label=f"{word}, offload {offload}", parts=tried[word, offload].parts) for word, offload in shown],
     title="What a GPU would hold (forecast)",
@@ -761,9 +760,13 @@ show(picture, f"GPT-2's shape, {format_count(huge.elements)} parameters, on {NAM
 
 # %% [markdown]
 # Only ZeRO-3 with offload fits, and FSDP's offload, which is the same idea. The price: weights and gradients cross
-# PCIe in every step.
+# PCIe in every step, which then takes more than twice what it would take if there were room.
 
 # %%
+within, beyond = tried["zero3", "cpu"].timing, tried["zero3", "none"].timing
+assert within.step_seconds > 2 * beyond.step_seconds
+print(f"a step: {within.step_seconds:.1f} s with offload, {beyond.step_seconds:.1f} s without (forecast)")
+
 here = tk.hardware()
 if here.device.card == machine.device.card is not None and here.count >= machine.count:
     config = GPT2Config(n_embd=4096, n_layer=48, n_head=32, n_positions=1024, dtype="float16")
