@@ -38,7 +38,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "STEPS": 2,
         "GPUS": 32,
     },
-    "03_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 48},
+    "03_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 80},
     "04_zero_and_fsdp": {
         "STEPS": 2,
         "SHARDINGS": "fsdp_grad_op",
