@@ -336,9 +336,8 @@ show(picture, "MiB of states a rank", ("sharding", *(f"{ranks} ranks" for ranks 
 # two halves: a **reduce-scatter** (each ends with the sum of one part) and an **all-gather** (each collects all
 # parts). Each half sends (N − 1)/N of the tensor. Count it:
 
+
 # %%
-
-
 def ring(tensors):
     """All-reduce in a ring. Every rank's result, and the elements that one rank sent in each half."""
     ranks, sent = len(tensors), []
@@ -411,9 +410,8 @@ table("", ("word", "engine", "FSDP1 calls it", "sharded"), rows)
 # And these are the fields of the files that `accelerate launch` reads, as each engine writes them for the same
 # request. Take them from here rather than from memory: both are generated in this cell.
 
+
 # %%
-
-
 def written(word, offload="none"):
     """What the strategy becomes: the engine's part of the Accelerate config, and its settings for this model."""
     strategy = tk.Strategy(sharding=word, offload=offload)
