@@ -1,6 +1,7 @@
 """One word switches how a model is trained: thin helpers around `accelerator.prepare`."""
 
 import os
+import sys
 
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
@@ -16,13 +17,18 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
+from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
 from toolkit.exporting import Export, export, save, verify
+from toolkit.following import log
 from toolkit.forecasting import Forecast, Plan, forecast, plan
+from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
+from toolkit.notebook.exploring import Explorer, explore
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
+from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
@@ -31,8 +37,10 @@ from toolkit.trying import Trial, Trials, try_out
 __all__ = [
     "Audit",
     "Comparison",
+    "Contrast",
     "DataError",
     "Device",
+    "Explorer",
     "Export",
     "Forecast",
     "Hardware",
@@ -45,33 +53,48 @@ __all__ = [
     "NotFinite",
     "Place",
     "Plan",
+    "Precisions",
     "Prepared",
     "Recipe",
+    "Report",
+    "Run",
     "RunError",
+    "Runs",
     "Step",
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
+    "Timeline",
     "ToolkitError",
     "Trial",
     "Trials",
     "accelerator",
+    "attach",
     "audit",
     "compare",
+    "contrast",
     "describe",
     "evaluate",
     "examine",
+    "explore",
     "export",
     "forecast",
     "hardware",
     "here",
     "job",
+    "launch",
     "load",
+    "log",
     "phase",
     "plan",
+    "precisions",
     "prepare",
     "prepared",
+    "report",
+    "resume",
+    "runs",
     "save",
+    "timeline",
     "train",
     "try_out",
     "verify",
@@ -79,3 +102,8 @@ __all__ = [
 
 # transformers would fetch compiled kernels from the Hub and run them, where the library `kernels` is installed.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
+
+if "IPython" in sys.modules:
+    from toolkit.notebook import register
+
+    register()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import RunError, ToolkitError
-from toolkit.flags import Parser, add_flags, flag, from_dict, given, spell, to_flags
+from toolkit.flags import Parser, add_flags, flag, from_dict, given, read_assignments, spell, to_flags
 from toolkit.launching import Stopped
 from toolkit.redacting import MARK, redact_all, redacted_output
 from toolkit.show import Shown
@@ -39,17 +39,48 @@ def describe(flags: argparse.Namespace) -> Shown:
 
 def forecast(flags: argparse.Namespace) -> Shown:
     """What a run will take, before it is launched: bytes of the fullest rank, by part and phase."""
+    from toolkit.explaining import contrast
     from toolkit.forecasting import forecast
     from toolkit.model import describe
+    from toolkit.smaller import changed
 
-    return forecast(
-        describe(flags.model, trust_remote_code=flags.trust_remote_code),
-        from_dict(Strategy, given(flags, Strategy)),
+    spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
+    strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
+    beside = {"ranks": flags.processes, "one_document": flags.one_document}
+    found = forecast(spec, strategy, flags.hardware, loop, **beside)
+    if flags.against is None:
+        return found
+    other, batch = changed(strategy, loop, read_assignments(flags.against, Strategy, Loop, alone="sharding"))
+    return contrast(found, forecast(spec, other, flags.hardware, batch, **beside))
+
+
+def timeline(flags: argparse.Namespace) -> Shown:
+    """A step phase by phase: bytes by part as forecast and, with --run, as a run measured them."""
+    from toolkit.explaining import timeline
+    from toolkit.model import describe
+
+    # What is not said is the run's own, where there is one.
+    asked, batch = given(flags, Strategy), given(flags, Loop)
+    model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
+    return timeline(
+        model,
+        from_dict(Strategy, asked) if asked or not flags.run else None,
         flags.hardware,
-        from_dict(Loop, given(flags, Loop)),
+        from_dict(Loop, batch) if batch or not flags.run else None,
         ranks=flags.processes,
         one_document=flags.one_document,
+        run=flags.run,
     )
+
+
+def precisions(flags: argparse.Namespace) -> Shown:
+    """Who keeps what in which dtype, stage by stage, under several shardings; with --run beside what its audit found."""
+    from toolkit.explaining import precisions
+    from toolkit.model import describe
+
+    model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
+    strategies = _strategies(flags, "ddp,zero3,fsdp")
+    return precisions(model, strategies, flags.hardware, ranks=flags.processes, run=flags.run)
 
 
 def plan(flags: argparse.Namespace) -> Shown:
@@ -128,6 +159,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.launching import Care, persevere
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
+    from toolkit.reporting import reported
     from toolkit.runtime import check_ranks
 
     care = from_dict(Care, given(flags, Care))
@@ -143,13 +175,53 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     check_new(flags.run_dir or "runs/new")
     get_ready(recipe, strategy, loop, ranks, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
-    with enter(path, token=new_token()) as folder:
+    with enter(path, token=new_token()) as folder, reported(path):
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         persevere(folder, "toolkit.finetune", first, [*first, "--resume"], config, timeout=recipe.timeout, care=care)
     return _result(path)
+
+
+def launch(flags: argparse.Namespace) -> Shown:
+    """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
+    from toolkit.devices import hardware
+    from toolkit.folder import check_new, new_path
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import hold_session
+    from toolkit.launching.targets import Target, named
+
+    strategy = from_dict(Strategy, given(flags, Strategy))
+    if flags.sha256:
+        target = Target(kind="function", name=flags.target, sha256=flags.sha256)
+    else:
+        target = named(flags.target, flags.arguments)
+    check_new(flags.run_dir or "runs/new")
+    path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
+    hold_session(path, target, strategy, 1 if flags.processes is None else flags.processes, hardware())
+    return Run(path)
+
+
+def runs(flags: argparse.Namespace) -> Shown:
+    """The runs in a folder, the newest first: how far each is, and how it ended."""
+    from toolkit.launching.running import runs
+
+    return runs(flags.root)
+
+
+def watch(flags: argparse.Namespace) -> Shown:
+    """Show a run until it ends; Ctrl-C ends the watching alone."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).wait()
+
+
+def stop(flags: argparse.Namespace) -> Shown:
+    """End a run's step, publish a checkpoint, and leave no process."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).stop()
 
 
 def resume(flags: argparse.Namespace) -> dict[str, Any]:
@@ -163,13 +235,23 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.engines.job import engine_of
     from toolkit.folder import enter, read_run_json
     from toolkit.launching import Care, persevere
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import check_trusted, hold_session, hosted
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
+    from toolkit.reporting import reported
     from toolkit.runtime import check_ranks
 
     care = from_dict(Care, given(flags, Care))
     was, machine = read_run_json(path), hardware()
     ranks = was["ranks"] if flags.processes is None else flags.processes
+    if target := hosted(was):
+        strategy = from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)})
+        trusted = getattr(flags, "trust_function", None)
+        check_trusted(path, target, trusted=trusted is not None)
+        target = dataclasses.replace(target, sha256=trusted or target.sha256)
+        hold_session(path, target, strategy, ranks, machine, resume=True)
+        return Run(path).to_dict()
     new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
@@ -181,7 +263,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         return _result(path)
     check_ranks(machine, ranks)
     get_ready(recipe, strategy, loop, ranks, machine.device)
-    with enter(path, resume=True, token=new_token()) as folder:
+    with enter(path, resume=True, token=new_token()) as folder, reported(path):
         again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
@@ -208,26 +290,38 @@ def _result(path: Path) -> dict[str, Any]:
     return dataclasses.asdict(read_run(path))
 
 
+def report(flags: argparse.Namespace) -> Shown:
+    """Write a run's report.html, and show what is in it: also of a run that goes on, was stopped or failed."""
+    from toolkit.reporting import report
+
+    found = report(flags.run)
+    print(f"report: {found.write(flags.output)}", file=sys.stderr)
+    return found
+
+
 def compare(flags: argparse.Namespace) -> Shown:
     """The same work under several strategies, in one table."""
     from toolkit.comparing import compare
     from toolkit.devices import hardware
     from toolkit.readying import Recipe
 
-    fields = given(flags, Strategy)
-    words = [
-        sharding_word(word) for word in fields.pop("sharding", "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op").split(",")
-    ]
-    replicate = fields.pop("replicate", 2)
-    strategies = [
-        from_dict(Strategy, {**fields, "sharding": word, "replicate": replicate if SHARDINGS[word].replicate else 1})
-        for word in words
-    ]
+    strategies = _strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
     recipe = from_dict(Recipe, given(flags, Recipe))
     return compare(
         recipe, strategies, loop, ranks=flags.processes, machine=hardware(), root=Path(flags.run_dir or "runs")
     )
+
+
+def _strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
+    """One for each of the shardings that `--sharding` lists, or of these."""
+    fields = given(flags, Strategy)
+    words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
+    replicate = fields.pop("replicate", 2)
+    return [
+        from_dict(Strategy, {**fields, "sharding": word, "replicate": replicate if SHARDINGS[word].replicate else 1})
+        for word in words
+    ]
 
 
 def export(flags: argparse.Namespace) -> Shown:
@@ -267,12 +361,28 @@ def parser() -> Parser:
     described = verb(describe)
     described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    foretold = verb(forecast, Strategy, Loop)
-    foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
-    foretold.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    foretold.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
-    foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
-    foretold.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    for function in (forecast, timeline, precisions):
+        foretold = verb(function, Strategy, *(() if function is precisions else (Loop,)))
+        foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+        foretold.add_argument(
+            "--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision"
+        )
+        foretold.add_argument(
+            "--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)"
+        )
+        foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
+        if function is not precisions:
+            foretold.add_argument(
+                "--one-document", action="store_true", help="rows hold one document each, and no padding"
+            )
+        if function is forecast:
+            foretold.add_argument(
+                "--against",
+                metavar="WORDS",
+                help="beside another: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'",
+            )
+        else:
+            foretold.add_argument("--run", metavar="RUN", help="folder of a run that is shown beside")
     kept = ("sharding", "offload", "activation_checkpointing", "replicate", "micro_batch", "accumulation")
     planned = verb(plan, Strategy, Loop, without=kept)
     planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
@@ -294,6 +404,25 @@ def parser() -> Parser:
     add_flags(added, Care)
     added.add_argument("run", metavar="RUN", help="the run's folder")
     added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
+    added.add_argument(
+        "--trust-function",
+        metavar="SHA256",
+        nargs="?",
+        const="",
+        help="run the function that a notebook shipped into the folder, as it is there",
+    )
+    added = verb(launch, Strategy)
+    added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
+    added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+    added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
+    added.add_argument("target", metavar="TARGET", help="a script that ends in .py, or a module")
+    added.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own command line")
+    verb(watch).add_argument("run", metavar="RUN", help="the run's folder")
+    verb(stop).add_argument("run", metavar="RUN", help="the run's folder")
+    verb(runs).add_argument("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
+    added = verb(report)
+    added.add_argument("run", metavar="RUN", help="the run's folder")
+    added.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: report.html in the folder)")
     added = verb(compare, Recipe, Strategy, Loop)
     added.add_argument("--processes", type=int, default=2, help="ranks on this machine")
     added.add_argument("--run-dir", metavar="DIR", help="the folder of the runs")
