@@ -13,6 +13,7 @@ from toolkit.folder import Folder
 from toolkit.locking import TOKEN
 
 SUPERVISOR = "supervisor.log"
+PID = "supervisor.pid"
 FUNCTION = "function.pkl"
 
 
@@ -21,7 +22,12 @@ def clear(folder: Folder, config: Mapping[str, Any]) -> None:
     import yaml
 
     folder.logs.mkdir(exist_ok=True)
-    for old in (*folder.logs.glob("rank-*.error.json"), *folder.logs.glob("rank-*.beat"), failures_of(folder)):
+    for old in (
+        *folder.logs.glob("rank-*.error.json"),
+        *folder.logs.glob("rank-*.beat"),
+        failures_of(folder),
+        folder.end,
+    ):
         old.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(dict(config), sort_keys=False))
 
@@ -34,11 +40,6 @@ def failures_of(folder: Folder) -> Path:
 def launcher_log(folder: Folder) -> Path:
     """What the launcher printed."""
     return folder.logs / "launcher.log"
-
-
-def supervisor_log(folder: Folder) -> Path:
-    """What a supervisor in a session of its own said: restarts, and how the run ended."""
-    return folder.logs / SUPERVISOR
 
 
 def function_file(folder: Folder) -> Path:
