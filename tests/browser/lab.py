@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SETTINGS = {"fetchNews": "false", "checkForUpdates": False}
 """JupyterLab asks the network for news, and a person whether it may."""
 
-PATIENCE = 60_000
+PATIENCE = 120_000
 """Milliseconds: for what is a matter of a second on an idle machine, and of several where two ranks train beside it."""
 
 STEP = r"/step (\d+)/.exec(node.textContent)"
@@ -57,11 +57,16 @@ def serving(root: Path) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         _until_it_answers(server, f"{url}/api/status", root / "lab.log")
         yield url
-        for kernel in json.load(urllib.request.urlopen(f"{url}/api/kernels")):
-            urllib.request.urlopen(urllib.request.Request(f"{url}/api/kernels/{kernel['id']}", method="DELETE"))
+        shut_down(url)
     finally:
         server.terminate()
         server.wait(timeout=30)
+
+
+def shut_down(url: str) -> None:
+    """Every kernel."""
+    for session in json.load(urllib.request.urlopen(f"{url}/api/sessions")):
+        urllib.request.urlopen(urllib.request.Request(f"{url}/api/sessions/{session['id']}", method="DELETE"))
 
 
 def _until_it_answers(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -69,7 +74,8 @@ def _until_it_answers(server: subprocess.Popen[bytes], url: str, log: Path) -> N
     while True:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
             return
-        assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
 
 
@@ -142,14 +148,16 @@ class Notebook:
 
     def save(self) -> dict[str, Any]:
         """Into its file, which comes back."""
-        before = self.file.stat().st_mtime_ns
+        before, deadline = self.file.read_bytes(), time.monotonic() + PATIENCE / 1000
         self.page.keyboard.press("Control+s")
-        deadline = time.monotonic() + 30
-        while self.file.stat().st_mtime_ns == before:
+        while True:
             assert time.monotonic() < deadline, "not saved"
+            with contextlib.suppress(ValueError):  # half written
+                text = self.file.read_bytes()
+                found: dict[str, Any] = json.loads(text)
+                if text != before:
+                    return found
             time.sleep(0.05)
-        found: dict[str, Any] = json.loads(self.file.read_text())
-        return found
 
 
 def step_of(output: Locator) -> int:
@@ -160,11 +168,15 @@ def step_of(output: Locator) -> int:
 def until_step(output: Locator, least: int) -> None:
     """Until a live view has come that far."""
     node = output.element_handle()
-    output.page.wait_for_function(f"([node, least]) => {STEP} && Number({STEP}[1]) >= least", arg=[node, least], timeout=PATIENCE)
+    output.page.wait_for_function(
+        f"([node, least]) => {STEP} && Number({STEP}[1]) >= least", arg=[node, least], timeout=PATIENCE
+    )
 
 
 def issues(page: Page, context: str | None = None) -> list[str]:
     """What axe finds serious or critical, in the page or in a part of it."""
+    # JupyterLab's body is empty but for what is placed over it: axe takes all of that for clipped, and looks at no contrast.
+    page.evaluate("document.body.style.minHeight = '100vh'")
     found = Axe().run(page, context=context).response["violations"]
     return [
         f"{violation['impact']} {violation['id']}: {node['html'][:300]} {node['failureSummary']}"
