@@ -17,12 +17,14 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
+from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
 from toolkit.exporting import Export, export, save, verify
 from toolkit.following import log
 from toolkit.forecasting import Forecast, Plan, forecast, plan
 from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
+from toolkit.notebook.exploring import Explorer, explore
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
@@ -34,8 +36,10 @@ from toolkit.training import Step, evaluate, train
 __all__ = [
     "Audit",
     "Comparison",
+    "Contrast",
     "DataError",
     "Device",
+    "Explorer",
     "Export",
     "Forecast",
     "Hardware",
@@ -47,6 +51,7 @@ __all__ = [
     "ModelSpec",
     "NotFinite",
     "Plan",
+    "Precisions",
     "Prepared",
     "Recipe",
     "Report",
@@ -57,14 +62,17 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
+    "Timeline",
     "ToolkitError",
     "accelerator",
     "attach",
     "audit",
     "compare",
+    "contrast",
     "describe",
     "evaluate",
     "examine",
+    "explore",
     "export",
     "forecast",
     "hardware",
@@ -74,12 +82,14 @@ __all__ = [
     "log",
     "phase",
     "plan",
+    "precisions",
     "prepare",
     "prepared",
     "report",
     "resume",
     "runs",
     "save",
+    "timeline",
     "train",
     "verify",
 ]
