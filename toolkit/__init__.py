@@ -28,6 +28,7 @@ from toolkit.notebook.exploring import Explorer, explore
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
+from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
@@ -53,6 +54,7 @@ __all__ = [
     "Precisions",
     "Prepared",
     "Recipe",
+    "Report",
     "Run",
     "RunError",
     "Runs",
@@ -83,6 +85,7 @@ __all__ = [
     "precisions",
     "prepare",
     "prepared",
+    "report",
     "resume",
     "runs",
     "save",

@@ -1,0 +1,190 @@
+"""The parts of a report, each from what a run's folder says: words, commands, tables, and pictures beside their tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.readying import Recipe
+from toolkit.redacting import MARK
+from toolkit.reporting.memory import by_part, by_phase, by_rank, ratio
+from toolkit.reporting.parts import Section, spell_number, told
+from toolkit.reporting.progress import checkpoints, speed, training
+from toolkit.reporting.record import Record, throughput
+from toolkit.show import Table
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import format_bytes, format_count, format_seconds
+
+SAID = (
+    "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
+    "micro_batch", "accumulation", "seq_len", "optimizer", "lr", "steps", "seed",
+)  # fmt: skip
+"""Fields that are told whatever they are; others where they differ from their defaults."""
+
+STATES = ("trainable", "frozen", "master", "optimizer")
+
+
+def sections(run: Record) -> list[Section]:
+    """All of them, in the order of the page."""
+    made = (_outcome, _asked, _got, _beside, training, checkpoints, _attempts, _machine)
+    return [section for make in made if (section := make(run)) is not None]
+
+
+def figures(run: Record) -> list[tuple[str, str]]:
+    """What a person asks first, each as a name and a value."""
+    loop, steps = run.about["loop"], run.steps
+    found = [("status", run.status), ("steps", f"{run.done:,} of {int(loop.get('steps', 0)):,}")]
+    losses = [event["loss"] for event in steps if event["loss"] is not None]
+    if losses:
+        found.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
+    if run.evaluations:
+        found.append(("evaluation loss", spell_number(run.evaluations[-1]["eval_loss"])))
+    if steps:
+        found.append(("tokens/s", f"{throughput(steps):,.0f}"))
+        found.append(("time in steps", format_seconds(sum(event["seconds"] for event in steps))))
+    if run.measured:
+        found.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
+        if run.forecast:
+            foretold = run.forecast["device"]["peak_bytes"]
+            found.append(("forecast / measured", ratio(foretold, run.measured["peak_bytes"])))
+    elif run.forecast:
+        found.append(("forecast peak", format_bytes(run.forecast["device"]["peak_bytes"])))
+    return found
+
+
+def _outcome(run: Record) -> Section:
+    if run.status == "failed":
+        return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
+    words = " ".join(dict.fromkeys(filter(None, (run.words, "" if run.then in run.words else run.then))))
+    return Section(title="How it goes" if run.status == "going" else "How it ended", words=words)
+
+
+def _asked(run: Record) -> Section:
+    about, loop, command = run.about, run.about["loop"], run.command
+    samples = int(loop.get("micro_batch", 1)) * int(loop.get("accumulation", 1)) * about["ranks"]
+    more = {
+        Strategy: [("ranks", str(about["ranks"]))],
+        Loop: [("global batch", f"{samples} samples")],
+        Recipe: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
+    }
+    tables = [_fields(kind, about[kind.__name__.lower()], rows) for kind, rows in more.items()]
+    notes = ["Fields that are not listed have their defaults."]
+    if MARK in command:
+        notes.append(f"A secret stood where the command says {MARK}: give it anew.")
+    return Section(
+        title="What was asked",
+        words=" ".join([*notes, "The command that does the same again:"]),
+        code=command,
+        tables=[(table, "") for table in tables],
+    )
+
+
+def _fields(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
+    """Those of a dataclass that say most, and those that differ from their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    shown = [
+        name for name, value in values.items() if value is not None and (name in SAID or value != defaults.get(name))
+    ]
+    rows = [(name, _plain(values[name])) for name in shown]
+    return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, *more])
+
+
+def _got(run: Record) -> Section:
+    audits = (run.memory or {}).get("audits") or []
+    if not audits:
+        return Section(
+            title="What was got",
+            words="What each rank held is written to memory.json when a run finishes; this one has none.",
+        )
+    return Section(
+        title="What was got",
+        words=f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s).",
+        tables=[(_holdings(audits), ""), (_ledger(audits[0]), "")],
+    )
+
+
+def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
+    """Bytes of each rank beside the engine's account; ranks that hold the same are one row."""
+
+    def cells(held: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple("–" if held.get(part) is None else format_bytes(held[part]) for part in STATES)
+
+    same: dict[tuple[str, ...], list[int]] = {}
+    for rank, audit in enumerate(audits):
+        same.setdefault(cells(audit["held"]), []).append(rank)
+    rows = [(_ranks(ranks), *held) for held, ranks in same.items()]
+    if audits[0].get("expected"):
+        rows.append(("account", *cells(audits[0]["expected"])))
+    notes = ("account: what the engine's arithmetic says a rank holds.",)
+    return Table(title="States held between steps, by rank", columns=("rank", *STATES), rows=rows, notes=notes)
+
+
+def _ledger(audit: Mapping[str, Any]) -> Table:
+    held, asked = audit["held"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
+    rows = [(part, dtype, asked.get(part, "–")) for part, dtype in held.items()]
+    return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
+
+
+def _beside(run: Record) -> Section:
+    title = "Forecast beside measured"
+    forecast, measured = run.forecast, run.measured
+    why = (run.memory or {}).get("reason") or "peaks are written when a run finishes"
+    unforecast = (run.memory or {}).get("unforecast") or "it was not forecast"
+    if not forecast and not measured:
+        return Section(title=title, words=f"There is neither: {unforecast}; {why}.")
+    words = ["Bytes of the rank that holds most, by what it holds at its peak, and the highest total of each phase."]
+    if not measured:
+        words.append(f"Nothing was measured: {why}.")
+    elif not forecast:
+        words.append(f"There is no forecast: {unforecast}.")
+    elif forecast["device"]["peak_phase"] != measured["peak_phase"]:
+        foretold = forecast["device"]["peak_phase"]
+        words.append(f"The peak was forecast in {foretold} and measured in {measured['peak_phase']}.")
+    tables = [by_part(forecast, measured), by_phase(forecast, measured)]
+    if measured:
+        tables.append((by_rank(run.memory or {}), ""))
+    if run.steps:
+        tables.append((speed(run), ""))
+    return Section(title=title, words=" ".join(words), tables=tables)
+
+
+def _attempts(run: Record) -> Section | None:
+    attempts = run.about.get("attempts") or []
+    if not attempts:
+        return None
+    numbered = [{"number": number, **one} for number, one in enumerate(attempts, start=1)]
+
+    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
+        sharding = one["strategy"]["sharding"]
+        return str(one["number"]), one["started"], sharding, str(one["ranks"]), f"{one['from_step']:,}"
+
+    columns = ("attempt", "started", "sharding", "ranks", "from step")
+    return Section(title="Attempts", tables=[(told("Attempts", columns, numbered, row, "run.json"), "")])
+
+
+def _machine(run: Record) -> Section:
+    about = run.about
+    versions = [(name, version or "not installed") for name, version in about.get("versions", {}).items()]
+    machine, rows = about.get("hardware") or {}, []
+    if device := machine.get("device"):
+        count = f"{machine.get('nodes', 1)} node(s) with {machine.get('count', 1)} each"
+        rows = [("device", f"{device['name']} ({device['kind']})"), ("devices", count)]
+        rows.append(("memory of a device", format_bytes(device["total_bytes"])))
+        rows.append(("memory of the host", format_bytes(machine["host_bytes"])))
+    tables = [
+        (Table(title="Machine", columns=("figure", "value"), rows=rows), ""),
+        (Table(title="Versions", columns=("library", "version"), rows=versions), ""),
+    ]
+    return Section(title="Machine and versions", tables=[pair for pair in tables if pair[0].rows])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`0`, `0–3`, `0, 2`."""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _plain(value: Any) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
