@@ -26,5 +26,6 @@ def figure(svg: str, table: Table) -> str:
         text = f"<details><summary>{escape(table.title or 'as a table')}: {len(rows)} rows</summary>{text}</details>"
     return (
         '<div class="toolkit-figure" style="display:flex;flex-wrap:wrap;gap:0 1.5em;align-items:flex-start">'
-        f'<div style="flex:2 1 440px;max-width:{WIDTH}px">{svg}</div><div style="flex:1 1 300px">{redact(text)}</div></div>'
+        f'<div style="flex:2 1 min(440px,100%);min-width:0;max-width:{WIDTH}px">{svg}</div>'
+        f'<div style="flex:1 1 min(300px,100%)">{redact(text)}</div></div>'
     )
