@@ -54,8 +54,8 @@ class Contrast(Shown):
     asked: Mapping[str, tuple[Any, Any]]
     """Every field of strategy, loop and machine that differs."""
     differences: tuple[Difference, ...]
-    why: tuple[str, ...]
-    """A sentence for each difference that has a cause of its own."""
+    why: tuple[tuple[str, str], ...]
+    """What differs, and why, in a sentence."""
 
     @property
     def reason(self) -> str:
@@ -80,7 +80,7 @@ class Contrast(Shown):
             "other": self.other.to_dict(),
             "asked": {name: list(values) for name, values in self.asked.items()},
             "differences": [{**dataclasses.asdict(found), "ratio": found.ratio} for found in self.differences],
-            "why": list(self.why),
+            "why": [list(one) for one in self.why],
         }
 
     def pictures(self) -> Sequence[str]:
@@ -118,8 +118,8 @@ class Contrast(Shown):
         figures = Table(
             title="" if first else title, columns=("a rank", *self.labels, "ratio"), rows=rows, notes=(self.reason,)
         )
-        why = [Table(title="Why", columns=("", "because"), rows=list(enumerate(self.why, start=1)))] if self.why else []
-        return [*first, figures, *why]
+        why = [Table(title="Why they differ", columns=("what", "because"), rows=self.why)] if self.why else []
+        return [*why, *first, figures]
 
 
 def contrast(one: Forecast, other: Forecast) -> Contrast:

@@ -12,6 +12,7 @@ from toolkit.errors import StrategyError, ToolkitError, nearest
 from toolkit.explaining import contrast, precisions, timeline
 from toolkit.forecasting import forecast
 from toolkit.notebook.asking import NAMES, Asked, choices, command
+from toolkit.redacting import redact
 from toolkit.show import Shown
 from toolkit.strategy import Loop, Strategy
 
@@ -105,9 +106,8 @@ class Explorer:
     def twin(self) -> str:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
         said = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
-        shown = self.value._repr_html_() if self.value is not None else ""
         asked = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
-        return f'<div class="toolkit-explorer">{said}{shown}{asked}</div>'
+        return redact(f'<div class="toolkit-explorer">{said}{_beside(self.value)}{asked}</div>')
 
     def __repr__(self) -> str:
         """The answer as text."""
@@ -138,6 +138,15 @@ class Explorer:
         bundle = {view: self._repr_mimebundle_()[view], "text/html": f"<p>{hint}</p>", "text/plain": hint}
         display(bundle, raw=True)
         self._handles.append(display({"text/html": self.twin(), "text/plain": repr(self)}, raw=True, display_id=True))
+
+
+def _beside(value: Shown | None) -> str:
+    """Pictures, and their tables beside them where there is room, else below."""
+    if value is None:
+        return ""
+    pictures = f'<div style="flex:1 1 480px;max-width:760px">{"".join(value.pictures())}</div>'
+    tables = "".join(f'<div style="flex:0 1 auto;max-width:760px">{table.html()}</div>' for table in value.tables())
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 28px;align-items:flex-start">{pictures}{tables}</div>'
 
 
 def _html(page: str) -> Any:
