@@ -211,6 +211,9 @@ def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
         why.append(f"it computes {more.found.operations / less.found.operations - 1:.0%} more")
     if more.found.communication_bytes > (1 + EQUAL) * less.found.communication_bytes:
         why.append("it sends more")
+    stepped = [int(side.account.optimizer or 0) for side in (less, more)]
+    if stepped[1] > (1 + EQUAL) * stepped[0]:
+        why.append(f"its optimizer steps {stepped[1] / max(1, stepped[0]):.1f} times as much on each rank")
     if more.job.strategy.offload != "none" and less.job.strategy.offload == "none":
         why.append("its optimizer steps on the host")
     bare = [sum(s.size * s.times for s in collectives(side.job) if s.hidden == "nothing") for side in (less, more)]

@@ -93,8 +93,7 @@ class Timeline(Shown):
         names: dict[float, str] = {}
         runs = [(phase, [size for _, size in run]) for phase, run in itertools.groupby(self.course, lambda one: one[0])]
         first = next(place for place, (phase, _) in enumerate(runs) if phase == "forward")
-        end: float | None = None
-        place = 0
+        end, place = 0.0, 0
         for number, (phase, sizes) in enumerate(runs):
             if phase == "step" and number < first:
                 end = float(sizes[-1])
@@ -102,7 +101,7 @@ class Timeline(Shown):
             line = lines.setdefault(phase, [])
             if line:
                 line.append((float(place), None))
-            begins = sizes if end is None else [end, *sizes]
+            begins = [end, *sizes]
             line += [(place + index / max(1, len(begins) - 1), float(size)) for index, size in enumerate(begins)]
             names[place + 0.5] = phase
             end, place = float(sizes[-1]), place + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from toolkit.devices import Hardware
@@ -140,13 +141,23 @@ class Explorer:
         self._handles.append(display({"text/html": self.twin(), "text/plain": repr(self)}, raw=True, display_id=True))
 
 
+WIDE = 60
+"""Letters of a cell, from which a table stands below the pictures."""
+
+
 def _beside(value: Shown | None) -> str:
-    """Pictures, and their tables beside them where there is room, else below."""
+    """Pictures, and their tables beside them where there is room; wide tables below."""
     if value is None:
         return ""
-    pictures = f'<div style="flex:1 1 480px;max-width:760px">{"".join(value.pictures())}</div>'
-    tables = "".join(f'<div style="flex:0 1 auto;max-width:760px">{table.html()}</div>' for table in value.tables())
-    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 28px;align-items:flex-start">{pictures}{tables}</div>'
+    narrow, wide = [], []
+    for table in value.tables():
+        table = replace(table, rows=list(table.rows))
+        long = len(table.columns) > 5 or any(len(str(cell)) > WIDE for row in table.rows for cell in row)
+        (wide if long else narrow).append(table.html())
+    columns = f'<div style="flex:1 1 460px;max-width:760px">{"".join(value.pictures())}</div>'
+    columns += f'<div style="flex:1 1 300px;max-width:760px">{"".join(narrow)}</div>' if narrow else ""
+    below = "".join(f'<div style="overflow-x:auto">{table}</div>' for table in wide)
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 28px;align-items:flex-start">{columns}</div>{below}'
 
 
 def _html(page: str) -> Any:
