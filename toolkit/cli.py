@@ -47,10 +47,11 @@ def forecast(flags: argparse.Namespace) -> Shown:
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
     beside = {"ranks": flags.processes, "one_document": flags.one_document}
+    change = read_assignments(flags.against or "", Strategy, Loop, alone="sharding")
+    other, batch = changed(strategy, loop, change)
     found = forecast(spec, strategy, flags.hardware, loop, **beside)
-    if flags.against is None:
+    if not flags.against:
         return found
-    other, batch = changed(strategy, loop, read_assignments(flags.against, Strategy, Loop, alone="sharding"))
     return contrast(found, forecast(spec, other, flags.hardware, batch, **beside))
 
 

@@ -100,17 +100,17 @@ def test_equal_forecasts_differ_in_nothing(spec: tk.ModelSpec) -> None:
 
 
 def test_a_batch_is_a_difference_too(spec: tk.ModelSpec) -> None:
-    half = dataclasses.replace(LOOP, micro_batch=1)
-    found = contrast(ask(spec, "2x cpu", sharding="zero3"), ask(spec, "2x cpu", half, sharding="zero3"))
-    assert found.labels == ("micro_batch 2", "micro_batch 1")
-    assert dict(found.why)["logits"].startswith("micro_batch 1 takes 1 sequences at once, not 2")
+    large, half = (dataclasses.replace(LOOP, micro_batch=size) for size in (64, 32))
+    found = contrast(ask(spec, loop=large, sharding="zero3"), ask(spec, loop=half, sharding="zero3"))
+    assert found.labels == ("micro_batch 64", "micro_batch 32")
+    assert dict(found.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
 
 
 def test_an_adapter_trains_less(spec: tk.ModelSpec) -> None:
     whole = ask(spec, sharding="zero3")
     job = resolve(tk.Strategy(sharding="zero3", adapter="lora"), LOOP, spec, 2, whole.hardware.device)
     said = why(whole, dataclasses.replace(whole, job=job))  # what is held follows from the job alone, without a trace
-    assert "adapter lora trains 380.93K weights, not 5.05M, so the moments are of those alone" in said["optimizer"]
+    assert "adapter lora trains 299.01K weights, not 5.05M, so the moments are of those alone" in said["optimizer"]
 
 
 # Phase by phase --------------------------------------------------------------------------------------------------------
@@ -236,6 +236,11 @@ def check_page(page: str) -> None:
     assert not re.findall(r'(?:href|src)="http', page)
 
 
+def plain(page: str) -> str:
+    """Without the names of its elements, which are new in every picture."""
+    return re.sub(r"toolkit-[0-9a-f]{8}-\d+", "", page)
+
+
 def made(kind: str, spec: tk.ModelSpec, **options: Any) -> tk.Explorer:
     strategy = options.pop("strategy", tk.Strategy(sharding="zero3"))
     return tk.explore(kind, spec, options.pop("hardware", "2x A100-80GB"), strategy, LOOP, **options)
@@ -253,7 +258,7 @@ def test_every_panel_answers_with_labelled_controls(spec: tk.ModelSpec, kind: st
         assert control.tooltip, name
     bundle = panel._repr_mimebundle_()
     assert bundle[VIEW]["model_id"] == panel.panel.box.model_id
-    assert bundle["text/html"] == panel.twin()
+    assert plain(bundle["text/html"]) == plain(panel.twin())
     assert "toolkit" in re.sub("<[^>]*>", "", panel.twin())
 
 
@@ -266,9 +271,9 @@ def test_a_moved_control_changes_the_picture(spec: tk.ModelSpec) -> None:
     assert panel.twin() != page
     panel.controls["devices"].value = 16
     assert (panel.value.hardware.nodes, panel.value.ranks) == (2, 16)
-    panel.controls["device"].value = "T4"
-    assert panel.value.hardware.device.name == "T4"
-    assert "--hardware &#x27;2 nodes x 8x T4&#x27; --sharding ddp" in panel.twin()
+    panel.controls["device"].value = "H100-80GB"
+    assert panel.value.hardware.device.name == "H100-80GB"
+    assert "--hardware &#x27;2 nodes x 8x H100-80GB&#x27; --sharding ddp" in panel.twin()
     panel.set(seq_len=100)
     assert (panel.controls["seq_len"].value, panel.value.loop.seq_len) == (100, 100)
 
@@ -344,7 +349,6 @@ def test_without_ipywidgets_the_answer_stands_with_the_fix(spec: tk.ModelSpec, m
 
 
 def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> None:
-    from IPython.core.displayhook import CapturingDisplayHook  # noqa: F401 - IPython is there
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
@@ -357,7 +361,7 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> 
         controls, answer, moved = shown.outputs
         assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
         assert VIEW not in answer.data
-        assert moved.data["text/html"] == panel.twin() != answer.data["text/html"]
+        assert plain(moved.data["text/html"]) == plain(panel.twin()) != plain(answer.data["text/html"])
     finally:
         shell.clear_instance()
 
