@@ -5,7 +5,7 @@ import sys
 
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
-from toolkit.doctor import examine
+from toolkit.doctor import Place, examine, here
 from toolkit.engines.job import Holdings, Job, Prepared
 from toolkit.errors import (
     DataError,
@@ -32,6 +32,7 @@ from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
+from toolkit.trying import Trial, Trials, try_out
 
 __all__ = [
     "Audit",
@@ -50,6 +51,7 @@ __all__ = [
     "ModelError",
     "ModelSpec",
     "NotFinite",
+    "Place",
     "Plan",
     "Precisions",
     "Prepared",
@@ -64,6 +66,8 @@ __all__ = [
     "StrategyMismatch",
     "Timeline",
     "ToolkitError",
+    "Trial",
+    "Trials",
     "accelerator",
     "attach",
     "audit",
@@ -76,6 +80,7 @@ __all__ = [
     "export",
     "forecast",
     "hardware",
+    "here",
     "job",
     "launch",
     "load",
@@ -91,6 +96,7 @@ __all__ = [
     "save",
     "timeline",
     "train",
+    "try_out",
     "verify",
 ]
 
