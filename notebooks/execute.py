@@ -125,7 +125,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
     environment = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder / ".ipython")}
     try:
         asyncio.run(asyncio.wait_for(client.async_execute(env=environment), limit))
-    except DeadKernelError:  # which is what nbclient makes of being cancelled, too
+    except (TimeoutError, DeadKernelError):  # the second is what nbclient makes of being cancelled in a cell
         if time.monotonic() - began < limit:
             raise
         raise TimeoutError(f"the notebook took longer than {limit:g} s, and was ended") from None
