@@ -1,0 +1,115 @@
+# %% [markdown]
+# # Plan and launch: from a question to a report
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/07_plan_and_launch.ipynb)
+#
+# How do I train *this* model on *that* machine? This notebook asks for a plan, writes it down as an Accelerate config file, launches it, watches
+# it, and reads the report. Then it launches the same with plain `accelerate launch`, and holds forecasts against both.
+
+# %%
+# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("toolkit") is None:
+    wanted = "accelerate-toolkit[all] @ git+https://github.com/OWNER/accelerate-toolkit"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+
+# %%
+import toolkit as tk
+
+tk.here()
+
+# %% tags=["parameters"]
+GPU = tk.hardware().device.kind == "cuda"
+MODEL = "my-model"  # yours: a folder, or a Hub id. This folder is made below where it is not there
+DATA = "my-text.txt"  # yours: text, JSONL, a folder, or a Hub data set. This file is made below where it is not there
+RANKS = tk.hardware().ranks if GPU else 2  # processes
+GLOBAL_BATCH = 8 * RANKS  # rows of a step, over all ranks
+SEQ_LEN = 1024 if GPU else 128
+STEPS = 20
+LR = 1e-3  # that of a model which begins at nothing; 2e-5 for one that knows something
+
+# %% [markdown]
+# ## Your model, your data
+#
+# Name your own above. So that the notebook runs anywhere, a small Llama of random weights and a text are made here: Python's language reference, as
+# `help()` shows it.
+
+# %%
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from toolkit.data import embedded_tokenizer
+
+if MODEL == "my-model" and not Path(MODEL).exists():
+    embedded_tokenizer(Path(MODEL))
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(MODEL)
+if DATA == "my-text.txt" and not Path(DATA).exists():
+    from pydoc_data.topics import topics
+
+    Path(DATA).write_text("\n\n".join(topics.values()), encoding="utf-8")
+
+# %%
+spec = tk.describe(MODEL)
+spec
+
+# %% [markdown]
+# ## Ask for a plan
+#
+# `tk.plan` goes through every sharding, offload, micro-batch and activation checkpointing, forecasts each, and ranks what fits with 5% to spare. It launches
+# nothing and reads no weights. The question names the machine and the **global batch**: how many rows one step learns from.
+
+# %%
+machine = tk.hardware(None if GPU else f"{RANKS}x cpu")
+plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
+plan
+
+# %% [markdown]
+# On a GPU of the catalog the fastest comes first. How fast a CPU is nobody knows yet, so there the least memory comes first; a run will tell, below.
+#
+# **Why the others are rejected** stands in their last column. Two kinds of reasons are there: what an engine cannot do on this machine, whatever its size, …
+
+# %%
+impossible = {one.reason for one in plan.rejected if one.forecast is None}
+for reason in sorted(impossible):
+    print("-", reason)
+
+# %% [markdown]
+# … and what needs more memory than there is. Here is the same question for a machine of which so much is in use that half of the plan is out:
+
+# %%
+import dataclasses
+
+peaks = sorted(one.forecast.peak_bytes for one in plan.ranked)
+free = peaks[len(peaks) // 2]  # of a rank
+tight = dataclasses.replace(machine, host_free_bytes=free * machine.ranks)
+if GPU:
+    tight = dataclasses.replace(machine, device=dataclasses.replace(machine.device, free_bytes=free))
+smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
+too_large = [one for one in smaller.rejected if one.forecast is not None]
+for one in too_large[:4]:
+    print(f"- {one.strategy.sharding}, micro-batch {one.loop.micro_batch}: {one.reason}")
+
+# %% [markdown]
+# Nothing is hidden: every candidate is ranked, or rejected with a reason; what is ranked fits with 5% to spare, and what is too large does not. Once a
+# micro-batch is too large, larger ones are not asked for.
+
+# %%
+assert all(one.reason for one in plan.rejected) and not any(one.reason for one in plan.ranked)
+assert all(one.forecast.peak_bytes <= 0.95 * one.forecast.limit_bytes for one in (*plan.ranked, *smaller.ranked))
+assert too_large and all(one.forecast.peak_bytes > 0.95 * free for one in too_large)
+assert len(smaller.ranked) < len(plan.ranked)
