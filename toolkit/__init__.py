@@ -1,6 +1,7 @@
 """One word switches how a model is trained: thin helpers around `accelerator.prepare`."""
 
 import os
+import sys
 
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
@@ -17,7 +18,9 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.exporting import Export, export, save, verify
+from toolkit.following import log
 from toolkit.forecasting import Forecast, Plan, forecast, plan
+from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
@@ -45,13 +48,16 @@ __all__ = [
     "Plan",
     "Prepared",
     "Recipe",
+    "Run",
     "RunError",
+    "Runs",
     "Step",
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
     "ToolkitError",
     "accelerator",
+    "attach",
     "audit",
     "compare",
     "describe",
@@ -61,11 +67,15 @@ __all__ = [
     "forecast",
     "hardware",
     "job",
+    "launch",
     "load",
+    "log",
     "phase",
     "plan",
     "prepare",
     "prepared",
+    "resume",
+    "runs",
     "save",
     "train",
     "verify",
@@ -73,3 +83,8 @@ __all__ = [
 
 # transformers would fetch compiled kernels from the Hub and run them, where the library `kernels` is installed.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
+
+if "IPython" in sys.modules:
+    from toolkit.notebook import register
+
+    register()

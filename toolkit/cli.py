@@ -152,6 +152,32 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     return _result(path)
 
 
+def launch(flags: argparse.Namespace) -> Shown:
+    """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
+    from toolkit.devices import hardware
+    from toolkit.folder import check_new, new_path
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import hold_session
+    from toolkit.launching.targets import Target, named
+
+    strategy = from_dict(Strategy, given(flags, Strategy))
+    if flags.sha256:
+        target = Target(kind="function", name=flags.target, sha256=flags.sha256)
+    else:
+        target = named(flags.target, flags.arguments)
+    check_new(flags.run_dir or "runs/new")
+    path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
+    hold_session(path, target, strategy, 1 if flags.processes is None else flags.processes, hardware())
+    return Run(path)
+
+
+def runs(flags: argparse.Namespace) -> Shown:
+    """The runs in a folder, the newest first: how far each is, and how it ended."""
+    from toolkit.launching.running import runs
+
+    return runs(flags.root)
+
+
 def resume(flags: argparse.Namespace) -> dict[str, Any]:
     """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
     return _resume(Path(flags.run), flags)
@@ -163,6 +189,8 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.engines.job import engine_of
     from toolkit.folder import enter, read_run_json
     from toolkit.launching import Care, persevere
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import check_trusted, hold_session, hosted
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.runtime import check_ranks
@@ -170,6 +198,13 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     care = from_dict(Care, given(flags, Care))
     was, machine = read_run_json(path), hardware()
     ranks = was["ranks"] if flags.processes is None else flags.processes
+    if target := hosted(was):
+        strategy = from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)})
+        trusted = getattr(flags, "trust_function", None)
+        check_trusted(path, target, trusted=trusted is not None)
+        target = dataclasses.replace(target, sha256=trusted or target.sha256)
+        hold_session(path, target, strategy, ranks, machine, resume=True)
+        return Run(path).to_dict()
     new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
@@ -294,6 +329,20 @@ def parser() -> Parser:
     add_flags(added, Care)
     added.add_argument("run", metavar="RUN", help="the run's folder")
     added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
+    added.add_argument(
+        "--trust-function",
+        metavar="SHA256",
+        nargs="?",
+        const="",
+        help="run the function that a notebook shipped into the folder, as it is there",
+    )
+    added = verb(launch, Strategy)
+    added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
+    added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+    added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
+    added.add_argument("target", metavar="TARGET", help="a script that ends in .py, or a module")
+    added.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own command line")
+    verb(runs).add_argument("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     added = verb(compare, Recipe, Strategy, Loop)
     added.add_argument("--processes", type=int, default=2, help="ranks on this machine")
     added.add_argument("--run-dir", metavar="DIR", help="the folder of the runs")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data import hash_ids
 from toolkit.engines.job import Job, Prepared
-from toolkit.folder import Folder
+from toolkit.folder import Folder, append_line
 from toolkit.training import Step, Wish, nothing, train
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+RUN_DIR = "TOOLKIT_RUN_DIR"
+"""The environment variable that names the folder of the run to a rank that hosts a script or function."""
+
+_STARTED = time.perf_counter()
+_last_log: dict[str, float] = {}
 
 
 def follow(
@@ -43,6 +52,25 @@ def follow(
                 folder.append_event({**_event(step), "attempt": attempt, "samples": hash_ids(samples(step.step))})
                 _show(bar, step)
             yield step
+
+
+def log(step: int, **values: float) -> None:
+    """Add a line to the `events.jsonl` of the run that this process is a rank of; rank 0 alone writes.
+
+    For a loop of your own, in a script or function that was started by `tk.launch`: `loss`, `tokens` and whatever else
+    is given appear in the live view, `Run.metrics` and the report. Elsewhere it does nothing.
+
+    Args:
+        step: number of the step that was done, from 1.
+        values: its figures. `seconds` is the time since the last call where it is left out.
+    """
+    path = os.environ.get(RUN_DIR)
+    if path is None or os.environ.get("RANK", "0") != "0":
+        return
+    now = time.perf_counter()
+    line = {"step": step, "seconds": now - _last_log.get("time", _STARTED), **values}
+    _last_log["time"] = now
+    append_line(Path(path, "events.jsonl"), line)
 
 
 def _event(step: Step) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from toolkit.errors import RunError
 TOKEN = "TOOLKIT_RUN_TOKEN"
 """The environment variable by which a supervisor tells its ranks which run they belong to."""
 
+SUPERVISOR = "supervisor"
+
 
 def supervised() -> bool:
     """Whether a supervisor of ours started this process: it then shows errors and the logs' last lines."""
@@ -76,6 +78,28 @@ def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], obj
         time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process of a run holds the folder."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _flock(path, lock, shared=False)
+    finally:
+        os.close(lock)
+
+
+def supervisor_of(path: Path) -> tuple[str, int] | None:
+    """Host and process id of the supervisor that entered the folder last; None where none has."""
+    try:
+        lines = list(_objects((path / "lock").read_text(errors="replace").splitlines()))
+    except OSError:
+        return None
+    found = [(str(line["host"]), int(line["pid"])) for line in lines if line.get("role") == SUPERVISOR]
+    return found[-1] if found else None
+
+
 def _flock(path: Path, lock: int, *, shared: bool) -> bool:
     import fcntl
 
@@ -131,7 +155,7 @@ def process_lives(pid: int) -> bool:
 
 
 def _role() -> str:
-    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "supervisor"
+    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else SUPERVISOR
 
 
 def _started(pid: int) -> str:

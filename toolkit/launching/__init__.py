@@ -1,8 +1,23 @@
 """Runs by `accelerate launch`: shown while they go, watched, ended whole, their failures explained, and begun again."""
 
+from toolkit.launching.detaching import launch, resume
 from toolkit.launching.failing import RankDied, RankHung
 from toolkit.launching.restarting import Care, persevere
+from toolkit.launching.running import Run, Runs, attach, runs
 from toolkit.launching.stopping import Stopped
 from toolkit.launching.supervising import supervise
 
-__all__ = ["Care", "RankDied", "RankHung", "Stopped", "persevere", "supervise"]
+__all__ = [
+    "Care",
+    "RankDied",
+    "RankHung",
+    "Run",
+    "Runs",
+    "Stopped",
+    "attach",
+    "launch",
+    "persevere",
+    "resume",
+    "runs",
+    "supervise",
+]

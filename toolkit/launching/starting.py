@@ -12,6 +12,9 @@ from typing import IO, Any
 from toolkit.folder import Folder
 from toolkit.locking import TOKEN
 
+SUPERVISOR = "supervisor.log"
+FUNCTION = "function.pkl"
+
 
 def clear(folder: Folder, config: Mapping[str, Any]) -> None:
     """Write the config file, and remove what an earlier attempt left of its end."""
@@ -31,6 +34,16 @@ def failures_of(folder: Folder) -> Path:
 def launcher_log(folder: Folder) -> Path:
     """What the launcher printed."""
     return folder.logs / "launcher.log"
+
+
+def supervisor_log(folder: Folder) -> Path:
+    """What a supervisor in a session of its own said: restarts, and how the run ended."""
+    return folder.logs / SUPERVISOR
+
+
+def function_file(folder: Folder) -> Path:
+    """A shipped function."""
+    return folder.logs / FUNCTION
 
 
 def ranks_here(config: Mapping[str, Any]) -> int:

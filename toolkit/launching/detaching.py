@@ -1,0 +1,159 @@
+"""`launch()` and `resume()`: runs whose supervisor has a session of its own, so that no notebook's end touches them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.devices import hardware
+from toolkit.engines.job import resolve
+from toolkit.errors import StrategyError, nearest
+from toolkit.flags import from_dict, spell, to_flags
+from toolkit.folder import check_new, new_path, read_run_json
+from toolkit.forecasting import Candidate
+from toolkit.launching.restarting import Care
+from toolkit.launching.running import Run
+from toolkit.launching.sessions import check_trusted, hosted
+from toolkit.launching.starting import FUNCTION, SUPERVISOR
+from toolkit.launching.targets import RECIPE, Target, named, ship
+from toolkit.model import ModelSpec
+from toolkit.readying import Recipe
+from toolkit.runtime import check_ranks
+from toolkit.strategy import Loop, Strategy
+
+
+def launch(
+    target: str | Callable[..., object] = RECIPE,
+    strategy: Strategy | Candidate | str | None = None,
+    *,
+    processes: int | None = None,
+    run_dir: str | Path | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Run:
+    """Start a run in processes of its own, by `accelerate launch`, and come back at once.
+
+    Its supervisor has a session of its own: a closed notebook or a restarted kernel does the run no harm, and a GPU that was
+    touched or a library that was imported here does not either. The ranks die with the supervisor.
+
+    Args:
+        target: the recipe (`"toolkit.finetune"`), a module, a script that ends in .py, or a function, which is shipped by value
+            and called in every rank.
+        strategy: a Strategy, the word of a sharding, or what `plan` found best (its batch included).
+        processes: ranks on this machine. None: one for `none`, else one a GPU, and two on a CPU.
+        run_dir: a new folder; None: `runs/<time>-<sharding>`.
+        args: a function's arguments, or the command line of a module or script.
+        kwargs: a function's keyword arguments.
+        fields: of Recipe, Loop, Care and Strategy, as the shell's flags spell them: `steps=20`, `data="chat.jsonl"`, `model=spec`.
+
+    Raises:
+        ToolkitError: for what can be known to be wrong before a process starts; what only the run finds out, `wait` raises.
+    """
+    found = _sorted(strategy, fields, recipe=target == RECIPE)
+    asked, machine = found["strategy"], hardware()
+    ranks = _ranks(asked, machine.ranks if machine.device.kind != "cpu" else 2) if processes is None else processes
+    check_ranks(machine, ranks)
+    resolve(asked, found["loop"], None, ranks, machine.device)
+    check_new(run_dir or "runs/new")
+    path = Path(run_dir) if run_dir else new_path("runs", asked.sharding)
+    words = ["--run-dir", str(path), "--processes", str(ranks)]
+    if target == RECIPE:
+        if args or kwargs:
+            raise StrategyError("args: the recipe takes its fields by name: launch(steps=20, data='chat.jsonl').")
+        command = ["train", *words, *to_flags(found["recipe"], asked, found["loop"], found["care"])]
+    else:
+        made = _target(target, args, kwargs, path)
+        hashed = ["--sha256", made.sha256] if made.sha256 else []
+        command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
+    return _started(path, command, asked)
+
+
+def resume(
+    path: str | Path | Run,
+    function: Callable[..., object] | None = None,
+    *,
+    trust_function: bool = False,
+    **fields: Any,
+) -> Run:
+    """Go on with a run that was stopped or failed, in processes of its own; comes back at once.
+
+    Args:
+        path: its folder.
+        function: of a run that was made of one: it is shipped again, with the arguments of `fields["args"]` and `["kwargs"]`.
+        trust_function: run the function's file in the folder as it is.
+        fields: given anew, as `toolkit resume` takes them; `processes` too.
+
+    Raises:
+        RunError: for a folder without a run, one that is held, and a function that is neither given nor trusted.
+    """
+    folder = path.folder if isinstance(path, Run) else Path(path)
+    target = hosted(read_run_json(folder))
+    words: list[str] = []
+    if target is not None:
+        if function is not None:
+            target = ship(function, fields.pop("args", ()), fields.pop("kwargs", {}), folder / "logs" / FUNCTION)
+        check_trusted(folder, target, trusted=trust_function or function is not None)
+        words = ["--trust-function", target.sha256] if target.kind == "function" else []
+    return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
+
+
+def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, recipe: bool) -> dict[str, Any]:
+    """A Strategy, Loop, Recipe and Care, each by its name, of what was given."""
+    owners: dict[str, type[Any]] = {"strategy": Strategy, "loop": Loop, "recipe": Recipe, "care": Care}
+    known = {name: {f.name for f in dataclasses.fields(owner)} for name, owner in owners.items()}
+    if isinstance(fields.get("model"), ModelSpec):
+        fields = {**fields, "model": fields["model"].source}
+    for name in fields:
+        every = sorted(set().union(*known.values()))
+        if name not in every:
+            raise StrategyError(f"launch has no argument {name!r}.{nearest(name, every)} Known: {', '.join(every)}.")
+        if not recipe and name not in known["strategy"]:
+            raise StrategyError(
+                f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
+            )
+    given: dict[str, Any] = {}
+    if isinstance(strategy, Candidate):
+        given = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.loop)}
+    elif isinstance(strategy, Strategy):
+        given = dataclasses.asdict(strategy)
+    elif strategy is not None:
+        given = {"sharding": strategy}
+    given |= fields
+    return {
+        name: from_dict(owner, {key: value for key, value in given.items() if key in known[name]})
+        for name, owner in owners.items()
+    }
+
+
+def _ranks(strategy: Strategy, devices: int) -> int:
+    return 1 if strategy.sharding == "none" else max(devices, 2 * strategy.replicate)
+
+
+def _target(
+    target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any] | None, path: Path
+) -> Target:
+    if not isinstance(target, str):
+        return ship(target, args, kwargs or {}, path / "logs" / FUNCTION)
+    if kwargs:
+        raise StrategyError("kwargs: a module or script takes a command line. Give it as args=('--name', 'value').")
+    return named(target, [str(word) for word in args])
+
+
+def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
+    """The supervisor, in a session of its own: neither a kernel's end nor an interrupt of its group reaches it."""
+    logs = path / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with open(logs / SUPERVISOR, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "toolkit.cli", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+    return Run(path, asked, process)

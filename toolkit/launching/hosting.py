@@ -1,0 +1,76 @@
+"""One rank of a run that is not the recipe: a module, a script or a shipped function, with the run's folder and logs.
+
+Started as `python -m toolkit.launching.hosting FOLDER KIND NAME SHA256 [ARGUMENTS…]`.
+"""
+
+from __future__ import annotations
+
+# First of all, so that a rank whose launcher is killed while it still imports torch ends with it.
+from toolkit.lifetime import die_with_parent, tee_output
+
+if __name__ == "__main__":
+    die_with_parent()
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from toolkit.errors import ToolkitError
+from toolkit.folder import Folder, enter
+from toolkit.following import RUN_DIR
+from toolkit.launching.starting import function_file
+from toolkit.launching.targets import Target, unship
+from toolkit.locking import supervised
+
+
+def host(path: Path, target: Target) -> int:
+    """Run the target as this rank; its exit code. What ends it otherwise is left for the supervisor."""
+    rank = int(os.environ.get("RANK", "0"))
+    with enter(path, resume=True) as folder:
+        tee_output(folder.log(rank), rank=rank, supervised=supervised())
+        os.environ[RUN_DIR] = str(path)
+        with folder.room_for_error(rank):
+            try:
+                _run(folder, target)
+            except ToolkitError as error:
+                folder.record_error(rank, error)
+                return error.exit_code
+            except SystemExit as error:
+                if error.code in (None, 0):
+                    return 0
+                print(error.code, file=sys.stderr)
+                return error.code if isinstance(error.code, int) else 1
+            except BaseException as error:
+                traceback.print_exc()
+                folder.record_error(rank, error)
+                return 1
+    return 0
+
+
+def _run(folder: Folder, target: Target) -> None:
+    if target.kind == "function":
+        function, args, kwargs = unship(function_file(folder), target.sha256)
+        function(*args, **kwargs)
+    elif target.kind == "script":
+        sys.argv = [target.name, *target.arguments]
+        sys.path.insert(0, str(Path(target.name).parent))
+        runpy.run_path(target.name, run_name="__main__")
+    else:
+        sys.argv = [target.name, *target.arguments]
+        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+
+
+def main(arguments: list[str]) -> int:
+    """As the module says."""
+    path, kind, name, sha256, *rest = arguments
+    return host(Path(path), Target(kind=kind, name=name, sha256=sha256, arguments=tuple(rest)))
+
+
+if __name__ == "__main__":
+    from toolkit.runtime import let_go
+
+    code = main(sys.argv[1:])
+    let_go()
+    sys.exit(code)

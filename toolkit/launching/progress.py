@@ -1,0 +1,149 @@
+"""How far a run is, read from its folder: the step, the loss, tokens a second, when it ends, memory against forecast and limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from toolkit.show import Table
+from toolkit.units import format_bytes, format_seconds
+
+RECENT = 20
+"""Steps whose median says how fast it goes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A run's figures at one moment."""
+
+    step: int = 0
+    steps: int = 0
+    """In all; 0 where that is not known."""
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    """Global, of the median of the last steps."""
+    left_seconds: float | None = None
+    """Until the last step, at that pace."""
+    bytes_per_rank: tuple[int, ...] = ()
+    """What each rank holds now: allocated on CUDA, resident on a CPU."""
+    forecast_bytes: int | None = None
+    """The forecast's peak of a rank."""
+    limit_bytes: int | None = None
+    """What a rank may hold."""
+
+    @property
+    def line(self) -> str:
+        """In a line, for a bar."""
+        parts = [f"step {self.step}" + (f" of {self.steps}" if self.steps else "")]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_second:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.bytes_per_rank:
+            parts.append(f"{format_bytes(max(self.bytes_per_rank))} a rank")
+        if self.left_seconds:
+            parts.append(f"{format_seconds(self.left_seconds)} left")
+        return ", ".join(parts)
+
+    def table(self, title: str, note: str = "") -> Table:
+        """All figures, one a row."""
+        rows = [("step", f"{self.step}" + (f" of {self.steps}" if self.steps else ""))]
+        if self.loss is not None:
+            rows.append(("loss", f"{self.loss:.4f}"))
+        if self.tokens_per_second:
+            rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}"))
+        if self.left_seconds:
+            rows.append(("left", format_seconds(self.left_seconds)))
+        for rank, size in enumerate(self.bytes_per_rank):
+            rows.append((f"memory of rank {rank}", format_bytes(size)))
+        if self.forecast_bytes:
+            rows.append(("forecast peak of a rank", format_bytes(self.forecast_bytes)))
+        if self.limit_bytes:
+            rows.append(("limit of a rank", format_bytes(self.limit_bytes)))
+        return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
+
+
+class Tail:
+    """The steps of an `events.jsonl` that grows: each look reads only what is new. A resumed run's file is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[dict[str, Any]] = []
+        self._read, self._file = 0, 0
+
+    def look(self) -> list[dict[str, Any]]:
+        """All lines with a step so far."""
+        try:
+            with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._file or stat.st_size < self._read:
+                    self._file, self._read, self.steps = stat.st_ino, 0, []
+                file.seek(self._read)
+                data = file.read()
+        except OSError:
+            return self.steps
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and "loss" in event and "step" in event:
+                    self.steps.append(event)
+        return self.steps
+
+
+@lru_cache(maxsize=256)
+def tail_of(path: Path) -> Tail:
+    """One reader a run."""
+    return Tail(path)
+
+
+def read_progress(folder: Path) -> Progress:
+    """From `run.json` and `events.jsonl`, as far as they are there."""
+    about: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((folder / "run.json").read_bytes())
+    steps = tail_of(folder / "events.jsonl").look()
+    total = int((about.get("loop") or {}).get("steps", 0))
+    device = ((about.get("forecast") or {}).get("device")) or {}
+    known: dict[str, Any] = {
+        "steps": total,
+        "forecast_bytes": device.get("peak_bytes"),
+        "limit_bytes": device.get("limit_bytes"),
+    }
+    if not steps:
+        return Progress(**known)
+    last, recent = steps[-1], [event for event in steps[-RECENT:] if event.get("seconds")]
+    pace = median(event["seconds"] for event in recent) if recent else None
+    speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
+    return Progress(
+        **known,
+        step=int(last["step"]),
+        loss=last["loss"],
+        tokens_per_second=median(speeds) if speeds else None,
+        left_seconds=pace * (total - int(last["step"])) if pace and total else None,
+        bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in last.get("bytes") or ()),
+    )
+
+
+@contextlib.contextmanager
+def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar in a terminal; what comes back brings it up to date."""
+    from tqdm import tqdm
+
+    with tqdm(total=None, unit="step", disable=not shown, mininterval=0.25) as made:
+
+        def update() -> None:
+            if shown:
+                now = read_progress(folder)
+                made.total, made.n = now.steps or None, now.step
+                made.set_postfix_str(now.line.partition(", ")[2], refresh=True)
+
+        yield update

@@ -1,0 +1,92 @@
+"""`hold_session()`: a run of a module, a script or a shipped function, from its folder to the end of its last rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.devices import Hardware
+from toolkit.engines.job import engine_of, resolve
+from toolkit.errors import RunError
+from toolkit.folder import Folder, enter, read_run_json, write_json
+from toolkit.launching.supervising import supervise
+from toolkit.launching.targets import Target
+from toolkit.locking import new_token
+from toolkit.readying import versions
+from toolkit.runtime import STRATEGY, check_ranks
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import timestamp
+
+BOUND = ("sharding", "offload", "replicate")
+"""What an Accelerate config file says itself."""
+
+
+def hold_session(
+    path: Path, target: Target, strategy: Strategy, ranks: int, machine: Hardware, *, resume: bool = False
+) -> None:
+    """Run `target` in `ranks` processes, with `tk.accelerator()` in them as the strategy says, to its end.
+
+    Raises:
+        ToolkitError, Stopped: as `supervise`.
+    """
+    check_ranks(machine, ranks)
+    resolve(strategy, Loop(), None, ranks, machine.device)
+    with enter(path, resume=resume, token=new_token()) as folder:
+        old = read_run_json(path) if resume else {}
+        attempts = [
+            *old.get("attempts", []),
+            {"strategy": dataclasses.asdict(strategy), "ranks": ranks, "started": timestamp()},
+        ]
+        about = {**_about(target, strategy, ranks, machine), "attempts": attempts}
+        write_json(folder.run_json, about)
+        arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        supervise(folder, "toolkit.launching.hosting", arguments, config, environ={STRATEGY: _unbound(strategy)})
+        write_json(folder.run_json, {**about, "finished": timestamp()})
+
+
+def hosted(about: dict[str, Any]) -> Target | None:
+    """What a run hosts, from its `run.json`; None of the recipe's."""
+    found = about.get("target")
+    return None if found is None else Target(**{**found, "arguments": tuple(found["arguments"])})
+
+
+def check_trusted(folder: Folder | Path, target: Target, *, trusted: bool) -> None:
+    """A function in a folder is code, and a folder may come from elsewhere.
+
+    Raises:
+        RunError: for a function that nobody has said to trust.
+    """
+    if target.kind == "function" and not trusted:
+        path = folder if isinstance(folder, Path) else folder.path
+        raise RunError(
+            f"{path} is a run of the function {target.name!r}, which its folder alone cannot let run: give it again "
+            f"(tk.resume(run, {target.name})), or trust the file in the folder (--trust-function)."
+        )
+
+
+def _about(target: Target, strategy: Strategy, ranks: int, machine: Hardware) -> dict[str, Any]:
+    return {
+        "strategy": dataclasses.asdict(strategy),
+        "loop": {},
+        "recipe": {},
+        "target": dataclasses.asdict(target),
+        "ranks": ranks,
+        "forecast": None,
+        "versions": versions(),
+        "hardware": machine.to_dict(),
+        "started": timestamp(),
+        "finished": None,
+    }
+
+
+def _unbound(strategy: Strategy) -> str:
+    """The fields that differ from their defaults and travel beside the config file."""
+    differing = {
+        f.name: getattr(strategy, f.name)
+        for f in dataclasses.fields(strategy)
+        if f.name not in BOUND and getattr(strategy, f.name) != f.default
+    }
+    return json.dumps(differing)

@@ -1,0 +1,26 @@
+"""How results show themselves in a notebook, and widgets over the same functions as the shell's.
+
+`import toolkit` in a kernel calls `register`; nothing of IPython or ipywidgets is imported before something is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def register() -> None:
+    """In a notebook's kernel a `Run` is shown live, also while it is waited for."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return
+    from toolkit.launching import running
+
+    shell.display_formatter.ipython_display_formatter.for_type(running.Run, _show)
+    running.Run.shown_by = staticmethod(_show)
+
+
+def _show(run: Any) -> None:
+    from toolkit.notebook.live import show
+
+    show(run)
