@@ -75,7 +75,8 @@ spec
 
 # %%
 machine = tk.hardware(None if GPU else f"{RANKS}x cpu")
-plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
+loop = tk.Loop(seq_len=SEQ_LEN, steps=STEPS, lr=LR)
+plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, loop=loop)
 plan
 
 # %% [markdown]
@@ -99,7 +100,7 @@ free = peaks[len(peaks) // 2]  # of a rank
 tight = dataclasses.replace(machine, host_free_bytes=free * machine.ranks)
 if GPU:
     tight = dataclasses.replace(machine, device=dataclasses.replace(machine.device, free_bytes=free))
-smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
+smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, loop=loop)
 too_large = [one for one in smaller.rejected if one.forecast is not None]
 for one in too_large[:4]:
     print(f"- {one.strategy.sharding}, micro-batch {one.loop.micro_batch}: {one.reason}")
@@ -113,3 +114,92 @@ assert all(one.reason for one in plan.rejected) and not any(one.reason for one i
 assert all(one.forecast.peak_bytes <= 0.95 * one.forecast.limit_bytes for one in (*plan.ranked, *smaller.ranked))
 assert too_large and all(one.forecast.peak_bytes > 0.95 * free for one in too_large)
 assert len(smaller.ranked) < len(plan.ranked)
+
+# %% [markdown]
+# ## Write it down
+#
+# `plan.best` is a strategy with its batch; `plan.config()` the Accelerate config file that says the same to any script that `accelerate launch` starts. What does
+# not belong in that file (the batch, activation checkpointing, lengths) goes into the command as flags.
+
+# %%
+import yaml
+
+Path("accelerate.yaml").write_text(yaml.safe_dump(plan.config(), sort_keys=False))
+command = f"{plan.command(MODEL)} --data {DATA}"
+print(Path("accelerate.yaml").read_text())
+print(command)
+
+# %%
+assert plan.config()["num_processes"] == machine.ranks
+best = plan.best
+assert (best.loop.micro_batch * best.loop.accumulation * machine.ranks, best.loop.seq_len) == (GLOBAL_BATCH, SEQ_LEN)
+
+# %% [markdown]
+# ## Launch, and watch
+#
+# `tk.launch` starts the ranks by `accelerate launch` and comes back at once. The run shows itself while it goes on; the kernel is free, and a closed tab does
+# no harm: `tk.attach(run.folder)` shows it again. `run.stop()` would end it after its step, with a checkpoint.
+
+# %%
+run = tk.launch("toolkit.finetune", plan.best, processes=machine.ranks, model=MODEL, data=DATA, run_dir="runs/planned")
+run
+
+# %%
+run.wait()
+metrics = run.metrics
+metrics[["step", "loss", "grad_norm", "lr", "tokens", "seconds"]].tail()
+
+# %%
+assert run.status == "finished" and len(metrics) == STEPS
+assert STEPS < 10 or metrics["loss"].iloc[-1] < metrics["loss"].iloc[0]
+assert run.strategy == plan.best.strategy  # what ran is what was planned
+
+# %% [markdown]
+# ## Read the report
+#
+# What was asked, what was got, forecast beside measured, the losses: one page without any request to the network, also as a file to send to somebody.
+
+# %%
+report = run.report()
+report
+
+# %%
+page = report.write()
+assert page == run.folder / "report.html" and "http" not in page.read_text().split("</head>")[0]
+
+# %% [markdown]
+# How true was the forecast? The peak of the fullest rank, as it was planned, as `run.json` repeated it before the first step, and as the allocator
+# counted it:
+
+# %%
+from IPython.display import HTML
+
+from toolkit.drawing import Bar, bars
+from toolkit.phases import PHASES
+from toolkit.show import Table
+from toolkit.units import format_bytes
+
+measured = run.memory["measured"]
+rows = [
+    (phase, format_bytes(best.forecast.phases[phase]), format_bytes(measured["phases"][phase]))
+    for phase in PHASES
+    if phase in measured["phases"]
+]
+rows.append(("peak", format_bytes(best.forecast.peak_bytes), format_bytes(measured["peak_bytes"])))
+HTML(Table(title="A rank's memory", columns=("phase", "forecast", "measured"), rows=rows).html())
+
+# %%
+off = best.forecast.peak_bytes / measured["peak_bytes"] - 1
+assert abs(off) < 0.05
+f"the forecast is off by {off:+.2%}"
+
+# %% [markdown]
+# ## Let the run correct the forecast
+#
+# One run teaches what no trace sees: how fast the machine really is, and what a rank takes beside the traced bytes. `calibrate` puts that into any forecast on
+# the same kind of device. Here it tells how long an epoch would take under each of the plan's first strategies.
+
+# %%
+calibrated = best.forecast.calibrate(run.folder)
+assert calibrated.peak_bytes == measured["peak_bytes"]
+calibrated
