@@ -1,16 +1,18 @@
 # make demo    trains one model under six strategies, two processes each, and prints one table
 # make test    make check, then every test that this machine can run
 # make check   style, types, layers
+# make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 #
 # Each makes .venv first, if it is not there or not current.
 
 PYTHON ?= python3
 DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20
 PYTEST ?=
+NOTEBOOKS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test check
+.PHONY: demo test check notebooks
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -26,6 +28,9 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+notebooks: .venv/.installed
+	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
 
 test: check
 	@select=(); rest=; \

@@ -5,7 +5,7 @@ import sys
 
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
-from toolkit.doctor import examine
+from toolkit.doctor import Place, examine, here
 from toolkit.engines.job import Holdings, Job, Prepared
 from toolkit.errors import (
     DataError,
@@ -45,6 +45,7 @@ __all__ = [
     "ModelError",
     "ModelSpec",
     "NotFinite",
+    "Place",
     "Plan",
     "Prepared",
     "Recipe",
@@ -66,6 +67,7 @@ __all__ = [
     "export",
     "forecast",
     "hardware",
+    "here",
     "job",
     "launch",
     "load",

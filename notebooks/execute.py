@@ -1,0 +1,164 @@
+"""`make notebooks`: executes the sources in this folder, NN_name.py → NN_name.ipynb with outputs.
+
+Tests execute them by the same functions, with other parameters.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import getpass
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+LIMIT = 300
+"""Seconds that a notebook may take with its default parameters, on two cores."""
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"},
+}
+"""Of every notebook: without the versions and places of the machine that executed it."""
+
+
+def repository() -> str:
+    """`owner/name` on GitHub, as pyproject.toml says it."""
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["notebooks"]["repository"])
+
+
+def addresses(name: str) -> tuple[str, str]:
+    """What a notebook's badge and its install cell point to."""
+    owned = repository()
+    return (
+        f"https://colab.research.google.com/github/{owned}/blob/main/notebooks/{name}.ipynb",
+        f"git+https://github.com/{owned}",
+    )
+
+
+def sources(chosen: Sequence[str] = ()) -> list[Path]:
+    """The notebooks' sources, in their order; or those whose names begin like one of `chosen`."""
+    found = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+    return [path for path in found if not chosen or path.name.startswith(tuple(chosen))]
+
+
+def address(source: Path) -> None:
+    """Let the source's badge and install cell point to the repository."""
+    badge, install = addresses(source.stem)
+    text = source.read_text()
+    text = re.sub(r"https://colab\.research\.google\.com/github/[^)\s]+", badge, text)
+    source.write_text(re.sub(r"git\+https://github\.com/[^\"\s]+", install, text))
+
+
+def read(source: Path, parameters: Mapping[str, Any] | None = None) -> nbformat.NotebookNode:
+    """The notebook of a source, without outputs; `parameters` replace the values in the cell that is tagged so.
+
+    Raises:
+        ValueError: for a parameter that this cell does not set exactly once, in a line of its own.
+    """
+    notebook = jupytext.read(source, fmt="py:percent")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02d}"  # not a new one each time
+        cell.metadata = nbformat.from_dict({"tags": tags} if (tags := cell.metadata.get("tags")) else {})
+    (tagged,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    for name, value in (parameters or {}).items():
+        tagged.source, count = re.subn(
+            rf"^{name} = .*$", lambda _, line=f"{name} = {value!r}": line, tagged.source, flags=re.MULTILINE
+        )
+        if count != 1:
+            raise ValueError(f"{source.name}: its parameters set {name} {count} times, expected once in a line.")
+    return notebook
+
+
+def claims(notebook: nbformat.NotebookNode) -> list[str]:
+    """Every `assert` of its cells that runs whenever its cell does: what the notebook claims, and computes."""
+    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
+    always = (ast.Module, ast.With, ast.For)
+    found: list[str] = []
+
+    def look(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Assert):
+                found.append(ast.unparse(child.test))
+            elif isinstance(child, always):
+                look(child)
+
+    for tree in trees:
+        look(tree)
+    return found
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIMIT) -> float:
+    """Run every cell in a kernel of its own, in `folder`. The seconds it took.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: where a cell fails, a claim included.
+        TimeoutError: after `limit` seconds; the kernel is ended.
+    """
+    began = time.monotonic()
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=None,
+        record_timing=False,
+        extra_arguments=["--log-level=ERROR"],  # it warns of ports that are read by whoever may read this machine's
+        resources={"metadata": {"path": str(folder)}},
+    )
+    # The kernel imports this checkout's toolkit, and keeps nothing in the user's IPython.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder / ".ipython")}
+    asyncio.run(asyncio.wait_for(client.async_execute(env=environment), limit))
+    notebook.metadata = nbformat.from_dict(METADATA)
+    return time.monotonic() - began
+
+
+def without_places(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+    """The same, where no output says in which folders, on whose account or on which host it was made, nor anything twice."""
+    site = next(path for path in map(Path, sys.path) if path.name == "site-packages")
+    places = {str(site): "site-packages", str(folder): ".", str(ROOT): ".", sys.prefix: ".venv", str(Path.home()): "~"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            text = json.dumps(cell.outputs)
+            for place, instead in sorted(places.items(), key=lambda pair: -len(pair[0])):
+                text = re.sub(rf"{re.escape(place)}(?=[/\s\"'.,:;)\\]|$)", instead, text)
+            for name in (getpass.getuser() + "@", socket.gethostname()):
+                text = text.replace(name, "…")
+            cell.outputs = [nbformat.from_dict(output) for output in json.loads(text)]
+        for output in cell.get("outputs", ()):
+            if "text/html" in (data := output.get("data", {})):
+                data.pop("text/plain", None)  # a result's fields, as Python spells them
+    return notebook
+
+
+def main(chosen: Sequence[str]) -> int:
+    """Execute and write. Exit code 1 where a notebook takes longer than it may."""
+    slow = []
+    for source in sources(chosen):
+        address(source)
+        notebook = read(source)
+        with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
+            took = execute(notebook, Path(folder))
+            nbformat.write(without_places(notebook, Path(folder)), source.with_suffix(".ipynb"))
+        print(f"{source.stem}: {took:.0f} s, {len(claims(notebook))} claims", flush=True)
+        slow += [source.stem] if took > LIMIT else []
+    if slow:
+        print(f"longer than {LIMIT} s: {', '.join(slow)}", file=sys.stderr)
+    return bool(slow)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

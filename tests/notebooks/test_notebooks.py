@@ -1,0 +1,112 @@
+"""The notebooks: each executed from its source with other parameters, its claims with it; and what is checked in beside it."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
+
+from execute import FOLDER, addresses, claims, execute, read, sources
+
+SOURCES = sources()
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "02_where_the_memory_goes": {"STEPS": 2},
+}
+"""What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""
+
+SECONDS = 90
+"""That one notebook may take here, at the most."""
+LARGEST = 500_000
+"""Bytes of a notebook with its outputs."""
+
+
+@pytest.fixture(params=SOURCES, ids=[path.stem for path in SOURCES])
+def source(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_every_notebook_has_a_source_and_other_parameters() -> None:
+    assert SOURCES
+    assert {path.with_suffix(".ipynb") for path in SOURCES} == set(FOLDER.glob("*.ipynb"))
+    assert set(PARAMETERS) == {path.stem for path in SOURCES}
+
+
+def test_source_and_notebook_are_in_step(source: Path) -> None:
+    made, kept = (notebook.cells for notebook in (read(source), nbformat.read(source.with_suffix(".ipynb"), 4)))
+    assert [(cell.cell_type, cell.metadata, cell.source) for cell in made] == [
+        (cell.cell_type, cell.metadata, cell.source) for cell in kept
+    ], f"run `make notebooks NOTEBOOKS={source.stem}`"
+
+
+def test_every_cell_was_executed_and_none_failed(source: Path) -> None:
+    path = source.with_suffix(".ipynb")
+    code = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs
+    assert {output.output_type for output in outputs} <= {"display_data", "execute_result", "stream"}
+    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+    assert path.stat().st_size < LARGEST
+
+
+def test_the_notebook_names_no_machine(source: Path) -> None:
+    text = source.with_suffix(".ipynb").read_text()
+    for place in (str(Path.home()) + "/", sys.prefix, "/tmp/", socket.gethostname(), getpass.getuser() + "@"):
+        assert place not in text
+    assert re.findall(r"/(?:home|" + r"root|Users)/\S*", text) == []
+
+
+def test_the_notebook_begins_and_ends_as_all_do(source: Path) -> None:
+    cells = read(source).cells
+    badge, install = addresses(source.stem)
+    title, installs, shows, parameters = cells[:4]
+    assert title.source.startswith("# ")
+    assert re.findall(r"https://colab.research.google.com/github/[^)\s]+", title.source) == [badge]
+    assert 'find_spec("toolkit") is None' in installs.source
+    assert re.findall(r"git\+[^\"\s]+", installs.source) == [install]
+    assert shows.source.endswith("tk.here()")
+    assert parameters.metadata.tags == ["parameters"]
+    assert "GPU" in parameters.source
+    last = [cell for cell in cells if cell.cell_type == "markdown"][-1]
+    assert last.source.startswith("## Exercises")
+    assert len(re.findall(r"^\d\. ", last.source, re.MULTILINE)) >= 3
+
+
+def test_a_parameter_that_is_not_replaced_is_an_error(source: Path) -> None:
+    with pytest.raises(ValueError, match="NO_SUCH_PARAMETER 0 times"):
+        read(source, {"NO_SUCH_PARAMETER": 1})
+
+
+@pytest.fixture(scope="module")
+def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """Those that are asked for, two at once: each has one thread, and most wait for kernels to begin."""
+
+    def run(source: Path) -> nbformat.NotebookNode:
+        notebook = read(source, PARAMETERS[source.stem])
+        execute(notebook, tmp_path_factory.mktemp(source.stem), limit=SECONDS)
+        return notebook
+
+    asked = [item.callspec.params["source"] for item in request.session.items if item.originalname == EXECUTED]
+    with ThreadPoolExecutor(2) as pool:
+        yield {source.stem: pool.submit(run, source) for source in asked}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+def test_what_a_notebook_claims_is_true_with_other_parameters(source: Path, executed: dict[str, Future]) -> None:
+    notebook = executed[source.stem].result()
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    assert len(claims(notebook)) >= 5
+
+
+EXECUTED = test_what_a_notebook_claims_is_true_with_other_parameters.__name__
