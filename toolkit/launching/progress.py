@@ -33,6 +33,8 @@ class Progress:
     """Until the last step, at that pace."""
     bytes_per_rank: tuple[int, ...] = ()
     """What each rank holds now: allocated on CUDA, resident on a CPU."""
+    bytes_are: str = "resident"
+    """Which of the two."""
     forecast_bytes: int | None = None
     """The forecast's peak of a rank."""
     limit_bytes: int | None = None
@@ -123,13 +125,15 @@ def read_progress(folder: Path) -> Progress:
     last, recent = steps[-1], [event for event in steps[-RECENT:] if event.get("seconds")]
     pace = median(event["seconds"] for event in recent) if recent else None
     speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
+    ranks = last.get("bytes") or ()
     return Progress(
         **known,
+        bytes_are="allocated" if any(rank.get("allocated") for rank in ranks) else "resident",
         step=int(last["step"]),
         loss=last["loss"],
         tokens_per_second=median(speeds) if speeds else None,
         left_seconds=pace * (total - int(last["step"])) if pace and total else None,
-        bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in last.get("bytes") or ()),
+        bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks),
     )
 
 

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
 from toolkit.folder import read_events, read_run_json
-from toolkit.launching.progress import Progress, bar, read_progress
+from toolkit.launching.progress import Progress, bar, read_progress, tail_of
 from toolkit.launching.starting import SUPERVISOR
+from toolkit.launching.viewing import page
 from toolkit.locking import is_held, process_lives, supervisor_of
 from toolkit.redacting import redact
 from toolkit.show import Shown, Table
@@ -30,12 +31,12 @@ STATUSES = ("starting", "running", "finished", "stopped", "failed")
 
 _POLL = 0.2
 
+views: list[Callable[[Run], None]] = []
+"""What shows a run that is waited for: a notebook's kernel adds its live view."""
+
 
 class Run(Shown):
     """A run in processes of its own, seen through its folder: from this process, or from any other (`attach`)."""
-
-    shown_by: ClassVar[Callable[[Run], None] | None] = None
-    """How a notebook shows a run that is waited for; None elsewhere."""
 
     def __init__(
         self, folder: Path, asked: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
@@ -129,10 +130,10 @@ class Run(Shown):
             RunError: where the run failed, with what the rank said that failed first; where `timeout` has passed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        if progress and self.shown_by:
-            self.shown_by(self)
+        for view in views if progress else ():
+            view(self)
         try:
-            with bar(self.folder, shown=progress and not self.shown_by and sys.stderr.isatty()) as update:
+            with bar(self.folder, shown=progress and not views and sys.stderr.isatty()) as update:
                 while self.alive:
                     update()
                     if deadline is not None and time.monotonic() > deadline:
@@ -173,6 +174,11 @@ class Run(Shown):
     def tables(self) -> list[Table]:
         """Its status and figures."""
         return [self.progress.table(f"{self.folder}: {self.status}", self.said if not self.alive else "")]
+
+    def _repr_html_(self) -> str:
+        steps = tail_of(self.folder / "events.jsonl").look()
+        status = self.status
+        return redact(page(str(self.folder), status, self.progress, steps, "" if status == "running" else self.said))
 
     def to_dict(self) -> dict[str, Any]:
         """Folder, status, strategy and progress."""

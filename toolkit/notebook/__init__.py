@@ -17,7 +17,8 @@ def register() -> None:
     from toolkit.launching import running
 
     shell.display_formatter.ipython_display_formatter.for_type(running.Run, _show)
-    running.Run.shown_by = staticmethod(_show)
+    if _show not in running.views:
+        running.views.append(_show)
 
 
 def _show(run: Any) -> None:

@@ -1,0 +1,147 @@
+"""Runs in sessions of their own: launched, watched, stopped, found again by another process, and resumed; functions too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import toolkit as tk
+from toolkit.locking import TOKEN
+
+pytestmark = pytest.mark.dist
+
+SMALL = {"seq_len": 32, "micro_batch": 1, "memory_window": False, "save": False}
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """Processes of a run that still live: they carry its token."""
+    lines = (folder / "lock").read_text().splitlines()
+    token = next(json.loads(line)["token"] for line in lines if "token" in json.loads(line))
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TOKEN) == token:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until(ready: Any, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.1)
+
+
+def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # Launched by a process that ends: the run must not end with it.
+    program = (
+        "import toolkit as tk; "
+        f"run = tk.launch('toolkit.finetune', 'zero2', processes=2, run_dir={str(folder)!r}, steps=4000, **{SMALL!r}); "
+        "print(run.status)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["starting"]
+    assert time.monotonic() - started < 30
+
+    run = tk.attach(folder)
+    until(lambda: run.progress.step >= 5)
+    assert run.status == "running"
+    assert run.strategy.sharding == "zero2"
+    assert len(run.metrics) >= 5
+    assert run.progress.steps == 4000
+    assert len(run.progress.bytes_per_rank) == 2
+    assert run.progress.tokens_per_second
+    assert "sharding zero2 on 2 cpu rank(s)" in run.logs(0)
+    assert "running" in run._repr_html_()
+    assert [one["status"] for one in tk.runs(tmp_path).found] == ["running"]
+    with pytest.raises(tk.RunError, match="holds a run already"):
+        tk.launch("toolkit.finetune", "zero2", processes=2, run_dir=folder, steps=1)
+    with pytest.raises(tk.RunError, match=r"still runs after 0.3 s"):
+        run.wait(timeout=0.3)
+
+    asked = time.monotonic()
+    run.stop()
+    assert time.monotonic() - asked < 30
+    assert run.status == "stopped"
+    assert "stopped by SIGTERM. Published" in run.said
+    assert not left_of(folder)
+    steps = run.progress.step
+    assert (folder / f"checkpoints/step-{steps:08d}/manifest.json").exists()
+
+    again = tk.resume(run, steps=steps + 2).wait()
+    assert again.status == "finished"
+    assert list(again.metrics["step"] if hasattr(again.metrics, "columns") else []) == list(range(1, steps + 3))
+    assert again.said == ""
+    assert tk.attach(folder).status == "finished"
+
+
+def hosted(words: list[str], *, fail: bool) -> None:
+    """What a cell could define: it makes what it needs, and says how far it is."""
+    import torch
+
+    accelerator = tk.accelerator(None, tk.Loop(micro_batch=1))
+    strategy = tk.job(accelerator).strategy
+    total = accelerator.reduce(torch.ones(()), reduction="sum").item()
+    if fail and accelerator.process_index == 1:
+        raise ValueError("rank one does not like it")
+    for step in (1, 2, 3):
+        tk.log(step, loss=1.0 / step, tokens=8, ranks=total)
+    print(" ".join(words), strategy.sharding, strategy.adapter)
+
+
+def test_a_function_is_a_run(tmp_path: Path) -> None:
+    strategy = tk.Strategy(sharding="ddp", adapter="lora")
+    words = ["shipped", "by", "value"]
+    run = tk.launch(
+        hosted, strategy, processes=2, run_dir=tmp_path / "run", args=(words,), kwargs={"fail": False}
+    ).wait()
+    assert run.status == "finished"
+    assert "shipped by value ddp lora" in run.logs(0)
+    about = json.loads((tmp_path / "run/run.json").read_text())
+    assert about["target"]["name"] == "hosted"
+    file = tmp_path / "run/logs/function.pkl"
+    assert file.stat().st_mode & 0o777 == 0o600
+    lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == [
+        (1, 1.0, 2.0),
+        (2, 0.5, 2.0),
+        (3, 1 / 3, 2.0),
+    ]
+
+    # Its folder alone lets no code run; the file as it was written does, and another does not.
+    with pytest.raises(tk.RunError, match="its folder alone cannot let run"):
+        tk.resume(run)
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(tk.RunError, match="is not the one that was launched"):
+        tk.resume(run, trust_function=True).wait()
+
+
+def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
+    run = tk.launch(hosted, "ddp", processes=2, run_dir=tmp_path / "run", args=([],), kwargs={"fail": True})
+    with pytest.raises(tk.RunError, match=r"rank 1 ended with ValueError: rank one does not like it[^$]*Traceback"):
+        run.wait()
+    assert run.status == "failed"
+    assert not left_of(tmp_path / "run")
+
+
+def test_a_script_is_a_run(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import os, sys\nprint('words', sys.argv[1:], os.environ['RANK'] if 'RANK' in os.environ else 0)\n"
+    )
+    run = tk.launch(str(script), "none", run_dir=tmp_path / "run", args=("--epochs", 1)).wait()
+    assert "words ['--epochs', '1']" in run.logs(0)
+    assert run.memory is None
+    assert os.path.exists(tmp_path / "run/run.json")

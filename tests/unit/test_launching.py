@@ -1,0 +1,122 @@
+"""What is known to be wrong before a process starts, and what can be shipped."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+from toolkit.launching.progress import Tail, read_progress
+from toolkit.launching.targets import named, ship, unship
+from toolkit.launching.viewing import page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"strategy": "zero4"}, "sharding 'zero4' is unknown. Did you mean"),
+        ({"stepps": 3}, "launch has no argument 'stepps'. Did you mean 'steps'?"),
+        ({"target": "toolkit.fine_tune"}, "Python finds no such module. Did you mean 'toolkit.finetune'?"),
+        ({"target": "missing.py"}, "there is no such script"),
+        ({"target": "json.tool", "steps": 3}, "steps: only the recipe"),
+        ({"args": (1,)}, "args: the recipe takes its fields by name"),
+        (
+            {"strategy": tk.Strategy(sharding="fsdp", precision="fp16"), "processes": 2},
+            "cannot train in precision 'fp16' on a CPU",
+        ),
+        ({"processes": 0}, "processes 0: expected at least 1"),
+        ({"steps": "many"}, "steps 'many': expected int"),
+        ({"restarts": -1}, "restarts -1"),
+    ],
+)
+def test_mistakes_are_said_at_once(
+    words: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tk.ToolkitError, match=said.replace("?", r"\?")):
+        tk.launch(**words)
+
+
+def holder() -> Callable[[], object]:
+    lock = threading.Lock()
+
+    def function() -> object:
+        return lock
+
+    return function
+
+
+def test_what_cannot_be_shipped_is_named(tmp_path: Path) -> None:
+    with pytest.raises(tk.RunError, match=r"its variable 'lock' is a lock .*Make it inside of the function"):
+        ship(holder(), (), {}, tmp_path / "function.pkl")
+    with pytest.raises(tk.RunError, match="its argument 2 is a lock"):
+        ship(print, (1, threading.Lock()), {}, tmp_path / "function.pkl")
+    assert not (tmp_path / "function.pkl").exists()
+
+
+def test_a_shipped_function_comes_back_and_no_other(tmp_path: Path) -> None:
+    factor = 3
+
+    def triple(number: int, *, more: int) -> int:
+        return factor * number + more
+
+    target = ship(triple, (2,), {"more": 1}, tmp_path / "function.pkl")
+    function, args, kwargs = unship(tmp_path / "function.pkl", target.sha256)
+    assert function(*args, **kwargs) == 7
+    assert (tmp_path / "function.pkl").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(tk.RunError, match="is not the one that was launched"):
+        unship(tmp_path / "function.pkl", "0" * 64)
+    with pytest.raises(tk.RunError, match="cannot be read"):
+        unship(tmp_path / "other.pkl", target.sha256)
+
+
+def test_scripts_and_modules_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    assert named(str(tmp_path / "mine.py"), ["--a"]).kind == "script"
+    assert named("json.tool").kind == "module"
+
+
+def test_a_folder_without_a_run_is_not_attached(tmp_path: Path) -> None:
+    with pytest.raises(tk.RunError, match="holds no run"):
+        tk.attach(tmp_path)
+    assert "There is no run in" in str(tk.runs(tmp_path))
+
+
+def line(step: int) -> str:
+    return f'{{"step": {step}, "loss": {10 / step}, "tokens": 100, "seconds": 0.5, "bytes": [{{"rss": 1048576}}]}}\n'
+
+
+def test_events_are_read_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.look() == []
+    path.write_text(line(1) + line(2)[:20])  # torn
+    assert [one["step"] for one in tail.look()] == [1]
+    path.write_text(line(1) + line(2) + line(3))
+    assert [one["step"] for one in tail.look()] == [1, 2, 3]
+    (tmp_path / "new").write_text(line(1))  # as a resumed run writes it
+    (tmp_path / "new").replace(path)
+    assert [one["step"] for one in tail.look()] == [1]
+
+
+def test_ten_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
+    about = {"loop": {"steps": 10_000}, "forecast": {"device": {"peak_bytes": 2 << 20, "limit_bytes": 4 << 20}}}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    (tmp_path / "events.jsonl").write_text("".join(line(step) for step in range(1, 10_001)))
+    progress = read_progress(tmp_path)
+    assert (progress.step, progress.steps, progress.tokens_per_second, progress.left_seconds) == (
+        10_000,
+        10_000,
+        200.0,
+        0.0,
+    )
+    shown = page("runs/x", "running", progress, Tail(tmp_path / "events.jsonl").look(), "")
+    assert len(shown) < 100_000
+    assert "<script" not in shown
+    assert "4.0 MiB" in shown
+    assert 'role="status"' in shown
