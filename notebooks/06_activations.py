@@ -29,8 +29,8 @@ tk.here()
 GPU = tk.hardware().device.kind == "cuda"
 WIDTH = 512 if GPU else 128  # of the layer that is looked at
 TOKENS = 512 if GPU else 128
-BATCH = 8 if GPU else 4
-DEPTHS = (4, 9, 16, 25, 36, 64)  # layers of the stacks that are measured
+BATCH = 8 if GPU else 2
+DEPTHS = (4, 9, 16, 36, 64)  # layers of the stacks that are measured
 REPEATS = 5  # of each timing; the shortest counts
 STEPS = 12  # of each of the two runs
 SEQ_LEN = 1024 if GPU else 256  # of a row in those runs
@@ -110,7 +110,7 @@ rows.append(("all", format_bytes(inner * one), f"{inner:.2f}"))
 HTML(Table(title="Kept by one layer", columns=("shape", "bytes", "in inputs"), rows=rows).html())
 
 # %% [markdown]
-# The layer's input is one unit; the MLP's two wide tensors are four each; query, key and value are three. Together that is about 17
+# The layer's input is one unit; the MLP's two wide tensors are four each; query, key and value are three. Together that is 16
 # times the input. (Korthikanti et al. 2022 count 34 bytes for each token and unit of width in 16 bits, dropout's masks included: 17
 # numbers. Attention's scores would come on top; the fused kernel does not keep them.)
 
@@ -139,14 +139,10 @@ assert {size for _, size in kept.values()} == {one}  # the input, and nothing el
 # and fall through the backward. Checkpointed, they stay low, and the backward is a row of small peaks: one layer at a time.
 
 # %%
-from contextlib import nullcontext
-
-from IPython.display import display
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint_sequential
 
-from toolkit.drawing import Bar, bars, curve, figure
-from toolkit.units import MiB
+from toolkit import measuring
+from toolkit.drawing import curve
 
 
 def stack_of(layers):
@@ -157,93 +153,18 @@ def stack_of(layers):
     return made
 
 
-def step(stack, segments=None):
-    """One forward and backward; `segments`: into how many pieces the stack is cut, each checkpointed. None: nothing is."""
+def step(stack, together=None):
+    """One forward and backward; `together`: how many layers are checkpointed as one. None: none are."""
+    made = x
     with tk.phase("forward"):
-        made = stack(x) if segments is None else checkpoint_sequential(stack, segments, x, use_reentrant=False)
+        if together is None:
+            made = stack(made)
+        else:
+            for first in range(0, len(stack), together):
+                made = checkpoint(stack[first : first + together], made, use_reentrant=False)
         loss = made.square().mean()
     with tk.phase("backward"):
         loss.backward()
-
-
-def timeline(run):
-    """The allocator's total above its beginning, after each operator: (ms, MiB)."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    total, found = 0, []
-    events = sorted(profiled.events(), key=lambda event: event.time_range.end)
-    for event in events:
-        total += event.self_device_memory_usage if GPU else event.self_cpu_memory_usage
-        found.append(((event.time_range.end - events[0].time_range.start) / 1000, total / MiB))
-    return found
-
-
-deep = stack_of(16)
-step(deep)  # once before anything is measured
-ways = {"plain": None, "checkpointed, 4 layers together": 4, "checkpointed, each layer": 16}
-lines = {name: timeline(lambda segments=segments: step(deep, segments)) for name, segments in ways.items()}
-HTML(curve(lines, title="16 layers, forward and backward", x="ms, with the profiler's own cost", y="MiB above the beginning"))
-
-# %% [markdown]
-# ## What it costs: a third more work
-#
-# Of a layer's work the forward is one part, and the backward two: it multiplies once for the input's gradient and once for the weights'. With the
-# forward computed again that is four instead of three. PyTorch counts the operations:
-
-# %%
-from torch.utils.flop_counter import FlopCounterMode
-
-
-def operations(segments):
-    """Floating-point operations of one step."""
-    with FlopCounterMode(display=False) as counter:
-        step(deep, segments)
-    return counter.get_total_flops()
-
-
-more = operations(16) / operations(None)
-f"{more - 1:.0%} more operations"
-
-# %%
-assert 1.25 < more < 4 / 3 + 0.01  # a little less than a third: the last layer is never recomputed, it is still there
-
-# %% [markdown]
-# The clock agrees, more or less: norms and activations count as no operations, and take time. The shortest of a few alternating steps counts.
-
-# %%
-import time
-
-
-def seconds(segments):
-    """Of one step."""
-    began = time.perf_counter()
-    step(deep, segments)
-    if GPU:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-took = {name: [] for name in ways}
-for _ in range(REPEATS):
-    for name, segments in ways.items():
-        took[name].append(seconds(segments))
-{name: f"{1000 * min(all_of):.0f} ms, x {min(all_of) / min(took['plain']):.2f}" for name, all_of in took.items()}
-
-# %% [markdown]
-# ## O(√L)
-#
-# Cut a stack of L layers into k segments. Between forward and backward k inputs are kept, and while one segment is recomputed the insides of its
-# L/k layers are. With a layer's inside i times as large as its input that is
-#
-# &emsp; k + i · L/k &emsp; inputs, least at &emsp; k = √(i · L), &emsp; where it is &emsp; 2 · √(i · L).
-#
-# So memory grows with the **square root** of the depth (Chen et al. 2016), and every layer is still computed only twice. Measured, as `toolkit` measures a
-# run on this device, beside the formula:
-
-# %%
-import math
-
-from toolkit import measuring
 
 
 def peak(run):
@@ -256,54 +177,149 @@ def peak(run):
     return (max(phases["forward"], phases["backward"]) - before) / one
 
 
-def formula(depth, segments):
-    """The same, by the formula."""
-    return inner * depth if segments is None else segments + inner * math.ceil(depth / segments)
+def totals(tree):
+    """Time in ns and the allocator's total, of each allocation and release in a profiler's tree of events."""
+    for node in tree:
+        if node.name == "[memory]" and node.extra_fields.device.type == device:
+            yield node.start_time_ns, node.extra_fields.total_allocated
+        yield from totals(node.children)
+
+
+def timeline(run):
+    """What is allocated above the beginning: (ms, in inputs of a layer)."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    found = sorted(totals(profiled.profiler.kineto_results.experimental_event_tree()))
+    began, least = found[0][0], min(total for _, total in found)
+    return [((at - began) / 1e6, (total - least) / one) for at, total in found]
+
+
+deep = stack_of(16)
+step(deep)  # once before anything is measured
+ways = {"plain": None, "checkpointed, 4 layers together": 4, "checkpointed, each layer": 1}
+peaks = {name: peak(lambda size=size: step(deep, size)) for name, size in ways.items()}
+lines = {name: timeline(lambda size=size: step(deep, size)) for name, size in ways.items()}
+HTML(curve(lines, title="16 layers, forward and backward", x="ms, with the profiler's own cost", y="in inputs of a layer"))
+
+# %% [markdown]
+# The highest points are what the toolkit measures, too, when it watches a run:
+
+# %%
+for name, line in lines.items():
+    assert abs(max(total for _, total in line) / peaks[name] - 1) < 0.1
+assert peaks["checkpointed, each layer"] < peaks["checkpointed, 4 layers together"] < peaks["plain"] / 2
+{name: round(most) for name, most in peaks.items()}
+
+# %% [markdown]
+# ## What it costs: a third more work
+#
+# Of a layer's work the forward is one part, and the backward two: it multiplies once for the input's gradient and once for the weights'. With the
+# forward computed again that is four instead of three. PyTorch counts the operations:
+
+# %%
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def operations(together, early_stop):
+    """Floating-point operations of one step."""
+    with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(early_stop):
+        step(deep, together)
+    return counter.get_total_flops()
+
+
+once = operations(None, True)
+more = {"the whole layer again": operations(1, False) / once - 1, "as far as needed": operations(1, True) / once - 1}
+{name: f"{share:.1%} more operations" for name, share in more.items()}
+
+# %% [markdown]
+# In practice it is less: PyTorch stops recomputing as soon as it has what the backward asks for, and nobody asks for the result of a layer's last product.
+
+# %%
+assert abs(more["the whole layer again"] - 1 / 3) < 0.02
+assert more["as far as needed"] < more["the whole layer again"]
+
+# %% [markdown]
+# The clock agrees, more or less: norms and activations count as no operations, and take time. The shortest of a few alternating steps counts.
+
+# %%
+import time
+
+
+def seconds(together):
+    """Of one step."""
+    began = time.perf_counter()
+    step(deep, together)
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+took = {name: [] for name in ways}
+for _ in range(REPEATS):
+    for name, together in ways.items():
+        took[name].append(seconds(together))
+{name: f"{1000 * min(all_of):.0f} ms, x {min(all_of) / min(took['plain']):.2f}" for name, all_of in took.items()}
+
+# %% [markdown]
+# ## O(√L)
+#
+# Checkpoint a stack of L layers in segments of m layers. From the forward to the backward the inputs of L/m segments are kept; while one segment is
+# recomputed, so are the insides of its m layers. With a layer's inside i times as large as its input that is
+#
+# &emsp; L/m + i · m &emsp; inputs.
+#
+# With m = √L it grows as **√L**, while every layer is still computed only twice (Chen et al. 2016). The least is at m = √(L/i), where it is
+# 2 · √(i · L). Measured, beside the formula and what one layer's backward takes on top:
+
+# %%
+import math
+
+from toolkit.drawing import figure
+
+single = stack_of(1)
+extra = peak(lambda: step(single)) - inner  # gradients on their way through a layer
+
+
+def formula(depth, together):
+    """The peak in inputs of a layer."""
+    return extra + (inner * depth if together is None else math.ceil(depth / together) + inner * together)
 
 
 measured, foretold = {}, {}
 for depth in DEPTHS:
     stack = stack_of(depth)
-    for name, segments in {
-        "plain": None,
-        "a segment a layer": depth,
-        "√L segments": math.isqrt(depth),
-        "√(i·L) segments": min(depth, round(math.sqrt(inner * depth))),
-    }.items():
-        measured[name, depth] = peak(lambda stack=stack, segments=segments: step(stack, segments))
-        foretold[name, depth] = formula(depth, segments)
-    del stack
+    sizes = {"plain": None, "m = 1": 1, "m = √L": math.isqrt(depth), "m = √(L/i)": max(1, round(math.sqrt(depth / inner)))}
+    for name, together in sizes.items():
+        measured[name, depth] = peak(lambda stack=stack, together=together: step(stack, together))
+        foretold[name, depth] = formula(depth, together)
 
-names = list(dict.fromkeys(name for name, _ in measured))
-rows = [
-    (depth, *(f"{measured[name, depth]:.0f} ({foretold[name, depth]:.0f})" for name in names)) for depth in DEPTHS
-]
-table = Table(title="Inputs of a layer, measured (and by the formula)", columns=("layers", *names), rows=rows)
-picture = curve(
-    {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"},
-    title="What stays below the plain stack's climb",
-    x="layers",
-    y="peak, in inputs of a layer",
-)
-HTML(figure(picture, table))
+names = list(sizes)
+rows = [(depth, *(f"{measured[name, depth]:.0f} ({foretold[name, depth]:.0f})" for name in names)) for depth in DEPTHS]
+table = Table(
+    title="Peak in inputs of a layer: measured (formula)", columns=("layers", *names), rows=rows,
+    notes=("The picture leaves the plain stack out: it would be far above.",),
+)  # fmt: skip
+lines = {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"}
+HTML(figure(curve(lines, title="A checkpoint for m layers of L", x="L, layers", y="peak, in inputs of a layer"), table))
 
 # %%
-for (name, depth), found in measured.items():
-    assert abs(found / foretold[name, depth] - 1) < 0.25, (name, depth)
+for each, size in measured.items():
+    assert abs(size / foretold[each] - 1) < 0.1, each
 low, high = min(DEPTHS), max(DEPTHS)
-grown = {name: math.log(measured[name, high] / measured[name, low]) / math.log(high / low) for name in names}
-assert 0.9 < grown["plain"] < 1.1  # as the depth
-assert 0.35 < grown["√L segments"] < 0.65  # as its square root
-{name: f"grows as depth to the power of {power:.2f}" for name, power in grown.items()}
+grown = {name: (measured[name, high] - extra) / (measured[name, low] - extra) for name in names}
+assert abs(grown["plain"] / (high / low) - 1) < 0.1  # as the depth
+assert abs(grown["m = √L"] / math.sqrt(high / low) - 1) < 0.1  # as its square root
+{f"from {low} to {high} layers": {name: f"x {times:.1f}" for name, times in grown.items()}}
 
 # %% [markdown]
-# Look at «a segment a layer»: it grows with the depth, but by one input a layer, where the plain stack grows by 17. Up to about 17 layers it is the best cut
-# there is, and at 64 the best one saves little more. That is why transformers, and this toolkit's `activation_checkpointing="full"`, checkpoint
-# layer by layer: it is nearly the least, and nobody has to choose k.
+# Now look at m = 1, a checkpoint for each layer. It grows with the depth, but by one input a layer where the plain stack grows by 16; m = √L is below it only
+# when L is greater than about i², some 250 layers, and even the best m is still 1 or 2 here. That is why transformers, and so this
+# toolkit's `activation_checkpointing="full"`, checkpoint layer by layer: it is nearly the least, and nobody has to choose m.
 
 # %%
-best = min(measured[name, high] for name in names)
-assert measured["a segment a layer", high] < 1.5 * best
+assert all(measured["m = 1", depth] < measured["m = √L", depth] for depth in DEPTHS if depth < inner**2 / 2)
+assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for depth in DEPTHS)
 
 # %% [markdown]
 # ## In a real run
@@ -312,6 +328,8 @@ assert measured["a segment a layer", high] < 1.5 * best
 # launches nothing:
 
 # %%
+from toolkit.drawing import Bar, bars
+
 spec = tk.describe()
 loop = tk.Loop(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
 words = {"kept": "none", "recomputed": "full"}
