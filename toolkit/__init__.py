@@ -29,6 +29,7 @@ from toolkit.readying import Recipe
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
+from toolkit.trying import Trial, try_out
 
 __all__ = [
     "Audit",
@@ -57,6 +58,7 @@ __all__ = [
     "StrategyError",
     "StrategyMismatch",
     "ToolkitError",
+    "Trial",
     "accelerator",
     "attach",
     "audit",
@@ -80,6 +82,7 @@ __all__ = [
     "runs",
     "save",
     "train",
+    "try_out",
     "verify",
 ]
 

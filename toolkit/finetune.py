@@ -98,7 +98,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     if flags.resume:
         accelerator.print(str(found))
     attempt = begin(accelerator, folder, ready, recipe, machine, found)
-    ours, tokenizer, loader, schedule = _made(accelerator, ready, recipe, start=found.step)
+    ours, tokenizer, loader, schedule = assembled(accelerator, ready, recipe, start=found.step)
     limit_all(patience(recipe.timeout))
     if found.manifest is not None:
         restore(ours, schedule, found, identity)
@@ -134,7 +134,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     return 0
 
 
-def _made(accelerator: Any, ready: Ready, recipe: Recipe, *, start: int) -> tuple[Prepared, Any, Any, Any]:
+def assembled(accelerator: Any, ready: Ready, recipe: Recipe, *, start: int) -> tuple[Prepared, Any, Any, Any]:
     """What is trained, prepared: model and optimizer; its tokenizer, the batches behind step `start`, the schedule."""
     asked = job(accelerator)
     model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)

@@ -90,6 +90,11 @@ class Folder:
         """How a rank ended, where an exception ended it."""
         return self.logs / f"rank-{rank}.error.json"
 
+    @property
+    def end(self) -> Path:
+        """How the last attempt ended, as its supervisor said it; nothing where it finished."""
+        return self.logs / "end.json"
+
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to `events.jsonl`."""
         append_line(self.events, event)
@@ -106,6 +111,17 @@ class Folder:
                 with self._spare(rank).open("r+") as file:
                     file.write(json.dumps(redact_all({**about, "message": short})))
                 self._spare(rank).rename(self.error(rank))
+
+    def record_end(self, how: str, message: str) -> None:
+        """Leave for whoever looks later how a run that had begun ended: `stopped` or `failed`, and what was said of it."""
+        if self.run_json.exists():
+            with contextlib.suppress(RunError):  # a full disk: the user has been told
+                write_json(self.end, {"how": how, "time": time.time(), "message": message})
+
+    def errors(self) -> dict[int, dict[str, Any]]:
+        """Rank → the exception that ended it, as `record_error` left it."""
+        found = self.logs.glob("rank-*.error.json")
+        return {int(path.name.split(".")[0].removeprefix("rank-")): json.loads(path.read_text()) for path in found}
 
     @contextlib.contextmanager
     def room_for_error(self, rank: int) -> Iterator[None]:
@@ -186,6 +202,18 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         os.close(lock)
         raise
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
+
+
+def look(path: str | Path) -> Folder:
+    """A run's folder to read in, whoever holds it: nobody is kept out.
+
+    Raises:
+        RunError: where it holds no run.
+    """
+    path = Path(path)
+    if not (path / "run.json").is_file():
+        raise _no_run(path)
+    return Folder(path=path, token="", created=False, lock=-1)
 
 
 def check_new(path: str | Path) -> None:

@@ -143,6 +143,26 @@ def _held_by(path: Path, lock: int) -> str:
     return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
 
 
+def held_by_others(path: Path) -> bool:
+    """Whether a living process beside this one is in the run's folder: it goes on."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        with contextlib.suppress(RunError):  # no flock here, where a run may have been copied to
+            if _flock(path, lock, shared=False):  # for an instant: who enters meanwhile asks again
+                return False
+        here, ours = socket.gethostname(), os.getpid()
+        return any(
+            line["host"] != here or (line["pid"] != ours and process_lives(line["pid"]))
+            for line in _holders(lock)
+            if "pid" in line
+        )
+    finally:
+        os.close(lock)
+
+
 def process_lives(pid: int) -> bool:
     """Whether there is a process of this number on this machine, whoever owns it."""
     try:

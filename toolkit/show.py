@@ -24,9 +24,8 @@ class Table:
 
     def text(self) -> str:
         """Aligned columns for a terminal or a Markdown code block."""
-        cells = [[str(cell) for cell in row] for row in self.rows]
+        cells, right = self._cells()
         widths = [max(len(row[i]) for row in [list(self.columns), *cells]) for i in range(len(self.columns))]
-        right = [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
 
         def line(row: Sequence[str]) -> str:
             padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
@@ -37,14 +36,28 @@ class Table:
         return "\n".join([*head, line(list(self.columns)), rule, *(line(row) for row in cells), *self.notes])
 
     def html(self) -> str:
-        """A plain `<table>` with a caption and column headers, readable without a style sheet or a script."""
+        """A plain `<table>` with a caption, and headers of columns and rows, readable without a style sheet or a script."""
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        head = "".join(f'<th scope="col">{html.escape(str(name))}</th>' for name in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in self.rows
-        )
+        cells, right = self._cells()
+        # Notebooks set every cell to the right.
+        sides = [f' style="text-align:{"right" if numbers else "left"}"' for numbers in right]
+        columns = zip(map(str, self.columns), sides, strict=True)
+        head = "".join(f'<th scope="col"{side}>{html.escape(name)}</th>' for name, side in columns)
+        body = "".join(_row(row, sides) for row in cells)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    def _cells(self) -> tuple[list[list[str]], list[bool]]:
+        """What stands in them, and which columns stand to the right."""
+        cells = [[str(cell) for cell in row] for row in self.rows]
+        return cells, [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
+
+
+def _row(row: Sequence[str], sides: Sequence[str]) -> str:
+    """A row of HTML, whose first cell says what the others are of."""
+    kinds = ['th scope="row"', *["td"] * (len(row) - 1)]
+    cells = zip(kinds, sides, row, strict=True)
+    return "<tr>" + "".join(f"<{kind}{side}>{html.escape(cell)}</{kind[:2]}>" for kind, side, cell in cells) + "</tr>"
 
 
 def _numeric(cell: str) -> bool:
@@ -58,11 +71,15 @@ class Shown:
         """What is shown, in order."""
         raise TypeError(f"{type(self).__name__} does not say how it is shown")
 
+    def pictures(self) -> Sequence[str]:
+        """Drawings, as SVG, that stand above the tables where HTML is shown."""
+        return ()
+
     def __str__(self) -> str:
         return redact("\n\n".join(table.text() for table in self.tables()))
 
     def _repr_html_(self) -> str:
-        return redact("".join(table.html() for table in self.tables()))
+        return redact("".join([*self.pictures(), *(table.html() for table in self.tables())]))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain containers, sizes in bytes and times in seconds."""

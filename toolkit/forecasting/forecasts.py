@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.devices import Hardware
+from toolkit.drawing import Bar, bars
 from toolkit.flags import spell
 from toolkit.forecasting.calibrating import calibrated, read_run
 from toolkit.forecasting.ledger import PARTS
@@ -125,6 +126,12 @@ class Forecast(Shown):
             "communication_bytes": self.communication_bytes,
             "unknown": list(self.unknown),
         }
+
+    def pictures(self) -> Sequence[str]:
+        """The peak by part, beside what a rank has."""
+        peak = Bar(label=self.peak_phase, parts={part: self.parts[part] for part in PARTS if self.parts.get(part)})
+        title = f"Highest need of a rank: {format_bytes(self.peak_bytes)} in {self.peak_phase}"
+        return (bars([peak], title=title, limit=self.limit_bytes, limit_label="a rank has"),)
 
     def tables(self) -> list[Table]:
         """The peak by part, and the highest total of each phase."""

@@ -58,7 +58,7 @@ class Known:
 
 def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
     """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
-    raised = raised_by_ranks(folder)
+    raised = folder.errors()
     noted = json.loads(failures_of(folder).read_text()) if failures_of(folder).exists() else []
     failures = [one for one in noted if one["time"] + 1 < known.cut_at]  # torch elastic notes whole seconds
     for told in raised.values():
@@ -87,12 +87,6 @@ def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
     if error:
         how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
     return RankDied(f"rank {rank} {how.removesuffix('.')}. {_place(folder, rank)}{end_of_log(folder, rank)}")
-
-
-def raised_by_ranks(folder: Folder) -> dict[int, dict[str, Any]]:
-    """Rank → the exception that ended it, as `Folder.record_error` left it."""
-    found = folder.logs.glob("rank-*.error.json")
-    return {int(path.name.split(".")[0].removeprefix("rank-")): json.loads(path.read_text()) for path in found}
 
 
 def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:

@@ -21,7 +21,12 @@ def clear(folder: Folder, config: Mapping[str, Any]) -> None:
     import yaml
 
     folder.logs.mkdir(exist_ok=True)
-    for old in (*folder.logs.glob("rank-*.error.json"), *folder.logs.glob("rank-*.beat"), failures_of(folder)):
+    for old in (
+        *folder.logs.glob("rank-*.error.json"),
+        *folder.logs.glob("rank-*.beat"),
+        failures_of(folder),
+        folder.end,
+    ):
         old.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(dict(config), sort_keys=False))
 

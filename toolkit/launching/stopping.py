@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from toolkit.continuing import how_to_go_on
 from toolkit.folder import Folder
-from toolkit.launching.failing import as_raised, raised_by_ranks
+from toolkit.launching.failing import as_raised
 
 
 class Stopped(Exception):
@@ -23,7 +23,7 @@ class Stopped(Exception):
     @classmethod
     def of(cls, number: int, folder: Folder) -> Stopped:
         """With what is said of the run in `folder`, and why a rank refused to publish."""
-        refused = [str(error) for told in raised_by_ranks(folder).values() if (error := as_raised(told))]
+        refused = [str(error) for told in folder.errors().values() if (error := as_raised(told))]
         return cls(number, " ".join([how_to_go_on(folder), *refused[:1]]))
 
 

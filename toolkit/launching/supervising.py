@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from toolkit.errors import ToolkitError
 from toolkit.folder import Folder, read_events
 from toolkit.launching.failing import Known, RankHung, failure
 from toolkit.launching.starting import clear, ranks_here, start
@@ -63,23 +65,34 @@ def supervise(
     """
     assert os.environ.get(TOKEN) != folder.token, "a supervisor names its run anew, or it would end itself with it"
     clear(folder, config)
-    kills = memory_kills()
-    watch = None if timeout is None else Watch(folder, ranks_here(config), timeout)
-    stop = Stop()
-    with stop.listening():
-        launcher = start(folder, module, arguments, config, environ or {}, output)
-        attempt = _Attempt(folder, launcher, stop, watch)
-        try:
-            code = attempt.wait()
-        except RankHung:
-            if stop.number is None:
-                raise
-        finally:
-            sweep(folder.token, launcher)
-    if stop.number is not None:
-        raise Stopped.of(stop.number, folder)
-    if code != 0:
-        raise failure(folder, code, attempt.known(memory_kills() - kills))
+    with _noted(folder):
+        kills = memory_kills()
+        watch = None if timeout is None else Watch(folder, ranks_here(config), timeout)
+        stop = Stop()
+        with stop.listening():
+            launcher = start(folder, module, arguments, config, environ or {}, output)
+            attempt = _Attempt(folder, launcher, stop, watch)
+            try:
+                code = attempt.wait()
+            except RankHung:
+                if stop.number is None:
+                    raise
+            finally:
+                sweep(folder.token, launcher)
+        if stop.number is not None:
+            raise Stopped.of(stop.number, folder)
+        if code != 0:
+            raise failure(folder, code, attempt.known(memory_kills() - kills))
+
+
+@contextlib.contextmanager
+def _noted(folder: Folder) -> Iterator[None]:
+    """What is said of an attempt that ended otherwise than asked stays in its folder."""
+    try:
+        yield
+    except (ToolkitError, Stopped) as error:
+        folder.record_end("stopped" if isinstance(error, Stopped) else "failed", str(error))
+        raise
 
 
 class _Attempt:

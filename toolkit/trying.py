@@ -1,0 +1,178 @@
+"""`try_out()` → `Trial`: a few steps in this very process, and what they took beside what was forecast. For one rank."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+
+from toolkit import measuring
+from toolkit.devices import hardware
+from toolkit.drawing import Bar, bars
+from toolkit.engines.job import on_device
+from toolkit.errors import RunError, StrategyError
+from toolkit.finetune import assembled, seed_everything
+from toolkit.forecasting import Forecast
+from toolkit.forecasting.ledger import PARTS
+from toolkit.measuring import Memory
+from toolkit.measuring.window import STEPS
+from toolkit.phases import PHASES
+from toolkit.preparing import Audit, audit
+from toolkit.readying import Ready, Recipe, foretold, get_ready
+from toolkit.runtime import accelerator
+from toolkit.show import Shown, Table
+from toolkit.strategy import Loop, Strategy
+from toolkit.training import Step, train
+from toolkit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Shown):
+    """A few steps of one rank: what was forecast, and what was measured."""
+
+    forecast: Forecast
+    """Made before the first byte was loaded."""
+    memory: Memory
+    audit: Audit
+    """After the first step."""
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...]
+    """What loading said that it did."""
+
+    @property
+    def phases(self) -> Mapping[str, int]:
+        """The highest total within each phase. A trial saves nothing.
+
+        Raises:
+            RunError: where nothing could be measured, with the reason.
+        """
+        if self.memory.measured is None:
+            raise RunError(f"nothing was measured: {self.memory.reason}.")
+        found: Mapping[str, int] = self.memory.measured["phases"]
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest of them."""
+        return max(self.phases.values())
+
+    @property
+    def foretold_bytes(self) -> int:
+        """The highest that was forecast, of the phases that were run."""
+        return max(size for name, size in self.forecast.phases.items() if name in self.phases)
+
+    @property
+    def ratio(self) -> float:
+        """The forecast of the peak as a multiple of what was measured."""
+        return self.foretold_bytes / self.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of the median step behind the memory window, which slows what lies in it; of all where none lies behind it."""
+        took = [step.seconds for step in self.steps]
+        return statistics.median(took[STEPS:] or took)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of every step, in nats a token."""
+        return tuple(step.loss for step in self.steps)
+
+    def pictures(self) -> Sequence[str]:
+        """The peak by part, as forecast and as measured."""
+        assert self.memory.measured is not None, "`phases` has said so"
+        foretold = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
+        rows = [
+            Bar(label="forecast", parts=foretold),
+            Bar(label="measured", parts=self.memory.measured["parts"]),
+        ]
+        return (bars(rows, title=f"The peak, in {self.forecast.peak_phase}"),)
+
+    def tables(self) -> list[Table]:
+        """Each phase's highest total beside its forecast."""
+        phases = {name: (self.forecast.phases.get(name), self.phases[name]) for name in PHASES if name in self.phases}
+        rows = [
+            (name, *_beside(foretold, measured))
+            for name, (foretold, measured) in {"peak": (self.foretold_bytes, self.peak_bytes), **phases}.items()
+        ]
+        notes = (f"A step took {format_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",)
+        title = (
+            f"Highest memory, sharding {self.forecast.strategy.sharding}, precision {self.forecast.strategy.precision}"
+        )
+        return [Table(title=title, columns=("phase", "forecast", "measured", "x"), rows=rows, notes=notes)]
+
+
+def _beside(foretold: int | None, measured: int) -> tuple[str, str, str]:
+    if foretold is None:
+        return "–", format_bytes(measured), "–"
+    return format_bytes(foretold), format_bytes(measured), f"{foretold / measured:.2f}" if measured else "–"
+
+
+def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: Recipe | None = None) -> Trial:
+    """Train for `loop.steps` in this process, alone, and let go of everything. The run has no folder and leaves no file.
+
+    Where bytes and seconds of a setting are to be seen at once; a run that counts belongs into processes of its own (`launch`).
+    Three steps are measured; those behind them tell the time.
+
+    Args:
+        strategy: on one rank, so sharding `none`.
+        loop: what a step is, and how many there are.
+        recipe: model and data; the embedded ones where it is left out.
+
+    Raises:
+        StrategyError: for a sharding that needs several processes, and for what cannot be forecast.
+        ToolkitError: for whatever else is wrong with strategy, model or data.
+    """
+    asked, loop, recipe = strategy or Strategy(), loop or Loop(steps=5), recipe or Recipe()
+    if asked.sharding != "none":
+        raise StrategyError(
+            f"sharding {asked.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
+        )
+    machine = hardware()
+    ready = foretold(get_ready(recipe, asked, loop, 1, machine.device), recipe, machine)
+    if ready.forecast is None:
+        raise StrategyError(f"{ready.unforecast}")
+    gc.collect()  # what is freed within the window has to have been allocated there
+    said = StringIO()
+    try:
+        window = measuring.start(machine.device.kind)
+        with redirect_stdout(said):
+            steps, held, memory = _run(ready, recipe, window)
+    finally:
+        _forget()
+    return Trial(
+        forecast=ready.forecast, memory=memory, audit=held, steps=steps, notes=tuple(said.getvalue().splitlines())
+    )
+
+
+def _run(ready: Ready, recipe: Recipe, window: measuring.Window) -> tuple[tuple[Step, ...], Audit, Memory]:
+    """As a rank of `finetune` does, without what keeps a run."""
+    made = accelerator(ready.job.strategy, ready.job.loop, ready.job.spec)
+    seed_everything(ready.job.loop.seed)
+    ours, _, loader, schedule = assembled(made, ready, recipe, start=0)
+    steps: list[Step] = []
+    held = None
+    try:
+        for step in train(ours, loader, schedule):
+            window.step_done(step.step)
+            if held is None and not step.skipped:
+                held = audit(ours, gradients=step.gradients)
+            steps.append(step)
+    finally:
+        window.close()
+    held = held or audit(ours)
+    return tuple(steps), held, measuring.collect(window.result(), on_device(ready.job, held.held), lambda rows: rows)
+
+
+def _forget() -> None:
+    """Accelerate keeps its state for the whole process, and refuses another precision; CUDA keeps what was freed."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
