@@ -26,6 +26,7 @@ from toolkit.model import ModelSpec, describe
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
+from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "Prepared",
     "Recipe",
+    "Report",
     "Run",
     "RunError",
     "Runs",
@@ -78,6 +80,7 @@ __all__ = [
     "plan",
     "prepare",
     "prepared",
+    "report",
     "resume",
     "runs",
     "save",

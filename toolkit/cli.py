@@ -128,6 +128,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.launching import Care, persevere
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
+    from toolkit.reporting import reported
     from toolkit.runtime import check_ranks
 
     care = from_dict(Care, given(flags, Care))
@@ -143,7 +144,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     check_new(flags.run_dir or "runs/new")
     get_ready(recipe, strategy, loop, ranks, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
-    with enter(path, token=new_token()) as folder:
+    with enter(path, token=new_token()) as folder, reported(path):
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
@@ -178,6 +179,20 @@ def runs(flags: argparse.Namespace) -> Shown:
     return runs(flags.root)
 
 
+def watch(flags: argparse.Namespace) -> Shown:
+    """Show a run until it ends; Ctrl-C ends the watching alone."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).wait()
+
+
+def stop(flags: argparse.Namespace) -> Shown:
+    """End a run's step, publish a checkpoint, and leave no process."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).stop()
+
+
 def resume(flags: argparse.Namespace) -> dict[str, Any]:
     """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
     return _resume(Path(flags.run), flags)
@@ -193,6 +208,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.launching.sessions import check_trusted, hold_session, hosted
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
+    from toolkit.reporting import reported
     from toolkit.runtime import check_ranks
 
     care = from_dict(Care, given(flags, Care))
@@ -216,7 +232,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         return _result(path)
     check_ranks(machine, ranks)
     get_ready(recipe, strategy, loop, ranks, machine.device)
-    with enter(path, resume=True, token=new_token()) as folder:
+    with enter(path, resume=True, token=new_token()) as folder, reported(path):
         again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
@@ -241,6 +257,15 @@ def _result(path: Path) -> dict[str, Any]:
     from toolkit.comparing import read_run
 
     return dataclasses.asdict(read_run(path))
+
+
+def report(flags: argparse.Namespace) -> Shown:
+    """Write a run's report.html, and show what is in it: also of a run that goes on, was stopped or failed."""
+    from toolkit.reporting import report
+
+    found = report(flags.run)
+    print(f"report: {found.write(flags.output)}", file=sys.stderr)
+    return found
 
 
 def compare(flags: argparse.Namespace) -> Shown:
@@ -342,7 +367,12 @@ def parser() -> Parser:
     added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
     added.add_argument("target", metavar="TARGET", help="a script that ends in .py, or a module")
     added.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own command line")
+    verb(watch).add_argument("run", metavar="RUN", help="the run's folder")
+    verb(stop).add_argument("run", metavar="RUN", help="the run's folder")
     verb(runs).add_argument("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
+    added = verb(report)
+    added.add_argument("run", metavar="RUN", help="the run's folder")
+    added.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: report.html in the folder)")
     added = verb(compare, Recipe, Strategy, Loop)
     added.add_argument("--processes", type=int, default=2, help="ranks on this machine")
     added.add_argument("--run-dir", metavar="DIR", help="the folder of the runs")

@@ -17,6 +17,7 @@ from toolkit.launching import supervise
 from toolkit.locking import new_token
 from toolkit.phases import PHASES
 from toolkit.readying import Recipe, get_ready
+from toolkit.reporting import throughput
 from toolkit.runtime import check_ranks
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
@@ -27,9 +28,6 @@ AGREE = {"fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3, "bf16_pure": 1e-2}
 
 In half precision two computations exist, autocast and cast parameters; in pure bf16 the weights themselves round.
 """
-
-WARM = 5
-"""Steps that do not count for tokens/s: the memory window lies in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +160,8 @@ def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path)
 
 def read_run(path: Path) -> Result:
     """A finished run's folder as a row of the comparison."""
-    from statistics import median
-
     about, memory = read_run_json(path), json.loads((path / "memory.json").read_text())
     steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
-    timed = steps[WARM:] or steps
     return Result(
         sharding=about["strategy"]["sharding"],
         strategy=about["strategy"],
@@ -174,7 +169,7 @@ def read_run(path: Path) -> Result:
         ranks=about["ranks"],
         losses=tuple(event["loss"] for event in steps),
         grad_norms=tuple(event["grad_norm"] for event in steps),
-        tokens_per_second=median(event["tokens"] / event["seconds"] for event in timed),
+        tokens_per_second=throughput(steps),
         parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
         measured=memory["measured"],
         forecast=memory["forecast"],

@@ -48,8 +48,11 @@ LONG = 12
 """Rows above which a table beside a picture is folded."""
 
 _INK, _QUIET, _GRID = "#1f2937", "#4b5563", "#e5e7eb"
-_LETTER = 7.0
-"""Pixels that a letter takes at most on average, in a font of 13."""
+_LETTER = 8.0
+"""Pixels that a letter takes at most on average, in a font of 13: of wide ones too."""
+
+_FEW = 30
+"""Points up to which each is a dot, too."""
 
 _DASHES = ("", "7 4", "2 3", "9 3 2 3")
 _DRAWN = count(1)
@@ -94,8 +97,9 @@ def bars(
     top = max(highest, limit if limit is not None and near else 0.0) or 1.0
     said = f"{limit_label or 'limit'} {spell(limit)}" if limit is not None else ""
     left = min(max((len(row.label) for row in rows), default=0) * _LETTER + 14, 250.0)
-    width = WIDTH - left - max((len(spell(total)) for total in totals), default=0) * _LETTER - 24
-    legend, y = _legend({part: _legend_text(part, rows, spell) for part in parts}, 44.0)
+    width = WIDTH - left - max((len(spell(total)) for total in totals), default=0) * (_LETTER + 0.5) - 22
+    named = all(list(row.parts)[:1] == [part for part in row.parts if part in row.label] for row in rows)
+    legend, y = _legend({} if named else {part: _legend_text(part, rows, spell) for part in parts}, 44.0)
     if said:
         y += 18
     first = y + 6
@@ -144,7 +148,7 @@ def curve(
     low, high = _range(values)
     start, end = (min(places), max(places)) if places else (0.0, 1.0)
     end = end if end > start else start + 1
-    rows = [tick for tick in _ticks(low, high) if low <= tick <= high]
+    rows = [tick for tick in _ticks(low, high) if low <= tick <= high] if values else []
     left = max((len(spell_y(tick)) for tick in rows), default=1) * _LETTER + 22
     texts = {name: _line_text(name, points, spell_y) for name, points in known.items()}
     legend, first = _legend(texts, 44.0, dashed=True)
@@ -172,7 +176,9 @@ def curve(
     if not values:
         body.append(_text(left + width / 2, first + height / 2, "nothing yet", colour=_QUIET, anchor="middle"))
     for number, (name, points) in enumerate(lines.items()):
-        body.append(_path(number, name, list(_strokes(thinned(points), across, down))))
+        found = thinned(points)
+        body.append(_path(number, name, _strokes(found, across, down), f' stroke-width="2"{_stroke(number)}'))
+        body.append(_dots(number, name, found, across, down))
     told = ". ".join(texts.values()) or "nothing yet"
     return _svg(title, f"{y} over {x}. {told}.", [*legend, *body], first + height + 46)
 
@@ -203,7 +209,7 @@ def figure(svg: str, table: Table) -> str:
         text = f"<details><summary>{escape(table.title or 'as a table')}: {len(rows)} rows</summary>{text}</details>"
     return (
         '<div class="toolkit-figure" style="display:flex;flex-wrap:wrap;gap:0 1.5em;align-items:flex-start">'
-        f'<div style="flex:1 1 440px;max-width:{WIDTH}px">{svg}</div><div style="flex:0 1 auto">{redact(text)}</div></div>'
+        f'<div style="flex:2 1 440px;max-width:{WIDTH}px">{svg}</div><div style="flex:1 1 300px">{redact(text)}</div></div>'
     )
 
 
@@ -223,7 +229,7 @@ def _bar(row: Bar, total: float, y: float, left: float, scale: float, spell: Cal
         if wide > len(spell(size)) * 6.2 + 8:
             yield _text(x + wide / 2, y + 18, spell(size), size=11, colour=_on(colour(part)), anchor="middle")
         x += wide
-    yield _text(x + 6, y + 18, spell(total), weight=600)
+    yield _text(WIDTH - 10, y + 18, spell(total), anchor="end", weight=600)
 
 
 def _legend(texts: Mapping[str, str], y: float, *, dashed: bool = False) -> tuple[list[str], float]:
@@ -260,19 +266,39 @@ def _line_text(name: str, points: Sequence[tuple[float, float | None]], spell: C
 def _strokes(
     points: Sequence[tuple[float, float | None]], across: Callable[[float], float], down: Callable[[float], float]
 ) -> Iterator[str]:
-    """The commands of an SVG path; a point between two gaps is a dot."""
+    """The commands of an SVG path."""
     pen = "M"
     for place, value in points:
         if value is None or not math.isfinite(value):
             pen = "M"
             continue
-        yield f"{pen}{across(place):.1f} {down(value):.1f}" + ("h0" if pen == "M" else "")
+        yield f"{pen}{across(place):.1f} {down(value):.1f}"
         pen = "L"
 
 
-def _path(number: int, name: str, strokes: Sequence[str]) -> str:
-    ends = ' fill="none" stroke-width="2" stroke-linejoin="round" stroke-linecap="round"'
-    return f'<path d="{"".join(strokes)}" stroke="{_line_colour(number, name)}"{ends}{_stroke(number)}/>'
+def _path(number: int, name: str, strokes: Iterator[str], more: str = ' stroke-width="2"') -> str:
+    ends = f' fill="none" stroke-linejoin="round" stroke-linecap="round"{more}'
+    found = "".join(strokes)
+    return f'<path d="{found}" stroke="{_line_colour(number, name)}"{ends}/>' if found else ""
+
+
+def _dots(
+    number: int,
+    name: str,
+    points: Sequence[tuple[float, float | None]],
+    across: Callable[[float], float],
+    down: Callable[[float], float],
+) -> str:
+    """A dot for each point of a short line, and for what stands alone between two gaps."""
+    values = [None, *(value if _finite(value) else None for _, value in points), None]
+    few = len(points) <= _FEW
+    shown = [
+        (place, value)
+        for (place, value), before, after in zip(points, values, values[2:], strict=False)
+        if value is not None and _finite(value) and (few or before is after is None)
+    ]
+    dots = (f"M{across(place):.1f} {down(value):.1f}h0" for place, value in shown)
+    return _path(number, name, dots, ' stroke-width="6"')
 
 
 def _line_colour(number: int, name: str) -> str:
@@ -344,12 +370,12 @@ def _ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """What the y axis spans: the values with a little room."""
+    """What the y axis spans: the values with a little room, and from 0 where that costs little."""
     if not values:
         return 0.0, 1.0
     low, high = min(values), max(values)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return (max(low - room, 0.0) if low >= 0 else low - room), high + room
+    return (0.0 if 0 <= low < high / 3 else max(low - room, 0.0) if low >= 0 else low - room), high + room
 
 
 def _finite(value: float | None) -> bool:

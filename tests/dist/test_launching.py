@@ -35,7 +35,7 @@ def left_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def until(ready: Any, seconds: float = 90.0) -> None:
+def until(ready: Any, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, "not within the time"

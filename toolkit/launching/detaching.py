@@ -18,7 +18,7 @@ from toolkit.forecasting import Candidate
 from toolkit.launching.restarting import Care
 from toolkit.launching.running import Run
 from toolkit.launching.sessions import check_trusted, hosted
-from toolkit.launching.starting import FUNCTION, SUPERVISOR
+from toolkit.launching.starting import FUNCTION, PID, SUPERVISOR
 from toolkit.launching.targets import RECIPE, Target, named, ship
 from toolkit.model import ModelSpec
 from toolkit.readying import Recipe
@@ -156,4 +156,5 @@ def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
             stderr=log,
             start_new_session=True,
         )
+    (logs / PID).write_text(f"{process.pid}\n")
     return Run(path, asked, process)

@@ -11,19 +11,21 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
 from toolkit.folder import read_events, read_run_json
 from toolkit.launching.progress import Progress, bar, read_progress, tail_of
-from toolkit.launching.starting import SUPERVISOR
+from toolkit.launching.starting import PID, SUPERVISOR
 from toolkit.launching.viewing import page
 from toolkit.locking import is_held, process_lives, supervisor_of
 from toolkit.redacting import redact
+from toolkit.reporting import Report, report
 from toolkit.show import Shown, Table
 from toolkit.strategy import Strategy
 
@@ -44,15 +46,18 @@ class Run(Shown):
         """`asked` and `process` are known to who launched it; all else is in the folder."""
         self.folder = folder
         self._asked, self._process = asked, process
-        # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-        self._said = open(folder / "logs" / SUPERVISOR, "rb") if (folder / "logs" / SUPERVISOR).exists() else None  # noqa: SIM115
+        self._said: IO[bytes] | None = None
+        with contextlib.suppress(OSError):
+            # Open from now on: a new run that never began is removed with its folder, and its last words with it.
+            self._said = open(folder / "logs" / SUPERVISOR, "rb")  # noqa: SIM115
+            weakref.finalize(self, self._said.close)
 
     @property
     def alive(self) -> bool:
         """Whether its supervisor runs."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return is_held(self.folder)
+        return is_held(self.folder) or _begins(self.folder)
 
     @property
     def status(self) -> str:
@@ -61,11 +66,13 @@ class Run(Shown):
             return "running" if self.progress.step else "starting"
         if self._about().get("finished"):
             return "finished"
-        return "stopped" if self.said.startswith("stopped by") else "failed"
+        return str(self._end().get("how") or ("stopped" if self.said.startswith("stopped by") else "failed"))
 
     @property
     def said(self) -> str:
         """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
+        if message := self._end().get("message"):
+            return redact(str(message))
         if self._said is None:
             return ""
         self._said.seek(0)
@@ -171,6 +178,10 @@ class Run(Shown):
             time.sleep(_POLL)
         return self
 
+    def report(self) -> Report:
+        """What was asked, what was got, forecast beside measured: as it stands."""
+        return report(self.folder)
+
     def tables(self) -> list[Table]:
         """Its status and figures."""
         return [self.progress.table(f"{self.folder}: {self.status}", self.said if not self.alive else "")]
@@ -191,6 +202,13 @@ class Run(Shown):
         except RunError:
             return {}
 
+    def _end(self) -> dict[str, Any]:
+        """As the supervisor left it of a run that had begun."""
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads((self.folder / "logs" / "end.json").read_bytes())
+            return found
+        return {}
+
     def _supervisor(self) -> int:
         """Its process id, as soon as it can be told to stop."""
         if self._process is not None and self._process.poll() is None:
@@ -202,6 +220,17 @@ class Run(Shown):
                 f"{self.folder} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
             )
         return found[1]
+
+
+def _begins(folder: Path) -> bool:
+    """Whether a supervisor was started for the folder that has not come to hold it yet."""
+    import psutil
+
+    try:
+        pid = int((folder / "logs" / PID).read_text())
+        return str(folder) in psutil.Process(pid).cmdline() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (OSError, ValueError, psutil.Error):
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +266,7 @@ def attach(path: str | Path) -> Run:
         RunError: for a folder without a run.
     """
     folder = Path(path)
-    if not is_held(folder):
+    if not is_held(folder) and not _begins(folder):
         read_run_json(folder)
     return Run(folder)
 

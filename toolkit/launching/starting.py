@@ -13,6 +13,7 @@ from toolkit.folder import Folder
 from toolkit.locking import TOKEN
 
 SUPERVISOR = "supervisor.log"
+PID = "supervisor.pid"
 FUNCTION = "function.pkl"
 
 
@@ -39,11 +40,6 @@ def failures_of(folder: Folder) -> Path:
 def launcher_log(folder: Folder) -> Path:
     """What the launcher printed."""
     return folder.logs / "launcher.log"
-
-
-def supervisor_log(folder: Folder) -> Path:
-    """What a supervisor in a session of its own said: restarts, and how the run ended."""
-    return folder.logs / SUPERVISOR
 
 
 def function_file(folder: Folder) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,8 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
 def ship(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], file: Path) -> Target:
     """Write a function and what it refers to into a file that only its owner can read.
 
-    By value, with cloudpickle: also what was defined in a notebook's cells. Modules go by name, so the ranks import them.
+    By value, with cloudpickle: also what was defined in a notebook's cells. Modules go by name, and the ranks look for them
+    where this process does (`sys.path`).
 
     Raises:
         MissingLibrary: without cloudpickle.
@@ -68,9 +70,10 @@ def ship(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[s
         raise MissingLibrary("launching a function needs cloudpickle: pip install cloudpickle") from error
     name = getattr(function, "__qualname__", type(function).__name__)
     try:
-        data: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+        shipped = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever a value's own code raises
         raise RunError(_cannot(function, name, args, kwargs, error, cloudpickle.dumps)) from error
+    data: bytes = cloudpickle.dumps((sys.path, shipped))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -99,8 +102,10 @@ def unship(file: Path, sha256: str) -> tuple[Callable[..., object], tuple[Any, .
             f"the function's file {file} is not the one that was launched (sha256 {found[:12]}…, expected {sha256[:12]}…; "
             f"owner {owner}). It is not run: launch the function again."
         )
-    shipped: tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]] = pickle.loads(data)
-    return shipped
+    path, shipped = pickle.loads(data)
+    sys.path += [folder for folder in path if folder not in sys.path]
+    function, args, kwargs = pickle.loads(shipped)
+    return function, args, kwargs
 
 
 def _cannot(

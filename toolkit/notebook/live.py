@@ -34,6 +34,8 @@ def show(run: Run) -> None:
     button = _button(run) if alive else None
     if button is not None:
         display(button)
+    elif alive:
+        display(HTML("<p><code>run.stop()</code> stops it. For a button: <code>pip install ipywidgets</code></p>"))
     handle: Any = display(HTML(run._repr_html_()), display_id=True)
     if alive:
         threading.Thread(target=_follow, args=(run, handle, button), name=f"live {run.folder}", daemon=True).start()

@@ -1,0 +1,139 @@
+"""`Report`: a run as its folder tells it; in a terminal, in a notebook, as JSON, and as a page of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from toolkit.drawing import figure
+from toolkit.errors import RunError
+from toolkit.folder import write_whole
+from toolkit.redacting import redact
+from toolkit.reporting.page import html_page
+from toolkit.reporting.record import Record, read_record, step_seconds, throughput
+from toolkit.reporting.sections import Section, figures, sections
+from toolkit.show import Shown, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Shown):
+    """A run: what was asked, what was got, how the forecast held, how it ended."""
+
+    run: Record
+
+    @property
+    def status(self) -> str:
+        """`finished`, `going`, `stopped` or `failed`."""
+        return self.run.status
+
+    def page(self) -> str:
+        """The run as one HTML page that needs nothing else: no script, no network."""
+        name = self.run.path.absolute().name
+        return redact(html_page(name, self.run.status, figures(self.run), sections(self.run)))
+
+    def write(self, path: str | Path | None = None) -> Path:
+        """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
+
+        Raises:
+            RunError: where it cannot be written.
+        """
+        target = Path(path) if path else self.run.path / "report.html"
+        try:
+            write_whole(target, self.page().encode())
+        except OSError as error:
+            raise RunError(f"{target} cannot be written: {error.strerror}. Choose another place with -o.") from error
+        return target
+
+    def tables(self) -> list[Table]:
+        told = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
+        return [told, *(table for section in sections(self.run) for table, _ in section.tables)]
+
+    def __str__(self) -> str:
+        return redact("\n\n".join([self.tables()[0].text(), *(section.text() for section in sections(self.run))]))
+
+    def _repr_html_(self) -> str:
+        return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections(self.run)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""
+        run, about, memory = self.run, self.run.about, self.run.memory or {}
+        told = ("strategy", "loop", "recipe", "ranks", "seed", "data", "started", "finished", "attempts")
+        return {
+            "run": str(run.path),
+            "status": run.status,
+            "words": run.words,
+            "then": run.then,
+            "command": run.command,
+            **{name: about.get(name) for name in told},
+            **_progress(run),
+            "evaluations": [{"step": one["step"], "loss": one["eval_loss"]} for one in run.evaluations],
+            "checkpoints": [dict(one) for one in run.checkpoints],
+            "audits": memory.get("audits"),
+            "measured": memory.get("measured"),
+            "reason": memory.get("reason"),
+            "forecast": run.forecast,
+            "unforecast": memory.get("unforecast"),
+            "versions": about.get("versions"),
+            "hardware": about.get("hardware"),
+        }
+
+
+def report(path: str | Path) -> Report:
+    """What a run's folder tells: also of one that goes on, was stopped or failed.
+
+    Raises:
+        RunError: for a folder that holds no run, and a file in it that cannot be read.
+    """
+    return Report(run=read_record(path))
+
+
+@contextlib.contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """However what is inside ends, `report.html` is written then, if the run had begun. It changes nothing of how it ended."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            if (path / "run.json").exists():
+                _write(path)
+
+
+def _write(path: Path) -> None:
+    try:
+        print(f"report: {report(path).write()}", file=sys.stderr)
+    except Exception as error:
+        print(f"toolkit: there is no report: {error}", file=sys.stderr)
+
+
+def _progress(run: Record) -> dict[str, Any]:
+    steps = run.steps
+    losses = [(event["loss"], event["step"]) for event in steps if event["loss"] is not None]
+    lowest = min(losses, default=(None, None))
+    loss: Mapping[str, Any] = {
+        "first": losses[0][0] if losses else None,
+        "last": losses[-1][0] if losses else None,
+        "lowest": lowest[0],
+        "lowest_step": lowest[1],
+    }
+    return {
+        "steps": run.done,
+        "skipped": sum(bool(event.get("skipped")) for event in steps),
+        "tokens": sum(event["tokens"] for event in steps),
+        "seconds": sum(event["seconds"] for event in steps),
+        "step_seconds": step_seconds(steps) if steps else None,
+        "tokens_per_second": throughput(steps) if steps else None,
+        "loss": loss,
+    }
+
+
+def _in_notebook(section: Section) -> str:
+    """Without headings: a notebook has its own."""
+    words = f"<p><strong>{escape(section.title)}.</strong> {escape(section.words)}</p>"
+    code = f"<pre>{escape(section.code)}</pre>" if section.code else ""
+    tables = (figure(svg, table) if svg else table.html() for table, svg in section.tables)
+    return words + code + "".join(tables)
