@@ -39,12 +39,17 @@ MICRO_BATCH = 8
 # Python first, from Python's own library, in a loop of plain PyTorch. **Your own**: give the folder or the Hub id of any causal model in the place of `base`.
 
 # %%
+import warnings
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.utils import logging
 
 from toolkit.data import embedded_files, embedded_tokenizer
+
+logging.disable_progress_bar()  # one for each of the small models below
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT asks under the name of yesterday
 
 base = "base"
 embedded_tokenizer(Path(base))  # a byte-level BPE of 4,096 tokens
@@ -258,6 +263,7 @@ big = LlamaConfig(
     num_hidden_layers=32,
     num_attention_heads=32,
     num_key_value_heads=8,
+    max_position_embeddings=8192,
 )
 loop = tk.Loop(seq_len=2048, micro_batch=1)
 ways = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}
