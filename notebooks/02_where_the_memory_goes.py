@@ -2,6 +2,11 @@
 # # Where the memory goes
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/02_where_the_memory_goes.ipynb)
+#
+# Training a model takes several times what the model weighs. Five things share the memory: **parameters**,
+# **gradients**, **optimizer states**, **activations** and **logits**. Each is looked at by itself here: computed,
+# forecast, measured. Then the same arithmetic tells what 7 billion parameters need, what their checkpoint weighs,
+# what ZeRO shards away, and what gradient accumulation saves.
 
 # %%
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
@@ -20,14 +25,456 @@ tk.here()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
-STEPS = 20 if GPU else 4  # more where a GPU is found
+WIDTH = 2048 if GPU else 256  # hidden size: about 0.9B parameters on a GPU, 5M on a processor
+LAYERS = 16 if GPU else 4
+SEQ_LEN = 1024 if GPU else 128
+BATCHES = [1, 2, 4, 8]  # micro-batches; the largest is the global batch of the last section
+VOCABULARIES = [4096, 32768, 131072] if GPU else [4096, 8192, 16384]
+STEPS = 3
+GPUS = 64  # of the ZeRO figure
+
+# %% [markdown]
+# ## A step as a staircase
+#
+# Nothing but torch here: a model as `tk.load` gives it, AdamW, one step. After each line of the step we add up
+# the tensors that are there. What the forward keeps for the backward is seen by autograd's own hook.
 
 # %%
-assert STEPS > 0
+import dataclasses
+from pathlib import Path
+
+import torch
+from IPython.display import HTML
+from transformers import LlamaConfig
+
+from toolkit.drawing import Bar, bars, curve, figure
+from toolkit.readying import draw_model
+from toolkit.show import Table
+from toolkit.units import GiB, format_bytes, format_count
+
+shape = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH * 11 // 4,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": WIDTH // 64,
+    "num_key_value_heads": WIDTH // 128,
+    "vocab_size": VOCABULARIES[0],
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODEL = draw_model("model", LlamaConfig(**shape))
+spec = tk.describe(MODEL)
+P = spec.elements
+
+plain = tk.Strategy(precision="fp32", activation_checkpointing="none")
+loop = tk.Loop(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
+accelerator = tk.accelerator(plain, loop, spec)
+model, tokenizer = tk.load(accelerator)
+model.to(accelerator.device)
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.randint(3, 4096, (BATCHES[-1], SEQ_LEN), device=accelerator.device)
+print(f"{format_count(P)} parameters, {ids.numel():,} tokens")
+
+# %%
+saved = {}
+
+
+def keep(tensor):
+    """Called with everything that the forward keeps for the backward."""
+    storage = tensor.untyped_storage()
+    kind = "logits" if tensor.shape[-1:] == (spec.vocab,) and tensor.is_floating_point() else "activations"
+    saved[storage.data_ptr()] = (kind, storage.nbytes())
+    return tensor
+
+
+def total(tensors):
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def held():
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {key: value for key, value in saved.items() if key not in own}
+    return {
+        "parameters": total(model.parameters()),
+        "gradients": total(parameter.grad for parameter in model.parameters()),
+        "optimizer": total(
+            tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim() > 0
+        ),
+        "activations": sum(size for kind, size in kept.values() if kind == "activations"),
+        "logits": sum(size for kind, size in kept.values() if kind == "logits"),
+    }
+
+
+stairs = {"loaded": held()}
+with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+stairs["after the forward"] = held()
+loss.backward()
+saved.clear()
+stairs["after the backward"] = held()
+optimizer.step()
+stairs["after the optimizer's step"] = held()
+optimizer.zero_grad()
+stairs["between steps"] = held()
+
+assert stairs["loaded"]["parameters"] == 4 * P  # fp32
+assert stairs["after the backward"]["gradients"] == 4 * P  # one number a parameter
+assert stairs["after the optimizer's step"]["optimizer"] == 8 * P  # two moments a parameter, from the first step on
+assert stairs["between steps"]["gradients"] == 0
+parts = list(stairs["loaded"])
+HTML(
+    figure(
+        bars([Bar(label=when, parts=found) for when, found in stairs.items()], title="Measured, tensor by tensor"),
+        Table(
+            columns=("when", *parts),
+            rows=[(when, *(format_bytes(found[part]) for part in parts)) for when, found in stairs.items()],
+        ),
+    )
+)
+
+# %% [markdown]
+# Sixteen bytes a parameter (4 weight, 4 gradient, 8 moments) are there at the same time, whatever the batch.
+# Activations and logits come and go with every micro-batch. In the second step the moments are there from the
+# beginning, so the highest point lies where the forward ends and the backward begins.
+#
+# ## The same step, forecast
+#
+# `tk.forecast` knows that without running it; `tk.try_out` runs three steps in this process and lets the
+# allocator say what was there. (`transient` is measured as one part: all that is not parameters or optimizer.)
+
+# %%
+import gc
+
+del model, optimizer, loss, accelerator
+gc.collect()
+recipe = tk.Recipe(model=MODEL)
+step = tk.try_out(plain, loop, recipe)
+
+assert step.parts["parameters"] == 4 * P
+assert step.parts["optimizer"] == 8 * P
+assert 0.9 < step.ratio < 1.1
+step
+
+# %% [markdown]
+# ## Activations grow with the tokens
+#
+# States do not know the batch; what the forward keeps is proportional to it.
+
+# %%
+trials = {batch: tk.try_out(plain, dataclasses.replace(loop, micro_batch=batch), recipe) for batch in BATCHES}
+
+
+def kept(trial):
+    """Activations and logits at the end of a forward: measured, and forecast."""
+    states = trial.parts["parameters"] + trial.parts["optimizer"]
+    return trial.phases["forward"] - states, trial.forecast.phases["forward"] - states
+
+
+for batch, trial in trials.items():
+    measured, foretold = kept(trial)
+    assert trial.parts["parameters"] + trial.parts["optimizer"] == 12 * P
+    assert abs(measured / (batch * kept(trials[BATCHES[0]])[0] / BATCHES[0]) - 1) < 0.1  # proportional
+    assert abs(foretold / measured - 1) < 0.15
+
+lines = {
+    "measured": [(batch, kept(trial)[0]) for batch, trial in trials.items()],
+    "forecast": [(batch, kept(trial)[1]) for batch, trial in trials.items()],
+    "states": [(batch, 12 * P) for batch in trials],
+}
+rows = [(batch, *(format_bytes(size) for size in kept(trial))) for batch, trial in trials.items()]
+HTML(
+    figure(
+        curve(
+            lines,
+            title="What a forward keeps",
+            x=f"micro-batch, of {SEQ_LEN} tokens each",
+            y="bytes",
+            spell_y=format_bytes,
+        ),
+        Table(columns=("micro-batch", "measured", "forecast"), rows=rows),
+    )
+)
+
+# %% [markdown]
+# ## Logits
+#
+# The last layer writes one number for each token and each word of the vocabulary, and the loss makes copies of
+# it. With checkpointing on, and the vocabularies of today, this is often the largest part of all, and most
+# estimates leave it out. How many bytes for each logit?
+
+# %%
+logits = {}
+for vocabulary in VOCABULARIES:
+    folder = draw_model(f"vocabulary-{vocabulary}", LlamaConfig(**{**shape, "vocab_size": vocabulary}))
+    logits[vocabulary] = tk.try_out(plain, loop, tk.Recipe(model=folder))
+
+smallest, largest = VOCABULARIES[0], VOCABULARIES[-1]
+more = (largest - smallest) * loop.micro_batch * loop.seq_len
+measured, foretold = ((kept(logits[largest])[at] - kept(logits[smallest])[at]) / more for at in (0, 1))
+
+assert abs(foretold / measured - 1) < 0.05
+assert measured >= 8  # the logits themselves in fp32, and their softmax for the backward
+print(f"bytes for each logit, where the forward ends: {measured:.1f} measured, {foretold:.1f} forecast")
+HTML(
+    bars(
+        [Bar(label=f"{vocabulary:,} words", parts=trial.forecast.parts) for vocabulary, trial in logits.items()],
+        title="The peak with larger vocabularies, forecast",
+    )
+)
+
+# %% [markdown]
+# ## Seven billion parameters
+#
+# From here on nothing runs: the same arithmetic, and the same forecast, for a model that this machine could not
+# hold. Its config is enough.
+
+# %%
+llama_7b = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+)
+seven = tk.describe(llama_7b)
+one = tk.forecast(
+    seven, tk.Strategy(precision="bf16"), "A100-80GB", tk.Loop(seq_len=2048, micro_batch=1), one_document=True
+)
+rule = {
+    "weights to use, in bf16": 2,
+    "weights to train, in fp32": 4,
+    "gradients, in fp32": 4,
+    "AdamW's two moments, in fp32": 8,
+}
+training = sum(list(rule.values())[1:]) * seven.elements
+
+assert seven.elements == 6_738_415_616  # what the published weights of Llama 2 7B hold
+assert training == 16 * seven.elements > 80 * GiB  # no A100 holds it
+assert not one.fits
+assert one.peak_bytes > training * 0.75
+Table(
+    title=f"{format_count(seven.elements)} parameters",
+    columns=("what", "bytes a parameter", "all"),
+    rows=[(what, size, format_bytes(size * seven.elements)) for what, size in rule.items()],
+    notes=(f"To train: {format_bytes(training)}, and activations and logits on top.",),
+)
+
+# %%
+one
+
+# %% [markdown]
+# ### Its checkpoint
+#
+# To go on exactly where it stopped, a run needs the fp32 weights and both moments: twelve bytes a parameter.
+# Gradients are made anew. What is published at the end is the weights alone. Here a real checkpoint of the small
+# model is written and weighed.
+
+# %%
+from toolkit.checkpoints import Saver, identify
+from toolkit.training import adamw, warmup_cosine
+
+loop_one = tk.Loop(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
+accelerator = tk.accelerator(plain, loop_one, spec)
+model, tokenizer = tk.load(accelerator)
+optimizer = adamw(model, loop_one)
+schedule = warmup_cosine(optimizer, loop_one)
+model, optimizer, schedule = tk.prepare(accelerator, model, optimizer, schedule)
+ours = tk.prepared(accelerator, (model, optimizer))
+saver = Saver(ours, schedule, Path("checkpoints"), identify(spec, plain, "no data"), versions={})
+saver.save(1)
+saver.wait_published(1)
+written = sum(file.stat().st_size for file in Path("checkpoints").rglob("*") if file.is_file())
+foretold = step.forecast.checkpoint_bytes
+
+assert foretold == 12 * P
+assert one.checkpoint_bytes == 12 * seven.elements
+assert 1 <= written / foretold < 1.05
+Table(
+    columns=("model", "checkpoint, forecast", "on disk", "its weights in bf16"),
+    rows=[
+        (format_count(P), format_bytes(foretold), format_bytes(written), format_bytes(2 * P)),
+        (format_count(seven.elements), format_bytes(one.checkpoint_bytes), "–", format_bytes(2 * seven.elements)),
+    ],
+)
+
+# %% [markdown]
+# ## ZeRO: who holds how much
+#
+# The figure of the ZeRO paper (Rajbhandari et al. 2020, figure 1): 7.5 billion parameters in mixed precision, 2
+# bytes of weights, 2 of gradients and 12 of optimizer states (an fp32 copy and the two moments) each. Stage 1
+# shards the optimizer states over the GPUs, stage 2 the gradients too, stage 3 the weights too.
+
+# %%
+STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
+
+
+def zero(parameters, gpus, stage):
+    """Bytes of states on one GPU."""
+    return {
+        "parameters": 2 * parameters / (gpus if stage >= 3 else 1),
+        "gradients": 2 * parameters / (gpus if stage >= 2 else 1),
+        "optimizer": 12 * parameters / (gpus if stage >= 1 else 1),
+    }
+
+
+def gigabytes(size):
+    return f"{size / 1e9:,.1f} GB"
+
+
+def zero_figure(gpus, parameters=7.5e9):
+    found = {name: zero(parameters, gpus, stage) for name, stage in STAGES.items()}
+    rows = [(name, *map(gigabytes, parts.values()), gigabytes(sum(parts.values()))) for name, parts in found.items()]
+    drawn = bars(
+        [Bar(label=name, parts=parts) for name, parts in found.items()],
+        title=f"States of {format_count(parameters)} parameters on each of {gpus} GPU{'s' if gpus > 1 else ''}",
+        limit=tk.hardware("A100-80GB").device.total_bytes,
+        limit_label="an A100-80GB has",
+        spell=gigabytes,
+    )
+    columns = ("", "parameters", "gradients", "optimizer", "all")
+    return HTML(figure(drawn, Table(columns=columns, rows=rows)))
+
+
+published = {"DDP": 120, "ZeRO-1": 31.4, "ZeRO-2": 16.6, "ZeRO-3": 1.9}  # GB, in the paper
+for name, size in published.items():
+    computed = sum(zero(7.5e9, 64, STAGES[name]).values()) / 1e9
+    assert abs(computed - size) < 0.05, (name, computed)
+zero_figure(GPUS)
+
+# %% [markdown]
+# Move the slider (it needs a running kernel; above stands the picture for one number of GPUs, below the curve
+# over all of them).
+
+# %%
+if importlib.util.find_spec("ipywidgets"):
+    import ipywidgets
+
+    numbers = [2**power for power in range(11)]
+    slider = ipywidgets.SelectionSlider(options=numbers, value=min(GPUS, numbers[-1]), description="GPUs")
+    ipywidgets.interact(zero_figure, gpus=slider, parameters=ipywidgets.fixed(7.5e9))
+
+# %%
+powers = range(11)
+shares = {
+    name: [(power, sum(zero(7.5e9, 2**power, stage).values())) for power in powers] for name, stage in STAGES.items()
+}
+for name, points in shares.items():
+    sizes = [size for _, size in points]
+    assert sizes == sorted(sizes, reverse=True)
+    floor = {"DDP": 16, "ZeRO-1": 4, "ZeRO-2": 2, "ZeRO-3": 0}[name] * 7.5e9
+    assert sizes[-1] - floor < 0.01 * sizes[0]  # what no number of GPUs shards away
+HTML(
+    curve(
+        shares, title="States on each GPU", x="GPUs, as a power of 2", y="bytes of 7.5B parameters", spell_y=gigabytes
+    )
+)
+
+# %% [markdown]
+# ### What engines hold today
+#
+# The paper counts states. A forecast counts what DeepSpeed really holds, gathers and copies in a step, and the
+# activations. The 7B model again, on as many A100 as the figure:
+
+# %%
+nodes = max(1, GPUS // 8)
+machine = f"{nodes} nodes x 8x A100-80GB"
+words = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
+sharded = {
+    name: tk.forecast(
+        seven,
+        tk.Strategy(sharding=word, precision="bf16"),
+        machine,
+        tk.Loop(seq_len=2048, micro_batch=1),
+        one_document=True,
+    )
+    for name, word in words.items()
+}
+HTML(
+    bars(
+        [Bar(label=name, parts=found.parts) for name, found in sharded.items()],
+        title=f"Llama 2 7B on {8 * nodes} A100: the fullest rank at its peak, forecast",
+        limit=sharded["DDP"].limit_bytes,
+        limit_label="an A100-80GB has",
+    )
+)
+
+# %%
+paper = {name: sum(zero(seven.elements, 8 * nodes, stage).values()) for name, stage in STAGES.items()}
+peaks = {name: found.peak_bytes for name, found in sharded.items()}
+
+assert not sharded["DDP"].fits
+assert all(sharded[name].fits for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
+assert all(peaks[name] > paper[name] for name in STAGES)  # states are not all
+assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
+Table(
+    columns=("", "states, by the paper", "peak, forecast", "in", "fits"),
+    rows=[
+        (
+            name,
+            format_bytes(paper[name]),
+            format_bytes(found.peak_bytes),
+            found.peak_phase,
+            "yes" if found.fits else "no",
+        )
+        for name, found in sharded.items()
+    ],
+    notes=(
+        "DDP keeps the weights in fp32 here and buckets of the gradients beside them: more than the paper's 16 bytes a parameter.",
+    ),
+)
+
+# %% [markdown]
+# ## Gradient accumulation
+#
+# A global batch need not go through the model at once. `accumulation` micro-batches add up their gradients before
+# one optimizer step: the same batch, the same loss, the same step. What the forward keeps shrinks with the
+# micro-batch; states stay, and so do the gradients of the micro-batches before.
+
+# %%
+largest = BATCHES[-1]
+ways = {
+    f"{micro} x {largest // micro}": tk.try_out(
+        plain, dataclasses.replace(loop, micro_batch=micro, accumulation=largest // micro), recipe
+    )
+    for micro in reversed(BATCHES)
+}
+whole, *split = ways.values()
+gradients = 4 * P  # of the micro-batches before: there while the next one goes forward
+keeps = {
+    trial.forecast.loop.micro_batch: kept(trial)[0] - (gradients if trial.forecast.loop.accumulation > 1 else 0)
+    for trial in ways.values()
+}
+
+for trial in split:
+    assert all(abs(one - other) < 1e-4 for one, other in zip(whole.losses, trial.losses, strict=True))  # the same steps
+    assert [step.tokens for step in trial.steps] == [step.tokens for step in whole.steps]
+    assert trial.parts["optimizer"] == whole.parts["optimizer"]
+for micro, size in keeps.items():
+    assert abs(size / micro / (keeps[largest] / largest) - 1) < 0.1  # proportional to the micro-batch
+tk.Trials(title=f"A global batch of {largest}: micro-batch x accumulation", trials=ways)
+
+# %%
+HTML(
+    curve(
+        {name: list(enumerate(trial.losses, start=1)) for name, trial in ways.items()},
+        title="The loss does not know how the batch was split",
+        x="step",
+        y="nats a token",
+    )
+)
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. One.
-# 2. Two.
-# 3. Three.
+# 1. Set `activation_checkpointing="full"` in `plain`. Which step of the staircase changes, and by how much?
+# 2. The gradients of a micro-batch of 1 are as large as those of 8. Why does accumulation not shrink them, and
+#    what would?
+# 3. How many GPUs does ZeRO-3 need until the states of 70 billion parameters fit an A100-80GB? Find it with
+#    `zero`, then ask `tk.forecast` what else has to fit.
+# 4. `tk.Strategy(precision="bf16_pure")` halves the sixteen bytes. Forecast the 7B model with it on one H100, and
+#    read in [03_precision](03_precision.ipynb) what it costs.
+# 5. Put your own model's `config.json` in place of `llama_7b`.

@@ -115,6 +115,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
         kernel_name="python3",
         timeout=None,
         record_timing=False,
+        store_widget_state=False,
         extra_arguments=["--log-level=ERROR"],  # it warns of ports that are read by whoever may read this machine's
         resources={"metadata": {"path": str(folder)}},
     )
@@ -126,22 +127,34 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
     return time.monotonic() - began
 
 
-def without_places(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """The same, where no output says in which folders, on whose account or on which host it was made, nor anything twice."""
+def tidied(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+    """The same, as it is kept: no output says in which folders, on whose account or on which host it was made.
+
+    Nor does one say anything twice, or show a widget, which needs a kernel: a notebook shows beside it what it shows.
+    """
     site = next(path for path in map(Path, sys.path) if path.name == "site-packages")
     places = {str(site): "site-packages", str(folder): ".", str(ROOT): ".", sys.prefix: ".venv", str(Path.home()): "~"}
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            text = json.dumps(cell.outputs)
-            for place, instead in sorted(places.items(), key=lambda pair: -len(pair[0])):
-                text = re.sub(rf"{re.escape(place)}(?=[/\s\"'.,:;)\\]|$)", instead, text)
-            for name in (getpass.getuser() + "@", socket.gethostname()):
-                text = text.replace(name, "…")
-            cell.outputs = [nbformat.from_dict(output) for output in json.loads(text)]
-        for output in cell.get("outputs", ()):
-            if "text/html" in (data := output.get("data", {})):
-                data.pop("text/plain", None)  # a result's fields, as Python spells them
+        if cell.cell_type != "code":
+            continue
+        text = json.dumps([output for output in map(_without_widget, cell.outputs) if output])
+        for place, instead in sorted(places.items(), key=lambda pair: -len(pair[0])):
+            text = re.sub(rf"{re.escape(place)}(?=[/\s\"'.,:;)\\]|$)", instead, text)
+        for name in (getpass.getuser() + "@", socket.gethostname()):
+            text = text.replace(name, "…")
+        cell.outputs = [nbformat.from_dict(output) for output in json.loads(text)]
     return notebook
+
+
+def _without_widget(output: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """An output without its widget, and without a result's fields as Python spells them; None where nothing is left."""
+    if "data" not in output:
+        return output
+    data = dict(output["data"])
+    widget = data.pop("application/vnd.jupyter.widget-view+json", None)
+    if "text/html" in data or "image/svg+xml" in data or widget:
+        data.pop("text/plain", None)
+    return {**output, "data": data} if data else None
 
 
 def main(chosen: Sequence[str]) -> int:
@@ -152,7 +165,7 @@ def main(chosen: Sequence[str]) -> int:
         notebook = read(source)
         with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
             took = execute(notebook, Path(folder))
-            nbformat.write(without_places(notebook, Path(folder)), source.with_suffix(".ipynb"))
+            nbformat.write(tidied(notebook, Path(folder)), source.with_suffix(".ipynb"))
         print(f"{source.stem}: {took:.0f} s, {len(claims(notebook))} claims", flush=True)
         slow += [source.stem] if took > LIMIT else []
     if slow:

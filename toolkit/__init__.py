@@ -30,7 +30,7 @@ from toolkit.reporting import Report, report
 from toolkit.runtime import accelerator, job
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, evaluate, train
-from toolkit.trying import Trial, try_out
+from toolkit.trying import Trial, Trials, try_out
 
 __all__ = [
     "Audit",
@@ -61,6 +61,7 @@ __all__ = [
     "StrategyMismatch",
     "ToolkitError",
     "Trial",
+    "Trials",
     "accelerator",
     "attach",
     "audit",

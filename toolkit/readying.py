@@ -14,13 +14,13 @@ from typing import Any
 from toolkit.adapting import check_quantized, require_libraries
 from toolkit.cache import cache_folder
 from toolkit.data import Rows, check_batch, check_source, embedded_tokenizer, prepare_data
-from toolkit.devices import Device, Hardware
+from toolkit.devices import Device, Hardware, hardware
 from toolkit.engines import cpu
 from toolkit.engines.job import Job, resolve
 from toolkit.errors import StrategyError
 from toolkit.flags import amount
 from toolkit.forecasting import Forecast, forecast_job
-from toolkit.loading import embedded_checkpoint, load_tokenizer
+from toolkit.loading import embedded_checkpoint, load_tokenizer, quiet_bars
 from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
 from toolkit.runtime import check_trackers
 from toolkit.strategy import Loop, Strategy
@@ -182,6 +182,24 @@ def embedded_model() -> Path:
             embedded_tokenizer(fresh)
             fresh.rename(folder)
     return folder
+
+
+def draw_model(folder: str | Path, config: Any) -> str:
+    """Write a folder like one from the Hub: random weights of a transformers config, drawn from seed 0, and the embedded tokenizer.
+
+    For trying things out at any shape and without a network. The vocabulary has to hold the tokenizer's 4,096 tokens.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    if hardware().device.kind == "cpu":
+        cpu.say_so_to_deepspeed()
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]), quiet_bars(main=True, shown=False):
+        torch.default_generator.manual_seed(0)
+        auto.from_config(config).save_pretrained(folder)
+    embedded_tokenizer(Path(folder))
+    return str(folder)
 
 
 def versions() -> dict[str, str | None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from io import StringIO
 
 from toolkit import measuring
@@ -60,6 +60,13 @@ class Trial(Shown):
         return max(self.phases.values())
 
     @property
+    def parts(self) -> Mapping[str, int]:
+        """The measured peak by part: what the audit found, and one part, `transient`, for the rest."""
+        assert self.memory.measured is not None, "`phases` has said so"
+        found: Mapping[str, int] = self.memory.measured["parts"]
+        return found
+
+    @property
     def foretold_bytes(self) -> int:
         """The highest that was forecast, of the phases that were run."""
         return max(size for name, size in self.forecast.phases.items() if name in self.phases)
@@ -82,12 +89,8 @@ class Trial(Shown):
 
     def pictures(self) -> Sequence[str]:
         """The peak by part, as forecast and as measured."""
-        assert self.memory.measured is not None, "`phases` has said so"
         foretold = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
-        rows = [
-            Bar(label="forecast", parts=foretold),
-            Bar(label="measured", parts=self.memory.measured["parts"]),
-        ]
+        rows = [Bar(label="forecast", parts=foretold), Bar(label="measured", parts=self.parts)]
         return (bars(rows, title=f"The peak, in {self.forecast.peak_phase}"),)
 
     def tables(self) -> list[Table]:
@@ -97,11 +100,58 @@ class Trial(Shown):
             (name, *_beside(foretold, measured))
             for name, (foretold, measured) in {"peak": (self.foretold_bytes, self.peak_bytes), **phases}.items()
         ]
-        notes = (f"A step took {format_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",)
+        notes = (f"A step took {_time(self.seconds)}. x: the forecast as a multiple of what was measured.",)
         title = (
             f"Highest memory, sharding {self.forecast.strategy.sharding}, precision {self.forecast.strategy.precision}"
         )
         return [Table(title=title, columns=("phase", "forecast", "measured", "x"), rows=rows, notes=notes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials(Shown):
+    """The same work under several settings, beside each other."""
+
+    title: str
+    trials: Mapping[str, Trial]
+    """The first one's speed forecasts the others' seconds where the catalog does not know the device's."""
+
+    def foretold_seconds(self, name: str) -> float | None:
+        """A step's, by the roofline; without one by the first trial's operations a second, as `calibrate` does, and not its own."""
+        first, asked = next(iter(self.trials.values())), self.trials[name].forecast
+        if asked.timing is not None:
+            return asked.timing.step_seconds
+        return None if asked is first.forecast else first.seconds * asked.operations / first.forecast.operations
+
+    def pictures(self) -> Sequence[str]:
+        """Every peak by part, as forecast; and what was measured under it."""
+        rows = []
+        for name, trial in self.trials.items():
+            foretold = {part: size for part in PARTS if (size := trial.forecast.parts.get(part, 0))}
+            rows += [Bar(label=f"{name}, forecast", parts=foretold), Bar(label="measured", parts=trial.parts)]
+        return (bars(rows, title=self.title),)
+
+    def tables(self) -> list[Table]:
+        """Peak and seconds of each, forecast and measured."""
+        rows = []
+        for name, trial in self.trials.items():
+            foretold = self.foretold_seconds(name)
+            took = ("–", _time(trial.seconds), "–")
+            if foretold is not None:
+                took = (_time(foretold), took[1], f"{foretold / trial.seconds:.2f}")
+            rows.append((name, *_beside(trial.foretold_bytes, trial.peak_bytes), *took))
+        notes = ["x: the forecast as a multiple of what was measured."]
+        if all(trial.forecast.timing is None for trial in self.trials.values()):
+            first = next(iter(self.trials))
+            notes.append(
+                f"How fast this device is, the catalog does not know: the seconds of {first} forecast the others', by operations."
+            )
+        columns = ("setting", "peak, forecast", "measured", "x", "a step, forecast", "measured", "x")
+        return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
+
+
+def _time(seconds: float) -> str:
+    """To the hundredth, where settings differ by tenths."""
+    return f"{seconds:.2f} s" if 1 <= seconds < 10 else format_seconds(seconds)
 
 
 def _beside(foretold: int | None, measured: int) -> tuple[str, str, str]:
@@ -131,17 +181,13 @@ def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: 
             f"sharding {asked.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
         )
     machine = hardware()
+    recipe = replace(recipe, save_every=0, save_seconds=0.0)  # without checkpoints the moments come with the first step
     ready = foretold(get_ready(recipe, asked, loop, 1, machine.device), recipe, machine)
     if ready.forecast is None:
         raise StrategyError(f"{ready.unforecast}")
-    gc.collect()  # what is freed within the window has to have been allocated there
     said = StringIO()
-    try:
-        window = measuring.start(machine.device.kind)
-        with redirect_stdout(said):
-            steps, held, memory = _run(ready, recipe, window)
-    finally:
-        _forget()
+    with _alone(), redirect_stdout(said):
+        steps, held, memory = _run(ready, recipe, measuring.start(machine.device.kind))
     return Trial(
         forecast=ready.forecast, memory=memory, audit=held, steps=steps, notes=tuple(said.getvalue().splitlines())
     )
@@ -166,13 +212,23 @@ def _run(ready: Ready, recipe: Recipe, window: measuring.Window) -> tuple[tuple[
     return tuple(steps), held, measuring.collect(window.result(), on_device(ready.job, held.held), lambda rows: rows)
 
 
-def _forget() -> None:
-    """Accelerate keeps its state for the whole process, and refuses another precision; CUDA keeps what was freed."""
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Accelerate keeps one state for the whole process, and refuses another precision: what was there is set aside meanwhile."""
     import torch
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    owners = (PartialState, AcceleratorState, GradientState)
+    before = [dict(owner._shared_state) for owner in owners]
+    gc.collect()  # what is freed within the window has to have been allocated there
+    for owner in owners:
+        owner._shared_state.clear()
+    try:
+        yield
+    finally:
+        for owner, state in zip(owners, before, strict=True):
+            owner._shared_state.clear()
+            owner._shared_state.update(state)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

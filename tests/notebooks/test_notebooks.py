@@ -20,7 +20,24 @@ from execute import FOLDER, addresses, claims, execute, read, sources
 
 SOURCES = sources()
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "02_where_the_memory_goes": {"STEPS": 2},
+    "01_load_a_large_model": {
+        "WIDTH": 128,
+        "LAYERS": 3,
+        "SEQ_LEN": 64,
+        "MICRO_BATCH": 2,
+        "STEPS": 2,
+        "LENGTHS": [256, 512],
+        "NEW_TOKENS": 4,
+    },
+    "02_where_the_memory_goes": {
+        "WIDTH": 128,
+        "LAYERS": 3,
+        "SEQ_LEN": 96,
+        "BATCHES": [2, 4],
+        "VOCABULARIES": [4096, 5120],
+        "STEPS": 2,
+        "GPUS": 32,
+    },
 }
 """What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""
 

@@ -7,17 +7,21 @@ phase begins or ends, for the whole run.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from toolkit.errors import RunError
 from toolkit.measuring.cpu import CpuWindow
 from toolkit.measuring.cuda import CudaWindow, device_bytes
 from toolkit.measuring.results import Measured, Memory, collect
 from toolkit.measuring.window import Window, rss
+from toolkit.phases import phase
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measured", "Memory", "Window", "collect", "live_bytes", "start"]
+__all__ = ["Measured", "Memory", "Window", "collect", "highest", "live_bytes", "start"]
 
 DISABLED = "the memory window was switched off (--no-memory-window)"
 
@@ -52,3 +56,25 @@ def live_bytes(device: torch.device | str) -> dict[str, int | None]:
         "reserved": stats["reserved_bytes"]["all"]["current"],
         "device": used,
     }
+
+
+def highest(work: Callable[[], object], device_kind: str) -> int:
+    """The most bytes that a piece of work holds at once, above what is held now. What it gives back is let go.
+
+    Raises:
+        RunError: where another profiler keeps it from being measured.
+    """
+    gc.collect()  # what is freed within has to have been allocated within
+    held = 0
+    if device_kind == "cuda":
+        import torch
+
+        held = torch.cuda.memory_allocated()
+    window = start(device_kind)
+    with phase("forward"):
+        work()
+    window.close()
+    found = window.result()
+    if found.peak_bytes is None:
+        raise RunError(f"nothing was measured: {found.reason}.")
+    return found.phases["forward"] - held
