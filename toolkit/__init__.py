@@ -17,12 +17,14 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
+from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
 from toolkit.exporting import Export, export, save, verify
 from toolkit.following import log
 from toolkit.forecasting import Forecast, Plan, forecast, plan
 from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
 from toolkit.model import ModelSpec, describe
+from toolkit.notebook.exploring import Explorer, explore
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Recipe
@@ -35,8 +37,10 @@ from toolkit.trying import Trial, Trials, try_out
 __all__ = [
     "Audit",
     "Comparison",
+    "Contrast",
     "DataError",
     "Device",
+    "Explorer",
     "Export",
     "Forecast",
     "Hardware",
@@ -49,6 +53,7 @@ __all__ = [
     "NotFinite",
     "Place",
     "Plan",
+    "Precisions",
     "Prepared",
     "Recipe",
     "Report",
@@ -59,6 +64,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
+    "Timeline",
     "ToolkitError",
     "Trial",
     "Trials",
@@ -66,9 +72,11 @@ __all__ = [
     "attach",
     "audit",
     "compare",
+    "contrast",
     "describe",
     "evaluate",
     "examine",
+    "explore",
     "export",
     "forecast",
     "hardware",
@@ -79,12 +87,14 @@ __all__ = [
     "log",
     "phase",
     "plan",
+    "precisions",
     "prepare",
     "prepared",
     "report",
     "resume",
     "runs",
     "save",
+    "timeline",
     "train",
     "try_out",
     "verify",

@@ -177,6 +177,11 @@ def kept_dtype(job: Job) -> str:
     return engine_of(job.strategy).account(job).dtypes["trainable"]
 
 
+def read_dtype(job: Job) -> str:
+    """torch's name of the dtype that weights are read in: as the engine will hold them; frozen ones in the compute dtype."""
+    return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
+
+
 def quiet(model: nn.Module) -> None:
     """Evaluation mode, but for 4-bit layers: in it they pack CPU weights for good, and training after that is wrong."""
     model.eval()

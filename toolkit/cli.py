@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import RunError, ToolkitError
-from toolkit.flags import Parser, add_flags, flag, from_dict, given, spell, to_flags
+from toolkit.flags import Parser, add_flags, flag, from_dict, given, read_assignments, spell, to_flags
 from toolkit.launching import Stopped
 from toolkit.redacting import MARK, redact_all, redacted_output
 from toolkit.show import Shown
@@ -39,17 +39,48 @@ def describe(flags: argparse.Namespace) -> Shown:
 
 def forecast(flags: argparse.Namespace) -> Shown:
     """What a run will take, before it is launched: bytes of the fullest rank, by part and phase."""
+    from toolkit.explaining import contrast
     from toolkit.forecasting import forecast
     from toolkit.model import describe
+    from toolkit.smaller import changed
 
-    return forecast(
-        describe(flags.model, trust_remote_code=flags.trust_remote_code),
-        from_dict(Strategy, given(flags, Strategy)),
+    spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
+    strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
+    beside = {"ranks": flags.processes, "one_document": flags.one_document}
+    found = forecast(spec, strategy, flags.hardware, loop, **beside)
+    if flags.against is None:
+        return found
+    other, batch = changed(strategy, loop, read_assignments(flags.against, Strategy, Loop, alone="sharding"))
+    return contrast(found, forecast(spec, other, flags.hardware, batch, **beside))
+
+
+def timeline(flags: argparse.Namespace) -> Shown:
+    """A step phase by phase: bytes by part as forecast and, with --run, as a run measured them."""
+    from toolkit.explaining import timeline
+    from toolkit.model import describe
+
+    # What is not said is the run's own, where there is one.
+    asked, batch = given(flags, Strategy), given(flags, Loop)
+    model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
+    return timeline(
+        model,
+        from_dict(Strategy, asked) if asked or not flags.run else None,
         flags.hardware,
-        from_dict(Loop, given(flags, Loop)),
+        from_dict(Loop, batch) if batch or not flags.run else None,
         ranks=flags.processes,
         one_document=flags.one_document,
+        run=flags.run,
     )
+
+
+def precisions(flags: argparse.Namespace) -> Shown:
+    """Who keeps what in which dtype, stage by stage, under several shardings; with --run beside what its audit found."""
+    from toolkit.explaining import precisions
+    from toolkit.model import describe
+
+    model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
+    strategies = _strategies(flags, "ddp,zero3,fsdp")
+    return precisions(model, strategies, flags.hardware, ranks=flags.processes, run=flags.run)
 
 
 def plan(flags: argparse.Namespace) -> Shown:
@@ -274,20 +305,23 @@ def compare(flags: argparse.Namespace) -> Shown:
     from toolkit.devices import hardware
     from toolkit.readying import Recipe
 
-    fields = given(flags, Strategy)
-    words = [
-        sharding_word(word) for word in fields.pop("sharding", "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op").split(",")
-    ]
-    replicate = fields.pop("replicate", 2)
-    strategies = [
-        from_dict(Strategy, {**fields, "sharding": word, "replicate": replicate if SHARDINGS[word].replicate else 1})
-        for word in words
-    ]
+    strategies = _strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
     recipe = from_dict(Recipe, given(flags, Recipe))
     return compare(
         recipe, strategies, loop, ranks=flags.processes, machine=hardware(), root=Path(flags.run_dir or "runs")
     )
+
+
+def _strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
+    """One for each of the shardings that `--sharding` lists, or of these."""
+    fields = given(flags, Strategy)
+    words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
+    replicate = fields.pop("replicate", 2)
+    return [
+        from_dict(Strategy, {**fields, "sharding": word, "replicate": replicate if SHARDINGS[word].replicate else 1})
+        for word in words
+    ]
 
 
 def export(flags: argparse.Namespace) -> Shown:
@@ -327,12 +361,28 @@ def parser() -> Parser:
     described = verb(describe)
     described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    foretold = verb(forecast, Strategy, Loop)
-    foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
-    foretold.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    foretold.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
-    foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
-    foretold.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    for function in (forecast, timeline, precisions):
+        foretold = verb(function, Strategy, *(() if function is precisions else (Loop,)))
+        foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+        foretold.add_argument(
+            "--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision"
+        )
+        foretold.add_argument(
+            "--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)"
+        )
+        foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
+        if function is not precisions:
+            foretold.add_argument(
+                "--one-document", action="store_true", help="rows hold one document each, and no padding"
+            )
+        if function is forecast:
+            foretold.add_argument(
+                "--against",
+                metavar="WORDS",
+                help="beside another: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'",
+            )
+        else:
+            foretold.add_argument("--run", metavar="RUN", help="folder of a run that is shown beside")
     kept = ("sharding", "offload", "activation_checkpointing", "replicate", "micro_batch", "accumulation")
     planned = verb(plan, Strategy, Loop, without=kept)
     planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")

@@ -17,7 +17,7 @@ from toolkit.launching import supervise
 from toolkit.locking import new_token
 from toolkit.phases import PHASES
 from toolkit.readying import Recipe, get_ready
-from toolkit.reporting import throughput
+from toolkit.reporting import reported, throughput
 from toolkit.runtime import check_ranks
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
@@ -151,7 +151,7 @@ def compare(
 def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path) -> Result:
     path = new_path(root, strategy.sharding)
     recipe = dataclasses.replace(recipe, save_every=0, save_seconds=0.0)  # what is compared is the training
-    with enter(path, token=new_token()) as folder:
+    with enter(path, token=new_token()) as folder, reported(path):
         arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         supervise(folder, "toolkit.finetune", arguments, config, timeout=recipe.timeout)

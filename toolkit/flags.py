@@ -139,6 +139,26 @@ def spell(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any]:
+    """Fields of dataclasses from words: `"sharding=fsdp,micro_batch=8"`; a word without `=` is the value of `alone`.
+
+    Raises:
+        StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
+    """
+    kinds = {name: _plain(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
+    found: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = word.rpartition("=")
+        name = name.strip().removeprefix("--").replace("-", "_") if equals else alone
+        if name not in kinds:
+            raise StrategyError(f"{text!r}: there is no field {name!r}.{nearest(name, kinds)}")
+        try:
+            found[name] = kinds[name](value.strip())
+        except ValueError:
+            raise StrategyError(f"{name} {value!r}: expected {kinds[name].__name__}.") from None
+    return found
+
+
 def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     """A Strategy or Loop from JSON.
 

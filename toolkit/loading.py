@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.adapting import adapt, check_quantized, kept_dtype, packed, quantization, require_libraries
+from toolkit.adapting import adapt, check_quantized, packed, quantization, read_dtype, require_libraries
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import quantizable
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
@@ -75,11 +75,6 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def _base_dtype(job: Job) -> str:
-    """Frozen weights are stored in the compute dtype, trained ones as the engine will hold them."""
-    return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
-
-
 def _read(job: Job) -> PreTrainedModel:
     """The weights of the checkpoint, none of them missing."""
     import torch
@@ -88,7 +83,7 @@ def _read(job: Job) -> PreTrainedModel:
     try:
         model, info = auto_class(spec).from_pretrained(
             spec.source,
-            dtype=getattr(torch, _base_dtype(job)),
+            dtype=getattr(torch, read_dtype(job)),
             attn_implementation=attention_word(job.strategy.attention),
             quantization_config=quantization(job),
             trust_remote_code=spec.runs_code,
@@ -174,7 +169,7 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
     with init_empty_weights():
         model = auto_class(spec).from_config(
             config,
-            dtype=getattr(torch, _base_dtype(job)),
+            dtype=getattr(torch, read_dtype(job)),
             attn_implementation=attention_word(job.strategy.attention),
             trust_remote_code=spec.runs_code,
         )

@@ -37,7 +37,11 @@ class Table:
 
     def html(self) -> str:
         """A plain `<table>` with a caption, and headers of columns and rows, readable without a style sheet or a script."""
-        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        caption = (
+            f'<caption style="text-align:left;white-space:nowrap">{html.escape(self.title)}</caption>'
+            if self.title
+            else ""
+        )
         cells, right = self._cells()
         # Notebooks set every cell to the right.
         sides = [f' style="text-align:{"right" if numbers else "left"}"' for numbers in right]

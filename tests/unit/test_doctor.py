@@ -87,7 +87,7 @@ def test_every_value_of_a_strategy_is_judged(diagnosis: Diagnosis) -> None:
 
 def test_it_shows_itself(diagnosis: Diagnosis) -> None:
     assert "sharding" in str(diagnosis)
-    assert "<caption>This machine</caption>" in diagnosis._repr_html_()
+    assert ">This machine</caption>" in diagnosis._repr_html_()
     told = json.loads(diagnosis.to_json())
     assert told["findings"][0] == dataclasses.asdict(diagnosis.findings[0])
     assert {"field": "sharding", "value": "ddp"}.items() <= told["abilities"][1].items()

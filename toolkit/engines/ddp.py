@@ -15,7 +15,7 @@ from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.phases import phase
 from toolkit.strategy import Loop, Strategy
-from toolkit.units import BYTES_OF
+from toolkit.units import BYTES_OF, dtype_name
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -95,8 +95,20 @@ def account(job: Job) -> Holdings:
         trainable=sum(state.bytes for state in found if state.trainable),
         frozen=sum(state.bytes for state in found if not state.trainable),
         optimizer=2 * trained * BYTES_OF[job.weight_dtype],
-        dtypes=dict.fromkeys(("trainable", "gradients", "optimizer"), job.weight_dtype),
+        dtypes=dict.fromkeys(("trainable", "gradients", *_reduced(job), "optimizer"), job.weight_dtype),
     )
+
+
+def _reduced(job: Job) -> tuple[str, ...]:
+    """One process reduces nothing."""
+    return ("reduce",) if job.strategy.sharding == "ddp" else ()
+
+
+def computing(job: Job) -> str:
+    """Under autocast the weights stay as they are."""
+    if job.settings["autocast"] == "no":
+        return "on the weights as they are held"
+    return f"under autocast: products in {job.compute_dtype}, what needs the range in float32"
 
 
 def check(prepared: Prepared) -> list[str]:
@@ -111,8 +123,10 @@ def check(prepared: Prepared) -> list[str]:
 def audit(prepared: Prepared) -> Holdings:
     """What the parameters' storages and the optimizer's state hold."""
     size, kinds = moments(prepared.optimizer)
-    found = ((parameter, parameter.requires_grad) for parameter in prepared.model.parameters())
-    return holdings(found, optimizer=size, dtypes={"optimizer": kinds})
+    found = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
+    # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`).
+    sent = "+".join(sorted({dtype_name(parameter.dtype) for parameter, trained in found if trained}))
+    return holdings(found, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)})
 
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:

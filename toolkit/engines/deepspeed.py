@@ -303,9 +303,15 @@ def account(job: Job) -> Holdings:
             "trainable": job.compute_dtype,
             "master": job.weight_dtype,
             "gradients": "float32" if "data_types" in job.settings else job.compute_dtype,
+            "reduce": "float32" if "communication_data_type" in job.settings else job.compute_dtype,
             "optimizer": job.weight_dtype,
         },
     )
+
+
+def computing(job: Job) -> str:
+    """DeepSpeed casts the weights for good, before the first step; autocast is off."""
+    return f"on the weights as they are {'held' if _stage(job.strategy) < 3 else 'gathered'}"
 
 
 def _copies(job: Job) -> bool:

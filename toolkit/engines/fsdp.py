@@ -207,8 +207,19 @@ def account(job: Job) -> Holdings:
         trainable=trained * BYTES_OF[job.weight_dtype],
         frozen=sum(shard_of(state, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable),
         optimizer=2 * trained * BYTES_OF[job.weight_dtype],
-        dtypes=dict.fromkeys(("trainable", "gradients", "optimizer"), job.weight_dtype),
+        dtypes={**dict.fromkeys(("trainable", "gradients", "optimizer"), job.weight_dtype), "reduce": _reduced(job)},
     )
+
+
+def _reduced(job: Job) -> str:
+    """The dtype in which gradients are summed over the ranks."""
+    return str(job.settings["reduce_dtype"] or job.weight_dtype)
+
+
+def computing(job: Job) -> str:
+    """The mixed-precision policy casts what an all-gather sends, group by group."""
+    cast = job.settings["param_dtype"]
+    return f"on copies that each all-gather makes in {cast}" if cast else "on the weights as they are gathered"
 
 
 def shard_of(state: State, ranks: int) -> int:
@@ -270,9 +281,7 @@ def audit(prepared: Prepared) -> Holdings:
         for parameter in prepared.model.parameters():
             yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
 
-    reduce = prepared.job.settings["reduce_dtype"] or prepared.job.weight_dtype
-    ledger = {"optimizer": kinds, "reduce": reduce}
-    return holdings(held(), optimizer=size, dtypes=ledger)
+    return holdings(held(), optimizer=size, dtypes={"optimizer": kinds, "reduce": _reduced(prepared.job)})
 
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:

@@ -182,6 +182,9 @@ class Engine(Protocol):
     def account(self, job: Job) -> Holdings:
         """Bytes of states that the fullest rank holds."""
 
+    def computing(self, job: Job) -> str:
+        """In words, how the forward gets the dtype that it computes in."""
+
     def check(self, prepared: Prepared) -> list[str]:
         """Sentences about what the engine itself is otherwise than asked: its class, stage, mesh, offload."""
 

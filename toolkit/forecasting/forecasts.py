@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.devices import Hardware
 from toolkit.drawing import Bar, bars
+from toolkit.engines.job import Job
 from toolkit.flags import spell
 from toolkit.forecasting.calibrating import calibrated, read_run
 from toolkit.forecasting.ledger import PARTS
@@ -24,12 +25,9 @@ from toolkit.units import format_bytes, format_seconds
 class Forecast(Shown):
     """What a run will take. Bytes are the allocator's, of the fullest rank."""
 
-    model: str
-    strategy: Strategy
-    """Without an `auto`."""
-    loop: Loop
+    job: Job = field(repr=False)
+    """What was asked, with nothing left open."""
     hardware: Hardware
-    ranks: int
     limit_bytes: int
     """What a rank may hold: the device's free bytes; on CPU ranks the host's divided by the ranks of a node."""
     peak_bytes: int
@@ -55,6 +53,27 @@ class Forecast(Shown):
     """Where it does not fit, the smallest change of the strategy or the loop that does; None where there is none."""
     changed_bytes: int | None = None
     """The peak with that change."""
+
+    @property
+    def model(self) -> str:
+        """Its name, as it was given."""
+        assert self.job.spec is not None, "a forecast needs a model"
+        return self.job.spec.name
+
+    @property
+    def strategy(self) -> Strategy:
+        """Without an `auto`."""
+        return self.job.strategy
+
+    @property
+    def loop(self) -> Loop:
+        """Without an open value."""
+        return self.job.loop
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.job.ranks
 
     @property
     def fits(self) -> bool:

@@ -77,6 +77,38 @@ class Ledger:
             self.phases[self.phase] = self._high = total
         if total > self.peak:
             self.peak, self.peak_phase = total, self.phase
-            self.parts = {**self.held, part: self.held[part] + more - logits}
-            if logits:
-                self.parts["logits"] = self.held["logits"] + logits
+            self.parts = self._parts(more, part, logits)
+
+    def _parts(self, more: int, part: str, logits: int) -> dict[str, int]:
+        """What is held, and `more` of a part, of which so much are logits."""
+        found = {**self.held, part: self.held[part] + more - logits}
+        return {**found, "logits": self.held["logits"] + logits} if logits else found
+
+
+class Course(Ledger):
+    """A ledger that keeps the way, too: every phase's highest moment by part, and the total after every change."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        super().__init__(shared=shared)
+        self.highest: dict[str, dict[str, int]] = {}
+        """Phase → parts, at its highest moment."""
+        self.moments: list[tuple[str, int]] = []
+        """Phase and total, in order; what is held for a moment alone has one of its own."""
+
+    def hold(self, part: str, size: int) -> None:
+        super().hold(part, size)
+        self.moments.append((self.phase, self.total))
+
+    def walk(self, rise: int, net: int, logits_rise: int = 0, logits_net: int = 0) -> None:
+        if rise > max(net, 0):
+            self.moments.append((self.phase, self.total + rise))
+        super().walk(rise, net, logits_rise, logits_net)
+        self.moments.append((self.phase, self.total))
+
+    def _look(self, more: int, part: str, logits: int = 0) -> None:
+        before = self.phases.get(self.phase, -1)
+        super()._look(more, part, logits)
+        if self.phases[self.phase] > before:
+            self.highest[self.phase] = self._parts(more, part, logits)
+        if more:
+            self.moments += [(self.phase, self.total + more), (self.phase, self.total)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.adapting import require_adapter
 from toolkit.engines.job import Job
@@ -16,6 +16,8 @@ from toolkit.forecasting.timeline import Stretch, Trace, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import other_ways, way_of
 from toolkit.units import BYTES_OF
+
+L = TypeVar("L", bound=Ledger)
 
 BLOCK = {"cpu": 1, "cuda": 512}
 """Bytes that an allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize`)."""
@@ -54,7 +56,14 @@ def _spread(trace: Trace, block: int, engine: str) -> list[Stretch]:
     return stretches(trace, block, partial(_replay_of(engine).heeds, trace))
 
 
-def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool) -> Ledger:
+def replay(
+    job: Job,
+    trace: Trace,
+    step: Sequence[Stretch],
+    *,
+    checkpoints: bool,
+    kind: type[L] = Ledger,  # type: ignore[assignment]
+) -> L:
     """What the fullest rank holds, from its start to the saved result.
 
     Args:
@@ -62,8 +71,9 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], *, checkpoints: bool
         trace: of its model.
         step: from `whole_step`.
         checkpoints: whether any are written.
+        kind: of ledger: one that keeps the highest moments alone, or `Course`.
     """
-    ledger = Ledger(shared=job.device.kind == "cpu")
+    ledger = kind(shared=job.device.kind == "cpu")
     _engine(job).replay(job, trace, step, ledger, checkpoints=checkpoints)
     _save(ledger, job, checkpoints)
     return ledger

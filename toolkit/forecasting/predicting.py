@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
@@ -13,6 +13,7 @@ from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.ledger import PARTS, Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.timeline import Stretch
 from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
 from toolkit.smaller import changed, changes
@@ -43,6 +44,25 @@ def forecast(
         StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
         ToolkitError: for a model or a machine that is not known.
     """
+    job, machine = asked(model, strategy, on, loop, ranks=ranks)
+    found = forecast_job(job, machine, one_document=one_document, others=True)
+    return found if found.fits else _advised(found, job, one_document)
+
+
+def asked(
+    model: ModelSpec | str | None,
+    strategy: Strategy | None = None,
+    on: Hardware | str | None = None,
+    loop: Loop | None = None,
+    *,
+    ranks: int | None = None,
+) -> tuple[Job, Hardware]:
+    """The job and the machine that these name, each as `forecast` takes it.
+
+    Raises:
+        StrategyError: for what this device, model or number of ranks cannot do.
+        ToolkitError: for a model or a machine that is not known.
+    """
     if isinstance(on, Loop | Strategy):
         raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
     spec = model if isinstance(model, ModelSpec) else describe(model)
@@ -50,9 +70,7 @@ def forecast(
     count = machine.ranks if ranks is None else ranks
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
-    job = resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device)
-    found = forecast_job(job, machine, one_document=one_document, others=True)
-    return found if found.fits else _advised(found, job, one_document)
+    return resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device), machine
 
 
 def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
@@ -104,13 +122,14 @@ def forecast_job(
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
-    ledger, timing = replay(job, trace, step, checkpoints=checkpoints), step_time(job, machine, step)
+    return foretold(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
+
+
+def foretold(job: Job, machine: Hardware, step: Sequence[Stretch], ledger: Ledger) -> Forecast:
+    """A forecast from what a step computes, and the ledger that it was replayed into."""
     return Forecast(
-        model=job.spec.name,
-        strategy=job.strategy,
-        loop=job.loop,
+        job=job,
         hardware=machine,
-        ranks=job.ranks,
         limit_bytes=_limit(job, machine),
         peak_bytes=ledger.peak,
         peak_phase=ledger.peak_phase,
@@ -120,7 +139,7 @@ def forecast_job(
         checkpoint_bytes=checkpoint_bytes(job),
         operations=operations(job, step),
         communication_bytes=communication(job),
-        timing=timing,
+        timing=step_time(job, machine, step),
         unknown=_unknown(job),
     )
 

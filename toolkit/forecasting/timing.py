@@ -51,7 +51,7 @@ def operations(job: Job, step: Sequence[Stretch]) -> int:
 
 def communication(job: Job) -> int:
     """Bytes that a rank sends to others in a step."""
-    return round(sum(one.size * one.times for one in _volume(job)))
+    return round(sum(one.size * one.times for one in collectives(job)))
 
 
 def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | None:
@@ -74,7 +74,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     else:
         optimizer = moved * min(job.ranks, machine.count) / (HOST * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
-    for one in (*_volume(job), *_offloaded(job)):
+    for one in (*collectives(job), *offloads(job)):
         took[one.hidden] += one.size * one.times / _bandwidth(one.way, job, machine, card)
     micro = job.loop.accumulation
     reduced = 1 if job.strategy.sharding == "ddp" else micro
@@ -108,7 +108,7 @@ def _peak(card: Card, dtype: str) -> float:
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """What a rank sends, in bytes, how often in a step, and what hides it."""
 
     size: float
@@ -117,6 +117,8 @@ class _Sent(NamedTuple):
     """`forward`, `backward` or `nothing`."""
     way: str
     """`ring`, among the ranks of a shard; `replicas`, of the same shard in other groups; `host`."""
+    what: str
+    """In words: what is sent, and by which collective."""
 
 
 def _bandwidth(way: str, job: Job, machine: Hardware, card: Card) -> float:
@@ -133,8 +135,8 @@ def _bandwidth(way: str, job: Job, machine: Hardware, card: Card) -> float:
     return found * 1e9 * LINK
 
 
-def _volume(job: Job) -> list[_Sent]:
-    """The collectives of a step.
+def collectives(job: Job) -> list[Sent]:
+    """The collectives of a step, in its order.
 
     A ring's gather, and its reduce-scatter, send (N - 1)/N of the tensor, an all-reduce twice that (Rajbhandari et al.
     2020, section 7).
@@ -151,21 +153,27 @@ def _volume(job: Job) -> list[_Sent]:
     if word == "none":
         return []
     if word == "ddp":
-        return [_Sent(2 * share * reduced, 1, "backward", "ring")]  # with the last micro-batch alone
+        return [
+            Sent(2 * share * reduced, 1, "backward", "ring", "gradients, all-reduced")
+        ]  # with the last micro-batch alone
     if word in ("zero1", "zero2"):
-        reduce = _Sent(share * reduced, 1 if word == "zero1" else micro, "nothing", "ring")
-        return [reduce, _Sent(share * trained * BYTES_OF[job.compute_dtype], 1, "nothing", "ring")]
-    sent = [_Sent(share * whole, micro, "forward", "ring")]
+        reduce = Sent(
+            share * reduced, 1 if word == "zero1" else micro, "nothing", "ring", "gradients, reduce-scattered"
+        )
+        updated = share * trained * BYTES_OF[job.compute_dtype]
+        return [reduce, Sent(updated, 1, "nothing", "ring", "updated parameters, all-gathered")]
+    sent = [Sent(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
     if word != "fsdp_grad_op":
-        sent.append(_Sent(share * whole, micro, "backward", "ring"))
-    sent.append(_Sent(share * reduced, micro, "backward", "ring"))
+        sent.append(Sent(share * whole, micro, "backward", "ring", "parameters, all-gathered for the backward"))
+    sent.append(Sent(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
     if word == "hsdp":
         groups = job.strategy.replicate
-        sent.append(_Sent(2 * (groups - 1) / groups * reduced / ranks, micro, "backward", "replicas"))
+        size = 2 * (groups - 1) / groups * reduced / ranks
+        sent.append(Sent(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
     return sent
 
 
-def _offloaded(job: Job) -> list[_Sent]:
+def offloads(job: Job) -> list[Sent]:
     """Over PCIe: gradients to the host and weights back, once a step; parameters to the device for every pass."""
     offload = job.strategy.offload
     if offload == "none":
@@ -173,8 +181,12 @@ def _offloaded(job: Job) -> list[_Sent]:
     found, ranks = parameters_of(job), job.shard_ranks
     trained = sum(state.elements for state in found if state.trainable) / ranks
     back = trained * BYTES_OF[job.compute_dtype]
-    sent = [_Sent(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host"), _Sent(back, 1, "nothing", "host")]
+    sent = [
+        Sent(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host"),
+        Sent(back, 1, "nothing", "host", "updated parameters, from the host"),
+    ]
     if offload == "cpu":
         shard = sum(state.bytes for state in found) / ranks
-        sent += [_Sent(shard, job.loop.accumulation, phase, "host") for phase in ("forward", "backward")]
+        for phase in ("forward", "backward"):
+            sent.append(Sent(shard, job.loop.accumulation, phase, "host", f"parameters, from the host for the {phase}"))
     return sent

@@ -11,6 +11,8 @@ from toolkit.phases import PHASES
 from toolkit.show import Table
 from toolkit.units import format_bytes
 
+INDENT = "\N{NO-BREAK SPACE}" * 2
+
 
 def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
     """A rank's bytes at its peak, forecast and measured, and their picture.
@@ -28,7 +30,7 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
     for part, size in seen.items():
         other = foretold.get(part, sum(foretold[name] for name in within) if part == "transient" else 0)
         rows.append(_row(part, other if forecast else None, size))
-    rows += [_row(f"  {part}", foretold[part], None) for part in within]
+    rows += [_row(f"{INDENT}{part}", foretold[part], None) for part in within]
     if not measured:
         rows += [_row(part, size, None) for part, size in foretold.items() if size]
     peaks = [source["peak_bytes"] if source else None for source in (forecast and forecast["device"], measured)]

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from toolkit.drawing import figure
-from toolkit.reporting.sections import Section
+from toolkit.reporting.parts import Section
+from toolkit.show import Table
+
+WIDE = 6
+"""Columns above which a table scrolls for itself on a small screen."""
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1f2937; --quiet: #4b5563; --rule: #d1d5db; --card: #f3f4f6;
@@ -23,20 +27,22 @@ h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; padding-top: .8rem; border-top: 
 p { margin: .4rem 0; max-width: 80ch; overflow-wrap: anywhere; }
 pre { background: var(--card); padding: .8rem 1rem; border-radius: 8px; white-space: pre-wrap; overflow-wrap: anywhere;
   font: .88rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 12px; margin: 1.2rem 0 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(145px, 1fr)); gap: 12px; margin: 1.2rem 0 0; }
 dl > div { background: var(--card); border-radius: 8px; padding: .6rem .9rem; }
 dt { color: var(--quiet); font-size: .85rem; }
-dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
+dd { margin: 0; font-weight: 600; font-size: .95rem; font-variant-numeric: tabular-nums; }
 dd.finished { color: var(--good); } dd.failed { color: var(--bad); } dd.going, dd.stopped { color: var(--on); }
 table { border-collapse: collapse; margin: .6rem 0 1rem; font-size: .92rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
-th, td { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; overflow-wrap: anywhere; }
+caption { text-align: left; font-weight: 600; padding-bottom: .3rem; white-space: nowrap; }
+th, td { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; overflow-wrap: break-word; }
+td[style*=right] { white-space: nowrap; }
 thead th { color: var(--quiet); font-weight: 600; font-size: .85rem; }
-tbody th { font-weight: 400; white-space: pre-wrap; }
+tbody th { font-weight: 400; white-space: nowrap; }
 table + p { color: var(--quiet); font-size: .88rem; }
 summary { cursor: pointer; color: var(--quiet); font-size: .92rem; padding: .3rem 0; }
 svg { display: block; margin: .6rem 0 1rem; border: 1px solid var(--rule); border-radius: 8px; }
 .tables { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.wide { overflow-x: auto; max-width: 100%; }
 footer { max-width: 1180px; margin: 2rem auto; padding: 0 24px; color: var(--quiet); font-size: .85rem; }
 @media print { h2, svg, table { break-inside: avoid; } }
 """.strip()
@@ -69,8 +75,14 @@ def _section(section: Section) -> Iterator[str]:
         yield f"<p>{escape(section.words)}</p>"
     if section.code:
         yield f"<pre>{escape(section.code)}</pre>"
-    plain = [f"<div>{table.html()}</div>" for table, svg in section.tables if not svg]
+    plain = [_framed(table) for table, svg in section.tables if not svg]
     yield from (figure(svg, table) for table, svg in section.tables if svg)
     if plain:
         yield f'<div class="tables">{"".join(plain)}</div>'
     yield "</section>"
+
+
+def _framed(table: Table) -> str:
+    """What scrolls can be reached by keyboard, and has a name."""
+    wide = f' class="wide" tabindex="0" role="region" aria-label="{escape(table.title)}"'
+    return f"<div{wide if len(table.columns) > WIDE else ''}>{table.html()}</div>"

@@ -91,7 +91,7 @@ def read_record(path: str | Path) -> Record:
         memory=_memory(folder, about),
         status=status,
         words=redact(words),
-        then="" if status in ("finished", "going") else redact(how_to_go_on(folder)),
+        then="" if status in ("finished", "going") else redact(_then(folder)),
     )
 
 
@@ -160,6 +160,13 @@ def _started(about: Mapping[str, Any]) -> float:
         return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
     except (ValueError, LookupError, TypeError):
         return 0.0
+
+
+def _then(folder: Folder) -> str:
+    try:
+        return how_to_go_on(folder)
+    except StrategyError as error:
+        return f"This version cannot go on with it: {error}"
 
 
 def _where(beat: Heartbeat) -> str:

@@ -15,8 +15,9 @@ from toolkit.errors import RunError
 from toolkit.folder import write_whole
 from toolkit.redacting import redact
 from toolkit.reporting.page import html_page
+from toolkit.reporting.parts import Section
 from toolkit.reporting.record import Record, read_record, step_seconds, throughput
-from toolkit.reporting.sections import Section, figures, sections
+from toolkit.reporting.sections import figures, sections
 from toolkit.show import Shown, Table
 
 
@@ -97,17 +98,22 @@ def reported(path: Path) -> Iterator[None]:
     """However what is inside ends, `report.html` is written then, if the run had begun. It changes nothing of how it ended."""
     try:
         yield
-    finally:
-        with contextlib.suppress(Exception):
-            if (path / "run.json").exists():
-                _write(path)
+    except BaseException:
+        _leave(path)  # in silence: what is said is the error
+        raise
+    if written := _leave(path):
+        with contextlib.suppress(OSError):
+            print(f"report: {written}", file=sys.stderr)
 
 
-def _write(path: Path) -> None:
+def _leave(path: Path) -> Path | None:
+    """The page's place; None where it could not be written, whatever was in its way."""
     try:
-        print(f"report: {report(path).write()}", file=sys.stderr)
+        return report(path).write() if (path / "run.json").exists() else None
     except Exception as error:
-        print(f"toolkit: there is no report: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"toolkit: there is no report of {path}: {error}", file=sys.stderr)
+        return None
 
 
 def _progress(run: Record) -> dict[str, Any]:
@@ -135,5 +141,6 @@ def _in_notebook(section: Section) -> str:
     """Without headings: a notebook has its own."""
     words = f"<p><strong>{escape(section.title)}.</strong> {escape(section.words)}</p>"
     code = f"<pre>{escape(section.code)}</pre>" if section.code else ""
-    tables = (figure(svg, table) if svg else table.html() for table, svg in section.tables)
-    return words + code + "".join(tables)
+    pictures = "".join(figure(svg, table) for table, svg in section.tables if svg)
+    plain = "".join(f"<div>{table.html()}</div>" for table, svg in section.tables if not svg)
+    return f'{words}{code}{pictures}<div style="display:flex;flex-wrap:wrap;gap:0 2em">{plain}</div>'

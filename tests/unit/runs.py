@@ -1,0 +1,121 @@
+"""Folders of runs, written by the toolkit's own functions, with numbers that are easy to follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from toolkit import folder
+from toolkit.devices import hardware
+from toolkit.engines.job import Holdings
+from toolkit.forecasting import Forecast
+from toolkit.measuring import Measured, collect
+from toolkit.preparing import Audit
+from toolkit.readying import Recipe, versions
+from toolkit.strategy import Loop, Strategy
+from toolkit.units import GiB, MiB, timestamp
+
+STRATEGY = Strategy(sharding="zero3", precision="bf16", attention="sdpa")
+LOOP = Loop(steps=20, lr=1e-3)
+PARTS = {"parameters": 10 * MiB, "master": 20 * MiB, "gradients": 12 * MiB, "optimizer": 40 * MiB, "logits": 48 * MiB}
+
+
+def foretold() -> Forecast:
+    """130 MiB in backward."""
+    return Forecast(
+        model="embedded",
+        strategy=STRATEGY,
+        loop=LOOP,
+        hardware=hardware("2x cpu"),
+        ranks=2,
+        limit_bytes=GiB // 4,
+        peak_bytes=130 * MiB,
+        peak_phase="backward",
+        parts=PARTS,
+        phases={"load": 20 * MiB, "forward": 110 * MiB, "backward": 130 * MiB},
+        host_bytes=260 * MiB,
+        checkpoint_bytes=70 * MiB,
+        operations=10**9,
+        communication_bytes=30 * MiB,
+        timing=None,
+        unknown=("How fast it is, nobody knows.",),
+    )
+
+
+def about(recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
+    """What `run.json` says of a run that has begun."""
+    strategy = dataclasses.asdict(STRATEGY)
+    attempt = {"strategy": strategy, "ranks": 2, "started": timestamp(), "from_step": 0}
+    return {
+        "strategy": strategy,
+        "loop": dataclasses.asdict(LOOP),
+        "recipe": dataclasses.asdict(recipe or Recipe(save_every=10)),
+        "ranks": 2,
+        "forecast": foretold().to_dict(),
+        "versions": versions(),
+        "hardware": hardware("2x cpu").to_dict(),
+        "seed": 0,
+        "data": {"fingerprint": "f" * 64, "trained_tokens": 1_170_000},
+        "started": timestamp(),
+        "attempts": [attempt],
+        "finished": None,
+        **more,
+    }
+
+
+def event(step: int, *, loss: float | None = None, **more: Any) -> dict[str, Any]:
+    """A step of 2,000 tokens in a second; the first five take two."""
+    known = {"loss": 8 - step / 10 if loss is None else loss, "grad_norm": 1.5, "lr": 1e-3, "tokens": 2_000}
+    seconds = 2.0 if step <= 5 else 1.0
+    return {"step": step, **known, "seconds": seconds, "skipped": False, "attempt": 0, "samples": "ab", **more}
+
+
+def memory(*, reason: str | None = None, forecast: bool = True) -> dict[str, Any]:
+    """`memory.json`: 125 MiB in the worst rank's backward; nothing where there is a reason."""
+    held = Holdings(
+        trainable=10 * MiB,
+        frozen=0,
+        master=20 * MiB,
+        optimizer=40 * MiB,
+        dtypes={"trainable": "bfloat16", "master": "float32"},
+    )
+    phases = {"load": 20 * MiB, "forward": 100 * MiB, "backward": 125 * MiB}
+    ranks = [
+        Measured(
+            device="cpu",
+            peak_bytes=None if reason else 125 * MiB,
+            peak_phase=None if reason else "backward",
+            phases={} if reason else phases,
+            rss_bytes=700 * MiB,
+            rss_peak_bytes=800 * MiB,
+            reason=reason,
+        )
+        for _ in range(2)
+    ]
+    one = collect(ranks[0], held, lambda pairs: pairs * 2)
+    audit = Audit(engine="DeepSpeedEngine", ranks=2, held=held, expected=held)
+    beside = {"forecast": foretold().to_dict() if forecast else None, "unforecast": None if forecast else "no trace"}
+    return {**one.to_dict(), **beside, "audits": [audit.to_dict()] * 2}
+
+
+def write(
+    path: Path,
+    events: Iterable[dict[str, Any]],
+    *,
+    found: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
+) -> folder.Folder:
+    """A run's folder, that nobody holds any more."""
+    with folder.enter(path) as run:
+        folder.write_json(run.run_json, found or about())
+        run.logs.mkdir()
+        for line in events:
+            run.append_event(line)
+        for step in (10, 20):
+            costs = {"bytes": 70 * MiB, "stall_seconds": 0.1, "write_seconds": 0.5}
+            folder.append_line(run.published, {"step": step, "attempt": 0, "checkpoint": f"step-{step:08d}", **costs})
+        if memory:
+            folder.write_json(run.memory, memory)
+    return run

@@ -1,0 +1,193 @@
+"""Pictures: whole, true to their numbers, told in words, and seen by everybody."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import combinations
+from xml.etree import ElementTree
+
+import pytest
+import runs
+
+from toolkit.drawing import COLOURS, POINTS, Bar, bars, colour, curve, figure, luminance, thinned
+from toolkit.drawing.elements import ink_on
+from toolkit.phases import PHASES
+from toolkit.show import Table
+from toolkit.units import GiB, MiB
+
+SVG = "{http://www.w3.org/2000/svg}"
+PARTS = [name for name in COLOURS if name not in PHASES]
+CONES = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+"""Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: what is left of linear RGB."""
+
+
+def parse(svg: str) -> ElementTree.Element:
+    """As XML, with what every picture has to have."""
+    root = ElementTree.fromstring(svg)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("role") == "img"
+    named = (root.get("aria-labelledby") or "").split()
+    assert [root.find(f"{SVG}{kind}").get("id") for kind in ("title", "desc")] == named  # type: ignore[union-attr]
+    assert root.find(f"{SVG}rect").get("fill") == "#ffffff"  # type: ignore[union-attr]
+    assert not re.search(r"<script|href|url\(|\son\w+=", svg)
+    return root
+
+
+def described(svg: str) -> str:
+    """What it says to who cannot see it."""
+    return parse(svg).findtext(f"{SVG}desc") or ""
+
+
+def drawn(svg: str) -> dict[str, list[ElementTree.Element]]:
+    """Part → its rectangles, from left to right."""
+    found: dict[str, list[ElementTree.Element]] = {}
+    for rect in parse(svg).iter(f"{SVG}rect"):
+        if told := rect.findtext(f"{SVG}title"):
+            found.setdefault(told.split(":")[0], []).append(rect)
+    return found
+
+
+def lab(shade: str, cones: str) -> tuple[float, float, float]:
+    """CIE L*a*b*, under D65."""
+    parts = [int(shade[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    line = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, line, strict=True)))) for row in CONES[cones])
+    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
+    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
+    a, b, c = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x, y, z))
+    return 116 * b - 16, 500 * (a - b), 200 * (b - c)
+
+
+@pytest.mark.parametrize("cones", CONES)
+@pytest.mark.parametrize("names", [PARTS, PHASES], ids=["parts", "phases"])
+def test_colours_are_told_apart(names: tuple[str, ...], cones: str) -> None:
+    shades = {name: lab(COLOURS[name], cones) for name in names}
+    near = {pair: math.dist(shades[pair[0]], shades[pair[1]]) for pair in combinations(names, 2)}
+    assert min(near.values()) > 29, min(near, key=lambda pair: near[pair])
+
+
+@pytest.mark.parametrize("name", COLOURS)
+def test_contrasts(name: str) -> None:
+    """3:1 of a part against the ground, 4.5:1 of the text on it."""
+    shade = COLOURS[name]
+    assert 1.05 / (luminance(shade) + 0.05) >= 3
+    light, dark = sorted((luminance(shade), luminance(ink_on(shade))), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_bars_are_as_long_as_what_they_say() -> None:
+    rows = [
+        Bar(label="forecast", parts={"parameters": 2 * GiB, "optimizer": 4 * GiB, "logits": 0, "buffers": -1}),
+        Bar(label="measured", parts={"parameters": 2 * GiB, "transient": 1 * GiB}),
+    ]
+    svg = bars(rows, title="Peak", limit=8 * GiB, limit_label="a rank has")
+    found = drawn(svg)
+    assert list(found) == ["parameters", "optimizer", "transient"]
+    widths = {part: [float(rect.get("width", "0")) + 1 for rect in rects] for part, rects in found.items()}
+    assert widths["parameters"][0] == widths["parameters"][1]
+    assert widths["optimizer"][0] == pytest.approx(2 * widths["parameters"][0], abs=0.2)
+    assert {rect.get("fill") for rect in found["parameters"]} == {colour("parameters")}
+    start = float(found["parameters"][0].get("x", "0"))
+    limit = next(line for line in parse(svg).iter(f"{SVG}line") if line.get("stroke-dasharray"))
+    assert float(limit.get("x1", "0")) - start == pytest.approx(4 * widths["parameters"][0], abs=0.5)
+    assert described(svg) == (
+        "forecast: 6.00 GiB (parameters 2.00 GiB, optimizer 4.00 GiB). "
+        "measured: 3.00 GiB (parameters 2.00 GiB, transient 1.00 GiB). The line marks the limit: a rank has 8.00 GiB."
+    )
+
+
+def test_a_limit_far_away_does_not_shrink_the_bars() -> None:
+    svg = bars([Bar(label="peak", parts={"parameters": 1 * MiB})], title="Peak", limit=64 * GiB)
+    assert "beyond the picture, less than 0.1% of it is used" in svg
+    assert float(drawn(svg)["parameters"][0].get("width", "0")) > 400
+    assert not [line for line in parse(svg).iter(f"{SVG}line") if line.get("stroke-dasharray")]
+
+
+def test_one_legend_and_none_where_labels_say_it() -> None:
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", bars([Bar(label="peak", parts={"logits": MiB})], title="One"))
+    assert words.count("logits 1.0 MiB") == 1
+    rows = [Bar(label=f"{name}, forecast", parts={name: MiB}) for name in PHASES]
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", bars(rows, title="Phases"))
+    assert not set(words) & set(PHASES)
+
+
+def test_a_part_that_nobody_knows_keeps_its_colour() -> None:
+    assert colour("kv cache") == colour("kv cache")
+    assert colour("kv cache") in COLOURS.values()
+
+
+def test_nothing_to_draw() -> None:
+    assert parse(bars([], title="Peak"))
+    assert "nothing yet" in described(curve({"loss": []}, title="Loss", x="step", y="loss"))
+    assert parse(curve({}, title="Loss", x="step", y="loss"))
+    assert parse(curve({"loss": [(1, None), (2, math.nan)]}, title="Loss", x="step", y="loss"))
+    assert parse(curve({"loss": [(7, 1.0)]}, title="Loss", x="step", y="loss"))
+
+
+def test_a_curve_leaves_gaps_and_says_its_values() -> None:
+    points = [(1, 4.0), (2, 3.0), (3, math.nan), (4, 2.0), (5, None), (6, 1.0), (7, math.inf)]
+    svg = curve({"loss": points, "evaluation": [(6, 1.5)]}, title="Loss", x="step", y="loss", spell_y="{:.1f}".format)
+    line, dots, *_ = [path.get("d", "") for path in parse(svg).iter(f"{SVG}path")]
+    assert (line.count("M"), line.count("L")) == (3, 1)
+    assert dots.count("h0") == 4
+    assert described(svg) == (
+        "loss over step. loss: first 4.0, last 1.0, lowest 1.0. evaluation: first 1.5, last 1.5, lowest 1.5."
+    )
+    ends = [float(end) for end in re.findall(r"[ML]([\d.]+) ", line)]
+    assert ends == sorted(ends)
+    assert [path.get("stroke") for path in parse(svg).iter(f"{SVG}path")][::2] == ["#1649ff", "#a21600"]
+
+
+def test_long_lines_are_thinned_and_keep_their_ends() -> None:
+    points: list[tuple[float, float | None]] = [(step, float(step % 7)) for step in range(10_000)]
+    points[5_000], points[6_001] = (5_000, 99.0), (6_001, -99.0)
+    points[7_000:7_100] = [(step, None) for step in range(7_000, 7_100)]
+    kept = thinned(points)
+    assert len(kept) <= POINTS
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    assert {(5_000, 99.0), (6_001, -99.0)} <= set(kept)
+    assert any(value is None for _, value in kept)
+    assert [place for place, _ in kept] == sorted(place for place, _ in kept)
+    assert len(curve({"loss": points}, title="Loss", x="step", y="loss")) < 10_000
+    assert thinned(points[:POINTS]) == points[:POINTS]
+
+
+def test_what_is_written_into_a_picture_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a secret that would be cut to the length of a label."""
+    monkeypatch.setenv("HF_TOKEN", "s3cretNobodyKnows")
+    row = Bar(label="<b> & a rather long label s3cretNobodyKnows", parts={"<script>": MiB})
+    svg = bars([row], title="<script>alert(1)</script>", limit_label="s3cretNobodyKnows", limit=MiB)
+    assert "<script" not in svg
+    assert "s3cret" not in svg
+    assert parse(svg).findtext(f"{SVG}title") == "<script>alert(1)</script>"
+
+
+def test_ids_are_no_others_in_a_page() -> None:
+    page = "".join(bars([Bar(label="peak", parts={"logits": MiB})], title="Peak") for _ in range(3))
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) == 6
+
+
+@pytest.mark.parametrize(("rows", "folded"), [(12, False), (13, True)])
+def test_a_table_stands_beside_its_picture(rows: int, folded: bool) -> None:
+    svg = bars([Bar(label="peak", parts={"logits": MiB})], title="Peak")
+    table = Table(title="Peak", columns=("part", "bytes"), rows=(("logits", str(row)) for row in range(rows)))
+    found = figure(svg, table)
+    assert svg in found
+    assert found.count("<tr>") == rows + 1
+    assert ("<details><summary>Peak: 13 rows</summary>" in found) == folded
+
+
+def test_a_forecast_shows_its_peak() -> None:
+    shown = runs.foretold()._repr_html_()
+    svg = shown[: shown.index("</svg>") + 6]
+    assert shown.index("</svg>") < shown.index("<table>")
+    assert set(drawn(svg)) == set(runs.PARTS)
+    assert described(svg).endswith("The line marks the limit: a rank has 256.0 MiB.")

@@ -1,0 +1,341 @@
+"""A run's folder as a report: of a run that finished, goes on, was stopped or failed; and of folders that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+import toolkit as tk
+from toolkit import cli, folder
+from toolkit.errors import RunError
+from toolkit.heartbeat import Beat
+from toolkit.readying import Recipe
+from toolkit.reporting import reported
+from toolkit.units import timestamp
+
+STEPS = [runs.event(step) for step in range(1, 21)]
+HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1], resume=True); print('in', flush=True); sys.stdin.read()"
+
+
+class Page(HTMLParser):
+    """What a reader of HTML sees of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], "every element is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> folder.Folder:
+    """Twenty steps, two evaluations, two checkpoints, all measured."""
+    lines = [*STEPS[:10], {"step": 10, "attempt": 0, "eval_loss": 7.5}, *STEPS[10:]]
+    lines.append({"step": 20, "attempt": 0, "eval_loss": 6.5})
+    return runs.write(tmp_path / "run", lines, found=runs.about(finished=timestamp()), memory=runs.memory())
+
+
+def test_a_finished_run_is_told_whole(finished: folder.Folder) -> None:
+    found = tk.report(finished.path)
+    text = str(found)
+    assert found.status == "finished"
+    for line in (
+        r"status +finished",
+        r"steps +20 of 20",
+        r"loss +7\.900 → 6\.000",
+        r"evaluation loss +6\.5000",
+        r"tokens/s +2,000",
+        r"peak of a rank +125\.0 MiB",
+        r"forecast / measured +1\.04x",
+        r"    toolkit train --processes 2 --save-every 10 --sharding zero3 --precision bf16 .*--lr 0\.001 --steps 20",
+        r"0–1 +10\.0 MiB +0 B +20\.0 MiB +40\.0 MiB",
+        r"trainable +bfloat16 +bfloat16",
+        r"optimizer +40\.0 MiB +40\.0 MiB +1\.00x",
+        r"transient +60\.0 MiB +55\.0 MiB +1\.09x",
+        r"\s+gradients +12\.0 MiB +– +–",
+        r"all +130\.0 MiB +125\.0 MiB +1\.04x",
+        r"forward +110\.0 MiB +100\.0 MiB +1\.10x",
+        r" *10 +7\.5000",
+        r" *10 +70\.0 MiB +100 ms +500 ms",
+        r"2 published\. The training waited 200 ms for them in all, 0\.8% of the time in steps\.",
+        r" *1 +20\S+ +zero3 +2 +0",
+        r"torch +2\.\S+",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+
+
+def test_the_command_asks_for_the_same(finished: folder.Folder) -> None:
+    words = tk.report(finished.path).run.command.split()
+    flags = cli.parser().parse_args(words[1:])
+    assert (flags.processes, flags.sharding, flags.steps, flags.save_every, flags.lr) == (2, "zero3", 20, 10, 1e-3)
+
+
+def test_a_report_as_json(finished: folder.Folder) -> None:
+    found = json.loads(tk.report(finished.path).to_json())
+    assert found["loss"] == {"first": 7.9, "last": 6.0, "lowest": 6.0, "lowest_step": 20}
+    assert (found["steps"], found["tokens"], found["seconds"], found["step_seconds"]) == (20, 40_000, 25.0, 1.0)
+    assert found["tokens_per_second"] == 2_000
+    assert found["evaluations"] == [{"step": 10, "loss": 7.5}, {"step": 20, "loss": 6.5}]
+    assert found["measured"]["peak_bytes"] + 5 * 2**20 == found["forecast"]["device"]["peak_bytes"]
+    assert [one["step"] for one in found["checkpoints"]] == [10, 20]
+
+
+def test_a_page_stands_alone_and_can_be_read_by_ear(finished: folder.Folder) -> None:
+    text = tk.report(finished.path).page()
+    page = Page(text)
+    tags = [tag for tag, _ in page.tags]
+    assert text.startswith('<!doctype html>\n<html lang="en">')
+    assert [tag for tag in tags if re.fullmatch(r"h\d", tag)] == ["h1", *["h2"] * tags.count("h2")]
+    assert {"main", "header", "footer", "title"} <= set(tags)
+    assert not {"script", "link", "img", "iframe"} & set(tags)
+    addresses = {value for _, found in page.tags for name, value in found.items() if name in ("href", "src", "action")}
+    assert addresses == set()
+    assert set(re.findall(r"https?://[^\"'\s<]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "@import" not in text
+    assert "url(" not in text
+    assert not [name for _, found in page.tags for name in found if name.startswith("on")]
+    assert tags.count("table") == tags.count("caption") > 10
+    assert {found.get("scope") for tag, found in page.tags if tag == "th"} == {"col", "row"}
+    ids = [found["id"] for _, found in page.tags if "id" in found]
+    assert len(ids) == len(set(ids)) == 8  # a title and a description of each of four pictures
+    assert [found["role"] for tag, found in page.tags if tag == "svg"] == ["img"] * 4
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_a_notebook_shows_the_same(finished: folder.Folder) -> None:
+    shown = tk.report(finished.path)._repr_html_()
+    assert shown.count("<svg") == 4
+    assert "toolkit train --processes 2" in shown
+    assert not re.search(r"<h\d|<style|<html", shown)
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    """Every checkpoint, evaluation and step of it is in the files beside."""
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 10_001):
+        lines.append(runs.event(step, loss=8 - step / 2000 + step % 13 / 100))
+        if step % 20 == 0:
+            lines.append({"step": step, "attempt": 0, "eval_loss": 8 - step / 2000})
+    run = runs.write(tmp_path / "run", [])
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = tk.report(run.path)
+    assert len(found.page().encode()) < 100_000
+    assert len(found._repr_html_().encode()) < 100_000
+    assert "12 of 10,000; all are in events.jsonl." in str(found)
+    assert "12 of 500; all are in events.jsonl." in str(found)
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Somebody else's process is in its folder; the lock of whoever reports does not count."""
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    with folder.enter(run.path, resume=True):
+        assert tk.report(run.path).status != "going"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        with Beat(run.beat(0), 0) as beat:
+            beat.note("begin", step=4)
+            with beat.listening():
+                found = tk.report(run.path)
+                assert found.status == "going"
+                assert "It goes on. Rank 0 was in step 4." in str(found)
+        process.communicate()
+    assert tk.report(run.path).status != "going"
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    run.record_end(
+        "stopped", "stopped by SIGTERM. There is no checkpoint. `toolkit resume run` starts again from step 0."
+    )
+    found = tk.report(run.path)
+    assert found.status == "stopped"
+    assert "stopped by SIGTERM. There is no checkpoint." in str(found)
+    assert "What each rank held is written to memory.json when a run finishes" in str(found)
+    assert "parameters" in found.page()  # the forecast, from run.json
+
+
+def test_a_run_that_failed_says_the_ranks_last_words(tmp_path: Path) -> None:
+    words = "rank 1 ended with RuntimeError: it broke. Its last lines (logs/rank-1.log):\n    Traceback <b>\n    RuntimeError"
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    run.record_end("failed", words)
+    found = tk.report(run.path)
+    assert found.status == "failed"
+    assert f"`toolkit resume {run.path}` starts again from step 0." in str(found)
+    assert "    rank 1 ended with RuntimeError: it broke." in str(found)
+    assert words in "".join(Page(found.page()).words)
+
+
+def test_a_run_without_a_supervisor(tmp_path: Path) -> None:
+    """What its ranks left says how it ended."""
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    assert "left no word" in tk.report(run.path).run.words
+    with Beat(run.beat(0), 0):
+        pass
+    assert tk.report(run.path).status == "stopped"
+    run.record_error(1, ValueError("too large"))
+    found = tk.report(run.path)
+    assert (found.status, found.run.words) == ("failed", "Rank 1 ended with ValueError: too large")
+
+
+def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None:
+    """Of a run that goes on in another way."""
+    run = runs.write(tmp_path / "run", STEPS, memory=runs.memory())
+    run.record_end("failed", "an old failure")
+    later = runs.about()
+    later["attempts"][0]["started"] = "2099-01-01T00:00:00+0000"
+    folder.write_json(run.run_json, later)
+    found = tk.report(run.path)
+    assert "an old failure" not in str(found)
+    assert found.run.measured is None
+
+
+@pytest.mark.parametrize("reason", ["the memory window was switched off (--no-memory-window)", None])
+def test_a_run_that_measured_nothing_or_was_not_forecast(tmp_path: Path, reason: str | None) -> None:
+    found = runs.about(finished=timestamp(), forecast=None)
+    run = runs.write(tmp_path / "run", STEPS, found=found, memory=runs.memory(reason=reason, forecast=False))
+    text = str(tk.report(run.path))
+    if reason:
+        assert f"There is neither: no trace; {reason}." in text
+    else:
+        assert "There is no forecast: no trace." in text
+        assert re.search(r"^transient +55\.0 MiB$", text, re.MULTILINE)
+    assert "Dtype ledger" in text
+    Page(tk.report(run.path).page())
+
+
+def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+    run = runs.write(tmp_path / "run", [])
+    run.published.unlink()
+    text = str(tk.report(run.path))
+    assert "No step was done." in text
+    assert "None was published." in text
+    assert json.loads(tk.report(run.path).to_json())["tokens_per_second"] is None
+    Page(tk.report(run.path).page())
+
+
+def test_a_loss_that_was_not_finite(tmp_path: Path) -> None:
+    """JSON says null of it; the curve has a gap."""
+    lines = [*STEPS[:3], {**runs.event(4), "loss": float("nan"), "skipped": True}, *STEPS[4:6]]
+    found = tk.report(runs.write(tmp_path / "run", lines).path)
+    assert re.search(r"^ +4 +not finite ", str(found), re.MULTILINE)
+    assert "In 1 step(s) fp16 overflowed, and they were skipped." in str(found)
+    assert json.loads(found.to_json())["skipped"] == 1
+    Page(found.page())
+
+
+def test_a_torn_last_line_does_not_count(tmp_path: Path) -> None:
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    with run.events.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert tk.report(run.path).run.done == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("run.json", None, r"holds no run: .*run\.json does not exist"),
+        ("run.json", "{}", r"run\.json says nothing of loop, ranks, recipe, strategy"),
+        ("run.json", "{", r"run\.json cannot be read"),
+        ("events.jsonl", "{}\nno\n{}\n", r"events\.jsonl, line 2: no JSON"),
+        ("memory.json", "{", r"memory\.json cannot be read: .* Repair or remove it"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    if content is None:
+        (run.path / name).unlink()
+    else:
+        (run.path / name).write_text(content)
+    with pytest.raises(RunError, match=sentence):
+        tk.report(run.path)
+    assert cli.main(["report", str(run.path)]) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+    assert not run.report.exists()
+
+
+def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it stands in the files themselves, which another's toolkit may have written."""
+    secret = "hunter2 <or> 'more'"
+    token = "hf_" + "a1B2" * 8
+    found = runs.about(Recipe(model=f"https://user:{token}@place/model", data=f"{secret}/data.jsonl"))
+    run = runs.write(tmp_path / "run", STEPS[:3], found=found)
+    run.run_json.write_text(json.dumps(found))
+    run.end.write_text(json.dumps({"how": "failed", "time": 4e9, "message": f"Bearer {token} {secret}"}))
+    monkeypatch.setenv("MY_PASSWORD", secret)
+    report = tk.report(run.path)
+    report.write()
+    for text in (str(report), report._repr_html_(), report.to_json(), run.report.read_text()):
+        assert "[redacted]" in text
+        assert token not in text
+        assert "hunter2" not in text
+    assert "A secret stood where the command says [redacted]: give it anew." in str(report)
+
+
+def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
+    found = runs.about()
+    found["recipe"]["flavour"] = "sweet"
+    text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=found).path))
+    assert "--flavour sweet" in text
+    assert "This version cannot go on with it: Recipe has no field 'flavour'." in text
+    assert re.search(r"^flavour +sweet$", text, re.MULTILINE)
+
+
+def test_the_verb_writes_the_page(finished: folder.Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(finished.path), "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["status"] == "finished"
+    assert err == f"report: {finished.report}\n"
+    assert finished.report.read_text().startswith("<!doctype html>")
+    assert cli.main(["report", str(finished.path), "-o", str(tmp_path / "page.html")]) == 0
+    assert "== Forecast beside measured ==" in capsys.readouterr().out
+    assert "Dtype ledger" in (tmp_path / "page.html").read_text()
+    assert cli.main(["report", str(finished.path), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
+    assert "cannot be written: No such file or directory. Choose another place with -o." in capsys.readouterr().err
+
+
+def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written after success and failure, if the run had begun; what is in its way is said, no more."""
+    with reported(tmp_path / "none"):
+        pass
+    run = runs.write(tmp_path / "run", STEPS[:3])
+    with pytest.raises(KeyboardInterrupt), reported(run.path):
+        raise KeyboardInterrupt
+    assert run.report.exists()
+    assert capsys.readouterr().err == ""
+    run.report.unlink()
+    with reported(run.path):
+        pass
+    assert capsys.readouterr().err == f"report: {run.report}\n"
+    run.report.unlink()
+    run.report.mkdir()
+    with reported(run.path):
+        pass
+    assert f"toolkit: there is no report of {run.path}: " in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""`Panel`: the widgets of an explorer. Nothing of ipywidgets is imported before one is made."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from toolkit.notebook.asking import Choice
+
+GROUPS = {"": "", "first": "The first", "second": "Against"}
+"""Headings of the controls that belong together."""
+
+
+class Panel:
+    """Controls that call back as they are moved, and a line that says the answer to who cannot see it."""
+
+    def __init__(self, heading: str, choices: Sequence[Choice], moved: Callable[..., None]) -> None:
+        """Make a widget for each choice; `moved` is called with its name and its new value."""
+        import ipywidgets
+
+        self._moved, self._own = moved, False
+        self.controls = {choice.name: self._control(choice) for choice in choices}
+        self._said = ipywidgets.HTML()
+        groups = []
+        for group, title in GROUPS.items():
+            inside = [self.controls[choice.name] for choice in choices if choice.group == group]
+            named = [ipywidgets.HTML(f"<strong>{title}</strong>")] if title and inside else []
+            row = ipywidgets.Box(inside, layout=ipywidgets.Layout(flex_flow="row wrap", grid_gap="2px 14px"))
+            groups += [*named, row] if inside else []
+        self.box = ipywidgets.VBox([ipywidgets.HTML(f"<h3>{html.escape(heading)}</h3>"), *groups, self._said])
+
+    def _control(self, choice: Choice) -> Any:
+        import ipywidgets
+
+        kind = ipywidgets.SelectionSlider if choice.slides else ipywidgets.Dropdown
+        # A picture that has to be traced for comes once, where the slider is let go.
+        sliding = {"continuous_update": choice.quick} if choice.slides else {}
+        made = kind(
+            options=_options(choice),
+            value=choice.value,
+            description=choice.label,
+            tooltip=choice.told,
+            style={"description_width": "150px"},
+            layout=ipywidgets.Layout(width="360px"),
+            **sliding,
+        )
+        made.observe(lambda change: self._observed(choice.name, change.new), names="value")
+        return made
+
+    def _observed(self, name: str, value: Any) -> None:
+        if not self._own:
+            self._moved(**{name: value})
+
+    def move(self, choice: Choice) -> None:
+        """Put a control where the program says, without calling back; a word that it does not know leaves it."""
+        from traitlets import TraitError
+
+        control, self._own = self.controls[choice.name], True
+        try:
+            with contextlib.suppress(TraitError):
+                if choice.slides:
+                    control.options = _options(choice)
+                control.value = choice.value
+        finally:
+            self._own = False
+
+    def say(self, sentence: str) -> None:
+        """Screen readers hear it when they have a moment."""
+        self._said.value = f'<p role="status" aria-live="polite">{html.escape(sentence)}</p>'
+
+
+def _options(choice: Choice) -> list[tuple[str, Any]]:
+    return [(f"{value:,}" if isinstance(value, int) else str(value), value) for value in choice.values]
