@@ -68,8 +68,9 @@ class Layer(nn.Module):
 
 
 # %% [markdown]
-# PyTorch tells which tensors a forward saves: `saved_tensors_hooks` is called for each. Several may share one storage, and the
-# weights are there anyway, so storages are counted, each once and without the weights.
+# PyTorch tells which tensors a forward saves: `saved_tensors_hooks` is called for each. Several may share one
+# storage, and the weights are there anyway, so storages are counted, each once and without the weights.
+
 
 # %%
 def saved(module, x, run):
@@ -110,9 +111,9 @@ rows.append(("all", format_bytes(inner * one), f"{inner:.2f}"))
 HTML(Table(title="Kept by one layer", columns=("shape", "bytes", "in inputs"), rows=rows).html())
 
 # %% [markdown]
-# The layer's input is one unit; the MLP's two wide tensors are four each; query, key and value are three. Together that is 16
-# times the input. (Korthikanti et al. 2022 count 34 bytes for each token and unit of width in 16 bits, dropout's masks included: 17
-# numbers. Attention's scores would come on top; the fused kernel does not keep them.)
+# The layer's input is one unit; the MLP's two wide tensors are four each; query, key and value are three. Together
+# that is 16 times the input. (Korthikanti et al. 2022 count 34 bytes for each token and unit of width in 16 bits,
+# dropout's masks included: 17 numbers. Attention's scores would come on top; the fused kernel does not keep them.)
 
 # %%
 assert 15 < inner < 19
@@ -120,8 +121,8 @@ assert 15 < inner < 19
 # %% [markdown]
 # ## What checkpointing keeps
 #
-# The same layer through `torch.utils.checkpoint`: the forward runs without keeping anything but the input. In the backward it runs again,
-# and only then are the tensors there, for this one layer.
+# The same layer through `torch.utils.checkpoint`: the forward runs without keeping anything but the input. In the
+# backward it runs again, and only then are the tensors there, for this one layer.
 
 # %%
 from torch.utils.checkpoint import checkpoint
@@ -135,14 +136,15 @@ assert {size for _, size in kept.values()} == {one}  # the input, and nothing el
 # %% [markdown]
 # ## A whole stack, through time
 #
-# Below, 16 layers go forward and backward, and torch's profiler notes every allocation and release. Plain, bytes climb through the forward
-# and fall through the backward. Checkpointed, they stay low, and the backward is a row of small peaks: one layer at a time.
+# Below, 16 layers go forward and backward, and torch's profiler notes every allocation and release. Plain, bytes
+# climb through the forward and fall through the backward. Checkpointed, they stay low, and the backward is a row of
+# small peaks: one layer at a time.
 
 # %%
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit import measuring
 from toolkit.drawing import curve
+from toolkit.measuring import highest
 
 
 def stack_of(layers):
@@ -156,25 +158,17 @@ def stack_of(layers):
 def step(stack, together=None):
     """One forward and backward; `together`: how many layers are checkpointed as one. None: none are."""
     made = x
-    with tk.phase("forward"):
-        if together is None:
-            made = stack(made)
-        else:
-            for first in range(0, len(stack), together):
-                made = checkpoint(stack[first : first + together], made, use_reentrant=False)
-        loss = made.square().mean()
-    with tk.phase("backward"):
-        loss.backward()
+    if together is None:
+        made = stack(made)
+    else:
+        for first in range(0, len(stack), together):
+            made = checkpoint(stack[first : first + together], made, use_reentrant=False)
+    made.square().mean().backward()
 
 
-def peak(run):
-    """The most that `run()` allocates above what was there before, in inputs of a layer."""
-    before = torch.cuda.memory_allocated() if GPU else 0  # a CPU's window begins at nothing
-    window = measuring.start(device)
-    run()
-    window.close()
-    phases = window.result().phases
-    return (max(phases["forward"], phases["backward"]) - before) / one
+def peak(stack, together=None):
+    """The most that a step allocates above what is there before, in inputs of a layer."""
+    return highest(lambda: step(stack, together), device) / one
 
 
 def totals(tree):
@@ -197,9 +191,13 @@ def timeline(run):
 deep = stack_of(16)
 step(deep)  # once before anything is measured
 ways = {"plain": None, "checkpointed, 4 layers together": 4, "checkpointed, each layer": 1}
-peaks = {name: peak(lambda size=size: step(deep, size)) for name, size in ways.items()}
-lines = {name: timeline(lambda size=size: step(deep, size)) for name, size in ways.items()}
-HTML(curve(lines, title="16 layers, forward and backward", x="ms, with the profiler's own cost", y="in inputs of a layer"))
+peaks = {name: peak(deep, together) for name, together in ways.items()}
+lines = {name: timeline(lambda together=together: step(deep, together)) for name, together in ways.items()}
+HTML(
+    curve(
+        lines, title="16 layers, forward and backward", x="ms, with the profiler's own cost", y="in inputs of a layer"
+    )
+)
 
 # %% [markdown]
 # The highest points are what the toolkit measures, too, when it watches a run:
@@ -213,8 +211,9 @@ assert peaks["checkpointed, each layer"] < peaks["checkpointed, 4 layers togethe
 # %% [markdown]
 # ## What it costs: a third more work
 #
-# Of a layer's work the forward is one part, and the backward two: it multiplies once for the input's gradient and once for the weights'. With the
-# forward computed again that is four instead of three. PyTorch counts the operations:
+# Of a layer's work the forward is one part, and the backward two: it multiplies once for the input's gradient and
+# once for the weights'. With the forward computed again that is four instead of three. PyTorch counts the
+# operations:
 
 # %%
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -233,14 +232,16 @@ more = {"the whole layer again": operations(1, False) / once - 1, "as far as nee
 {name: f"{share:.1%} more operations" for name, share in more.items()}
 
 # %% [markdown]
-# In practice it is less: PyTorch stops recomputing as soon as it has what the backward asks for, and nobody asks for the result of a layer's last product.
+# In practice it is less: PyTorch stops recomputing as soon as it has what the backward asks for, and nobody asks
+# for the result of a layer's last product.
 
 # %%
 assert abs(more["the whole layer again"] - 1 / 3) < 0.02
 assert more["as far as needed"] < more["the whole layer again"]
 
 # %% [markdown]
-# The clock agrees, more or less: norms and activations count as no operations, and take time. The shortest of a few alternating steps counts.
+# The clock agrees, more or less: norms and activations count as no operations, and take time. The shortest of a few
+# alternating steps counts.
 
 # %%
 import time
@@ -264,21 +265,21 @@ for _ in range(REPEATS):
 # %% [markdown]
 # ## O(√L)
 #
-# Checkpoint a stack of L layers in segments of m layers. From the forward to the backward the inputs of L/m segments are kept; while one segment is
-# recomputed, so are the insides of its m layers. With a layer's inside i times as large as its input that is
+# Checkpoint a stack of L layers in segments of m layers. From the forward to the backward the inputs of L/m
+# segments are kept; while one segment is recomputed, so are the insides of its m layers. With a layer's inside i
+# times as large as its input that is
 #
 # &emsp; L/m + i · m &emsp; inputs.
 #
-# With m = √L it grows as **√L**, while every layer is still computed only twice (Chen et al. 2016). The least is at m = √(L/i), where it is
-# 2 · √(i · L). Measured, beside the formula and what one layer's backward takes on top:
+# With m = √L it grows as **√L**, while every layer is still computed only twice (Chen et al. 2016). The least is at
+# m = √(L/i), where it is 2 · √(i · L). Measured, beside the formula and what one layer's backward takes on top:
 
 # %%
 import math
 
 from toolkit.drawing import figure
 
-single = stack_of(1)
-extra = peak(lambda: step(single)) - inner  # gradients on their way through a layer
+extra = peak(stack_of(1)) - inner  # gradients on their way through a layer
 
 
 def formula(depth, together):
@@ -289,9 +290,14 @@ def formula(depth, together):
 measured, foretold = {}, {}
 for depth in DEPTHS:
     stack = stack_of(depth)
-    sizes = {"plain": None, "m = 1": 1, "m = √L": math.isqrt(depth), "m = √(L/i)": max(1, round(math.sqrt(depth / inner)))}
+    sizes = {
+        "plain": None,
+        "m = 1": 1,
+        "m = √L": math.isqrt(depth),
+        "m = √(L/i)": max(1, round(math.sqrt(depth / inner))),
+    }
     for name, together in sizes.items():
-        measured[name, depth] = peak(lambda stack=stack, together=together: step(stack, together))
+        measured[name, depth] = peak(stack, together)
         foretold[name, depth] = formula(depth, together)
 
 names = list(sizes)
@@ -300,8 +306,10 @@ table = Table(
     title="Peak in inputs of a layer: measured (formula)", columns=("layers", *names), rows=rows,
     notes=("The picture leaves the plain stack out: it would be far above.",),
 )  # fmt: skip
-lines = {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"}
-HTML(figure(curve(lines, title="A checkpoint for m layers of L", x="L, layers", y="peak, in inputs of a layer"), table))
+climbs = {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"}
+HTML(
+    figure(curve(climbs, title="A checkpoint for m layers of L", x="L, layers", y="peak, in inputs of a layer"), table)
+)
 
 # %%
 for each, size in measured.items():
@@ -313,9 +321,10 @@ assert abs(grown["m = √L"] / math.sqrt(high / low) - 1) < 0.1  # as its square
 {f"from {low} to {high} layers": {name: f"x {times:.1f}" for name, times in grown.items()}}
 
 # %% [markdown]
-# Now look at m = 1, a checkpoint for each layer. It grows with the depth, but by one input a layer where the plain stack grows by 16; m = √L is below it only
-# when L is greater than about i², some 250 layers, and even the best m is still 1 or 2 here. That is why transformers, and so this
-# toolkit's `activation_checkpointing="full"`, checkpoint layer by layer: it is nearly the least, and nobody has to choose m.
+# Now look at m = 1, a checkpoint for each layer. It grows with the depth, but by one input a layer where the plain
+# stack grows by 16; m = √L is below it only when L is greater than about i², some 250 layers, and even the best m
+# is still 1 or 2 here. That is why transformers, and so this toolkit's `activation_checkpointing="full"`,
+# checkpoint layer by layer: it is nearly the least, and nobody has to choose m.
 
 # %%
 assert all(measured["m = 1", depth] < measured["m = √L", depth] for depth in DEPTHS if depth < inner**2 / 2)
@@ -324,7 +333,8 @@ assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for 
 # %% [markdown]
 # ## In a real training run
 #
-# Now the embedded model, a Llama of 5M parameters, with and without checkpointing. First the forecast, which runs nothing:
+# Now the embedded model, a Llama of 5M parameters, with and without checkpointing. First the forecast, which runs
+# nothing:
 
 # %%
 from toolkit.drawing import Bar, bars
@@ -345,14 +355,18 @@ assert forecasts["recomputed"].parts["activations"] < forecasts["kept"].parts["a
 assert forecasts["recomputed"].parts["optimizer"] == forecasts["kept"].parts["optimizer"]  # nothing else changes
 
 # %% [markdown]
-# Then it is trained, in this process. `tk.try_out` takes the recipe's own path for a few steps, and puts what was measured beside what was forecast.
+# Then it is trained, in this process. `tk.try_out` takes the recipe's own path for a few steps, and puts what was
+# measured beside what was forecast.
 
 # %%
 trials = {name: tk.try_out(strategy, loop) for name, strategy in asked.items()}
 rows = []
 for name, trial in trials.items():
     assert abs(trial.ratio - 1) < 0.05
-    sizes = [f"{format_bytes(trial.phases[phase])} x {trial.forecast.phases[phase] / trial.phases[phase]:.2f}" for phase in ("forward", "backward", "step")]
+    sizes = [
+        f"{format_bytes(trial.phases[phase])} x {trial.forecast.phases[phase] / trial.phases[phase]:.2f}"
+        for phase in ("forward", "backward", "step")
+    ]
     rows.append((name, *sizes, f"{trial.seconds:.2f} s", f"{trial.forecast.operations:.3g}"))
 table = Table(
     title="Two trainings",
@@ -363,7 +377,8 @@ table = Table(
 HTML(table.html())
 
 # %% [markdown]
-# Both learn the same, since what is computed twice comes out the same twice. And the memory that is saved is saved for real:
+# Both learn the same, since what is computed twice comes out the same twice. And the memory that is saved is saved
+# for real:
 
 # %%
 assert all(abs(one / two - 1) < 1e-5 for one, two in zip(*(trial.losses for trial in trials.values()), strict=True))
@@ -374,7 +389,8 @@ f"the peak is {saving:.1f} times as high where activations are kept"
 # %% [markdown]
 # ## What it is good for
 #
-# Operations grow by less than a third, since embedding, head and loss are not recomputed: of a small model they are much, of an 8B model little.
+# Operations grow by less than a third, since embedding, head and loss are not recomputed: of a small model they are
+# much, of an 8B model little.
 
 # %%
 from transformers import LlamaConfig
@@ -405,7 +421,8 @@ assert 1.1 < work["5M"] < work["8B"] < 4 / 3
 {size: f"{ratio - 1:.0%} more operations" for size, ratio in work.items()}
 
 # %% [markdown]
-# What is gained is a larger batch, or a longer sequence. Forecast for the 8B model under ZeRO-3 on eight H100s, rows of 4,096 tokens:
+# What is gained is a larger batch, or a longer sequence. Forecast for the 8B model under ZeRO-3 on eight H100s,
+# rows of 4,096 tokens:
 
 # %%
 from toolkit.units import GiB
@@ -416,7 +433,10 @@ limit = found["kept"][0].limit_bytes
 HTML(
     curve(
         {
-            **{f"activations {name}": [(one.loop.micro_batch, one.peak_bytes / GiB) for one in each] for name, each in found.items()},
+            **{
+                f"activations {name}": [(one.loop.micro_batch, one.peak_bytes / GiB) for one in each]
+                for name, each in found.items()
+            },
             "what an H100 has": [(size, limit / GiB) for size in batches],
         },
         title="Forecast: Llama of 8B, ZeRO-3, 8 x H100-80GB",
@@ -434,7 +454,9 @@ largest
 # ## Exercises
 #
 # 1. In `Layer`, use `nn.ReLU` in the place of GELU (`F.relu`). Which tensor is kept no longer, and why?
-# 2. Let `forward` compute attention by hand, softmax(q·kᵀ)·v. How much does a layer keep then, at 128 tokens and at 512? Which of the two terms grows faster?
+# 2. Let `forward` compute attention by hand, softmax(q·kᵀ)·v. How much does a layer keep then, at 128 tokens and at
+#    512? Which of the two terms grows faster?
 # 3. Double `BATCH`. What of the first table changes in bytes, and what in inputs?
 # 4. For L = 64 find by trial the best number of segments. How far is it from √(i·L)?
-# 5. Your model, your GPU: with `tk.forecast`, find the largest micro-batch with and without checkpointing. Does checkpointing win tokens/s in the end?
+# 5. Your model, your GPU: with `tk.forecast`, find the largest micro-batch with and without checkpointing. Does
+#    checkpointing win tokens/s in the end?
