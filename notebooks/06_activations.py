@@ -240,8 +240,8 @@ assert abs(more["the whole layer again"] - 1 / 3) < 0.02
 assert more["as far as needed"] < more["the whole layer again"]
 
 # %% [markdown]
-# The clock agrees, more or less: norms and activations count as no operations, and take time. The shortest of a few
-# alternating steps counts.
+# And the clock? It is this machine's and this hour's, so nothing is promised here. Norms and activation functions
+# count as no operations and take time all the same. The shortest of a few alternating steps:
 
 # %%
 import time
@@ -302,10 +302,8 @@ for depth in DEPTHS:
 
 names = list(sizes)
 rows = [(depth, *(f"{measured[name, depth]:.0f} ({foretold[name, depth]:.0f})" for name in names)) for depth in DEPTHS]
-table = Table(
-    title="Peak in inputs of a layer: measured (formula)", columns=("layers", *names), rows=rows,
-    notes=("The picture leaves the plain stack out: it would be far above.",),
-)  # fmt: skip
+title = "Peak in inputs of a layer: measured (formula)"
+table = Table(title=title, columns=("layers", *names), rows=rows, notes=("The picture leaves the plain stack out.",))
 climbs = {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"}
 HTML(
     figure(curve(climbs, title="A checkpoint for m layers of L", x="L, layers", y="peak, in inputs of a layer"), table)
@@ -333,16 +331,24 @@ assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for 
 # %% [markdown]
 # ## In a real training run
 #
-# Now the embedded model, a Llama of 5M parameters, with and without checkpointing. First the forecast, which runs
-# nothing:
+# Now the embedded model, a Llama of 5M parameters, with and without checkpointing, on one long document: where no
+# row holds a second one, attention needs no mask. First the forecast, which runs nothing:
+
 
 # %%
+from pathlib import Path
+from pydoc_data.topics import topics
+
 from toolkit.drawing import Bar, bars
 
+Path("prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
 words = {"kept": "none", "recomputed": "full"}
-asked = {name: tk.Strategy(activation_checkpointing=word) for name, word in words.items()}
+asked = {name: tk.Strategy(activation_checkpointing=word, precision="fp32") for name, word in words.items()}
 loop = tk.Loop(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
-forecasts = {name: tk.forecast(tk.describe(), strategy, None, loop, ranks=1) for name, strategy in asked.items()}
+forecasts = {
+    name: tk.forecast(tk.describe(), strategy, None, loop, ranks=1, one_document=True)
+    for name, strategy in asked.items()
+}
 HTML(
     bars(
         [Bar(label=f"activations {name}", parts=found.parts) for name, found in forecasts.items()],
@@ -359,12 +365,14 @@ assert forecasts["recomputed"].parts["optimizer"] == forecasts["kept"].parts["op
 # measured beside what was forecast.
 
 # %%
-trials = {name: tk.try_out(strategy, loop) for name, strategy in asked.items()}
+recipe = tk.Recipe(data="prose.txt")
+trials = {name: tk.try_out(strategy, loop, recipe) for name, strategy in asked.items()}
 rows = []
 for name, trial in trials.items():
-    assert abs(trial.ratio - 1) < 0.05
+    foretold = forecasts[name].phases
+    assert abs(foretold["backward"] / trial.phases["backward"] - 1) < 0.08
     sizes = [
-        f"{format_bytes(trial.phases[phase])} x {trial.forecast.phases[phase] / trial.phases[phase]:.2f}"
+        f"{format_bytes(trial.phases[phase])} x {foretold[phase] / trial.phases[phase]:.2f}"
         for phase in ("forward", "backward", "step")
     ]
     rows.append((name, *sizes, f"{trial.seconds:.2f} s", f"{trial.forecast.operations:.3g}"))
@@ -381,7 +389,7 @@ HTML(table.html())
 # for real:
 
 # %%
-assert all(abs(one / two - 1) < 1e-5 for one, two in zip(*(trial.losses for trial in trials.values()), strict=True))
+assert all(abs(one / two - 1) < 1e-4 for one, two in zip(*(trial.losses for trial in trials.values()), strict=True))
 saving = trials["kept"].peak_bytes / trials["recomputed"].peak_bytes
 assert saving > 1.2
 f"the peak is {saving:.1f} times as high where activations are kept"

@@ -239,7 +239,8 @@ calibrated = best.forecast.calibrate(run.folder)
 assert calibrated.peak_bytes == measured["peak_bytes"]
 taken = metrics["seconds"][3:] if STEPS > 3 else metrics["seconds"]  # memory is measured in the first three
 assert abs(calibrated.timing.step_seconds / taken.median() - 1) < 1e-6
-f"a step takes {format_seconds(calibrated.timing.step_seconds)}; a thousand take {format_seconds(1000 * calibrated.timing.step_seconds)}"
+one = calibrated.timing.step_seconds
+f"a step takes {one:.2f} s, and a thousand of them {format_seconds(1000 * one)}"
 
 # %% [markdown]
 # ## The same by hand
