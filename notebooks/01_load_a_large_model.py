@@ -30,7 +30,7 @@ LAYERS = 16 if GPU else 4
 SEQ_LEN = 1024 if GPU else 256
 MICRO_BATCH = 4
 STEPS = 8 if GPU else 5  # three are measured, those behind them tell the time
-LENGTHS = [512, 1024, 2048, 4096] if GPU else [128, 256, 512, 1024]
+LENGTHS = [512, 1024, 2048, 4096] if GPU else [256, 512, 1024, 2048]
 NEW_TOKENS = 128 if GPU else 32
 
 # %% [markdown]
@@ -160,8 +160,7 @@ tk.Trials(title="Attention: sdpa and eager", trials=attention)
 # ### O(N²) against O(N)
 #
 # How the memory of a forward grows with the length N of one sequence. Only what the forward itself keeps counts,
-# not the weights. Double the length: what `sdpa` keeps doubles, and what `eager` keeps *more* than `sdpa`
-# quadruples.
+# not the weights.
 
 # %%
 import gc
@@ -208,16 +207,27 @@ HTML(
     )
 )
 
+# %% [markdown]
+# Double the length, and what `sdpa` keeps doubles. What `eager` keeps more is one matrix of scores for each head
+# of each layer, 4 bytes × N², and a rest that is linear (keys and values, copied for every head).
+
 # %%
-more = [eager - sdpa for eager, sdpa in zip(measured["eager"], measured["sdpa"], strict=True)]
-for at in range(1, len(LENGTHS)):
-    times = LENGTHS[at] / LENGTHS[at - 1]
-    sdpa_grew, more_grew = measured["sdpa"][at] / measured["sdpa"][at - 1], more[at] / more[at - 1]
-    print(f"{LENGTHS[at - 1]} → {LENGTHS[at]} tokens: sdpa x {sdpa_grew:.2f}, what eager keeps more x {more_grew:.2f}")
-    assert abs(sdpa_grew / times - 1) < 0.1  # O(N)
-    assert abs(more_grew / times**2 - 1) < 0.1  # O(N²)
+scores = [4 * spec.heads * LAYERS * length**2 for length in LENGTHS]
+rest = [eager - sdpa - own for eager, sdpa, own in zip(measured["eager"], measured["sdpa"], scores, strict=True)]
+
+for at, length in enumerate(LENGTHS):
+    times = length / LENGTHS[0]
+    assert abs(measured["sdpa"][at] / measured["sdpa"][0] / times - 1) < 0.1  # O(N)
+    assert abs(rest[at] / rest[0] / times - 1) < 0.1  # and without its scores eager is O(N) too
 for kernel in ("sdpa", "eager"):
     assert all(abs(one / other - 1) < 0.1 for one, other in zip(forecast[kernel], measured[kernel], strict=True))
+Table(
+    columns=("tokens", "sdpa", "+ scores, computed", "+ the rest", "= eager"),
+    rows=[
+        (length, *map(format_bytes, sizes))
+        for length, *sizes in zip(LENGTHS, measured["sdpa"], scores, rest, measured["eager"], strict=True)
+    ],
+)
 
 # %% [markdown]
 # ## bf16
@@ -304,6 +314,7 @@ cache = read(use_cache=True)
 held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 begins, ends = prompt.shape[1], prompt.shape[1] + NEW_TOKENS
 computed = {True: ends - 1, False: sum(range(begins, ends))}  # tokens that go through the model
+a_token = base.seconds / (3 * MICRO_BATCH * SEQ_LEN)  # of a step's three parts one is its forward
 timed = {use_cache: generate(use_cache) for use_cache in (True, False)}
 
 assert model.config.use_cache is False  # as tk.load left it
@@ -311,15 +322,22 @@ assert read(use_cache=False) is None
 assert held == foretold
 assert all(count == NEW_TOKENS for _, count in timed.values())
 assert computed[False] > computed[True]
-print(
-    Table(
-        title=f"Reading {long.numel():,} tokens, and writing {NEW_TOKENS} behind {begins}",
-        columns=("KV cache", "bytes, forecast", "measured", "tokens computed", "seconds"),
-        rows=[
-            ("on", format_bytes(foretold), format_bytes(held), f"{computed[True]:,}", f"{timed[True][0]:.2f}"),
-            ("off", "0 B", "0 B", f"{computed[False]:,}", f"{timed[False][0]:.2f}"),
-        ],
-    ).text()
+Table(
+    title=f"Reading {long.numel():,} tokens; writing {NEW_TOKENS} behind {begins}",
+    columns=("KV cache", "bytes, forecast", "measured", "tokens computed", "seconds, forecast", "measured"),
+    rows=[
+        (
+            "on" if use_cache else "off",
+            *(map(format_bytes, (foretold, held)) if use_cache else ("0 B", "0 B")),
+            f"{computed[use_cache]:,}",
+            f"{computed[use_cache] * a_token:.2f}",
+            f"{took:.2f}",
+        )
+        for use_cache, (took, _) in timed.items()
+    ],
+    notes=(
+        "Seconds are forecast by operations, at a training step's speed; token by token a small model waits for its calls.",
+    ),
 )
 
 # %% [markdown]

@@ -115,7 +115,6 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
         kernel_name="python3",
         timeout=None,
         record_timing=False,
-        store_widget_state=False,
         extra_arguments=["--log-level=ERROR"],  # it warns of ports that are read by whoever may read this machine's
         resources={"metadata": {"path": str(folder)}},
     )

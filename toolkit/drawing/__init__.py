@@ -6,12 +6,13 @@ Every picture has a white ground of its own, so that it reads on a dark page too
 from html import escape
 
 from toolkit.drawing.elements import COLOURS, WIDTH, colour, luminance
+from toolkit.drawing.embedding import portable
 from toolkit.drawing.plotting import POINTS, curve, thinned
 from toolkit.drawing.stacking import Bar, bars
 from toolkit.redacting import redact
 from toolkit.show import Table
 
-__all__ = ["COLOURS", "POINTS", "Bar", "bars", "colour", "curve", "figure", "luminance", "thinned"]
+__all__ = ["COLOURS", "POINTS", "Bar", "bars", "colour", "curve", "figure", "luminance", "portable", "thinned"]
 
 LONG = 12
 """Rows above which a table beside a picture is folded."""

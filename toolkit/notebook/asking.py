@@ -91,8 +91,9 @@ class Asked:
         seen = read_seen(folder) if folder is not None else None
         if seen is not None:
             model, strategy, loop = seen.model if model is None else model, strategy or seen.strategy, loop or seen.loop
-            if on is None and seen.hardware is not None:
-                on = dataclasses.replace(seen.hardware, count=seen.ranks // seen.hardware.nodes)
+            if on is None:
+                machine = seen.hardware or hardware()
+                on = dataclasses.replace(machine, count=seen.ranks // machine.nodes)
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
         specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
@@ -226,15 +227,15 @@ def _choice(name: str, asked: Asked, kind: str) -> Choice:
         return Choice(name=name, label="device", told=told, values=values, value=value)
     if name == "devices":
         told = "how many devices, one rank each; more than eight are on nodes of eight"
-        counts = _counts(1, 512, asked.here.ranks, value)
-        return Choice(name=name, label="devices", told=told, values=counts, value=value, slides=True, quick=True)
+        numbers = _counts(1, 512, asked.here.ranks, value)
+        return Choice(name=name, label="devices", told=told, values=numbers, value=value, slides=True, quick=True)
     if name in BATCH:
         # Longer than the model can is a sentence, and nobody looks for it on a slider.
         longest = max((spec.max_positions or 131_072) for spec in asked.models.values())
         least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
         told, label = _help(Loop, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
-        values = _counts(min(least, most), most, getattr(asked.batch, name), value)
-        return Choice(name=name, label=label, told=told, values=values, value=value, slides=True)
+        numbers = _counts(min(least, most), most, getattr(asked.batch, name), value)
+        return Choice(name=name, label=label, told=told, values=numbers, value=value, slides=True)
     field = name.removeprefix(SECOND)
     group = "" if kind != "compare" else "second" if name != field else "first"
     known = {f.name: f for f in dataclasses.fields(Strategy)}[field]

@@ -25,7 +25,7 @@ SAID = (
 STATES = ("trainable", "frozen", "master", "optimizer")
 
 
-def sections(run: Record) -> list[Section]:
+def sections_of(run: Record) -> list[Section]:
     """All of them, in the order of the page."""
     made = (_outcome, _asked, _got, _beside, training, checkpoints, _attempts, _machine)
     return [section for make in made if (section := make(run)) is not None]
