@@ -25,12 +25,12 @@ tk.here()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
-WIDTH = 2048 if GPU else 256  # hidden size: about 0.9B parameters on a GPU, 5M on a processor
-LAYERS = 16 if GPU else 4
-SEQ_LEN = 1024 if GPU else 256
+WIDTH = 1024 if GPU else 256  # hidden size: 0.15B parameters on a GPU, of 15 GiB at the least, 5M on a processor
+LAYERS = 12 if GPU else 4
+SEQ_LEN = 512 if GPU else 256
 MICRO_BATCH = 4
 STEPS = 8 if GPU else 5  # three are measured, those behind them tell the time
-LENGTHS = [512, 1024, 2048, 4096] if GPU else [256, 512, 1024, 2048]
+LENGTHS = [256, 512, 1024, 2048]
 NEW_TOKENS = 128 if GPU else 32
 
 # %% [markdown]
@@ -49,7 +49,7 @@ from transformers import LlamaConfig, MixtralConfig
 from toolkit.drawing import Bar, bars, curve, figure
 from toolkit.measuring import highest
 from toolkit.show import Table
-from toolkit.units import GiB, format_bytes, format_count
+from toolkit.units import GiB, MiB, format_bytes, format_count
 
 KIND = tk.hardware().device.kind
 grouped = {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -191,18 +191,19 @@ for kernel in ("sdpa", "eager"):
     measured[kernel] = kept_measured(kernel, LENGTHS)
     gc.collect()
 
+# %%
 rows = [
     (length, *(format_bytes(found[kernel][at]) for kernel in ("sdpa", "eager") for found in (forecast, measured)))
     for at, length in enumerate(LENGTHS)
 ]
 lines = {
-    f"{kernel}, {name}": list(zip(LENGTHS, found[kernel], strict=True))
+    f"{kernel}, {name}": [(length, size / MiB) for length, size in zip(LENGTHS, found[kernel], strict=True)]
     for kernel in ("eager", "sdpa")
     for name, found in (("forecast", forecast), ("measured", measured))
 }
 HTML(
     figure(
-        curve(lines, title="What a forward keeps", x="tokens of the sequence", y="bytes", spell_y=format_bytes),
+        curve(lines, title="What a forward keeps", x="tokens of the sequence", y="MiB", spell_y="{:,.0f}".format),
         Table(columns=("tokens", "sdpa, forecast", "measured", "eager, forecast", "measured"), rows=rows),
     )
 )
@@ -236,10 +237,13 @@ Table(
 # stay in fp32: activations shrink, states do not. In one process the forward also keeps a bf16 copy of the
 # weights (autocast's cache), so it pays off with many tokens. `bf16_pure` keeps everything in bf16: half of the
 # states, and updates smaller than about 1/256 of a weight are lost ([03_precision](03_precision.ipynb)). A
-# processor without native bf16 saves bytes and takes longer: `auto` chooses bf16 only where it is native.
+# processor without native bf16 saves bytes and takes longer: `auto` chooses bf16 only where it is native. (A GPU
+# that does not compute bf16 gets fp16 here.)
 
 # %%
-halves = {"fp32": base, "bf16": switched(precision="bf16"), "bf16_pure": switched(precision="bf16_pure")}
+native = tk.hardware().device.dtypes
+words = ("bf16", "bf16_pure") if "bf16" in native or not GPU else ("fp16",)
+halves = {"fp32": base} | {word: switched(precision=word) for word in words}
 
 
 def states(trial):
@@ -253,10 +257,13 @@ def kept(trial):
 
 copies = 2 * spec.elements
 
-assert states(halves["bf16"]) == states(halves["fp32"])
-assert states(halves["bf16_pure"]) == states(halves["fp32"]) / 2
-assert kept(halves["bf16"]) - copies < kept(halves["fp32"])
-assert kept(halves["bf16_pure"]) < kept(halves["fp32"])
+for word in words:
+    if word == "bf16_pure":
+        assert states(halves[word]) == states(base) / 2
+        assert kept(halves[word]) < kept(base)
+    else:
+        assert states(halves[word]) == states(base)
+        assert kept(halves[word]) - copies < kept(base)
 assert all(0.95 < trial.ratio < 1.05 for trial in halves.values())
 tk.Trials(title="Precision", trials=halves)
 
