@@ -57,16 +57,18 @@ def forecast(flags: argparse.Namespace) -> Shown:
 def timeline(flags: argparse.Namespace) -> Shown:
     """A step phase by phase: bytes by part as forecast and, with --run, as a run measured them."""
     from toolkit.explaining import timeline
+    from toolkit.explaining.seen import read_seen
     from toolkit.model import describe
 
     # What is not said is the run's own, where there is one.
-    asked, batch = given(flags, Strategy), given(flags, Loop)
+    seen = read_seen(flags.run) if flags.run else None
+    strategy, loop = (seen.strategy, seen.loop) if seen else (Strategy(), Loop())
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(
         model,
-        from_dict(Strategy, asked) if asked or not flags.run else None,
+        from_dict(Strategy, {**dataclasses.asdict(strategy), **given(flags, Strategy)}),
         flags.hardware,
-        from_dict(Loop, batch) if batch or not flags.run else None,
+        from_dict(Loop, {**dataclasses.asdict(loop), **given(flags, Loop)}),
         ranks=flags.processes,
         one_document=flags.one_document,
         run=flags.run,

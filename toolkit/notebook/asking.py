@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from toolkit.cards import CARDS
@@ -67,6 +68,8 @@ class Asked:
     batch: Loop
     values: Mapping[str, Any]
     """Control → value."""
+    began: Mapping[str, Any]
+    """Where they stood at first."""
     run: str | None = None
     """Folder of a run that stands beside."""
 
@@ -113,6 +116,7 @@ class Asked:
             second=second,
             batch=batch,
             values=standing,
+            began=dict(standing),
             run=folder,
         )
 
@@ -258,20 +262,33 @@ def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
 def command(kind: str, asked: Asked) -> str:
     """The same question in a shell."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
-    words = ["toolkit", verb, *([asked.spec.name] if asked.spec.name != EMBEDDED else [])]
-    words += ["--hardware", asked.machine_words]
+    words = ["toolkit", verb, *_model_word(asked)]
+    moved = asked.run is None or any(
+        asked.values[name] != value for name, value in asked.began.items() if name.startswith("device")
+    )
+    words += ["--hardware", asked.machine_words] if moved else []
     strategy, second = asked.fields(asked.base), asked.fields(asked.second, SECOND)
+    # What a run was need not be said: the shell, too, begins from it.
+    plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), Loop())
     if kind == "precision":
         strategy |= {"sharding": ",".join(LEDGER), "offload": "none", "replicate": 1}
-    words += spell(dict(_otherwise(strategy, Strategy())))
+    words += spell(dict(_otherwise(strategy, plain)))
     if kind != "precision":
-        words += spell(dict(_otherwise(asked.fields(asked.batch), Loop())))
+        words += spell(dict(_otherwise(asked.fields(asked.batch), batch)))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
     if asked.run is not None:
         words += ["--run", asked.run]
     return shlex.join(words)
+
+
+def _model_word(asked: Asked) -> list[str]:
+    """What a shell can name; a config that was made in Python has no name there."""
+    name = asked.spec.name
+    if name == EMBEDDED or (asked.run is not None and asked.values["model"] == asked.began["model"]):
+        return []
+    return ["config.json" if asked.spec.source is None and not Path(name).exists() else name]
 
 
 def _otherwise(fields: Mapping[str, Any], plain: Strategy | Loop) -> Iterator[tuple[str, Any]]:
