@@ -274,8 +274,8 @@ def test_a_moved_control_changes_the_picture(spec: tk.ModelSpec) -> None:
     panel.controls["device"].value = "H100-80GB"
     assert panel.value.hardware.device.name == "H100-80GB"
     assert "--hardware &#x27;2 nodes x 8x H100-80GB&#x27; --sharding ddp" in panel.twin()
-    panel.set(seq_len=100)
-    assert (panel.controls["seq_len"].value, panel.value.loop.seq_len) == (100, 100)
+    panel.set(micro_batch=48)
+    assert (panel.controls["micro_batch"].value, panel.value.loop.micro_batch) == (48, 48)
 
 
 def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec) -> None:

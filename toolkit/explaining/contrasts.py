@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.drawing import Bar, bars
-from toolkit.explaining.reasons import reasons
+from toolkit.explaining.reasons import explain
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.ledger import PARTS
 from toolkit.forecasting.timing import collectives
@@ -146,7 +146,7 @@ def contrast(one: Forecast, other: Forecast) -> Contrast:
         labels=labels,
         asked=asked,
         differences=tuple(_differences(one, other)),
-        why=tuple(reasons(one, other, labels)),
+        why=tuple(explain(one, other, labels)),
     )
 
 

@@ -57,7 +57,7 @@ class _Side:
         return bool(getattr(self.account, part)) and not getattr(self.held, part)
 
 
-def reasons(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
+def explain(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
     """What holds, sends and computes otherwise: parameters, masters, moments; what a step makes; communication; time."""
     sides = _Side(label=labels[0], found=one), _Side(label=labels[1], found=other)
     for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
