@@ -149,8 +149,7 @@ def _beside(value: Shown | None) -> str:
     """Pictures, and their tables beside them where there is room; wide tables below."""
     if value is None:
         return ""
-    narrow: list[Any] = []
-    wide: list[Any] = []
+    narrow, wide = list[str](), list[str]()
     for table in value.tables():
         table = replace(table, rows=list(table.rows))
         long = len(table.columns) > 5 or any(len(str(cell)) > WIDE for row in table.rows for cell in row)
