@@ -243,8 +243,8 @@ HTML(
 # %% [markdown]
 # ## Seven billion parameters
 #
-# From here on nothing runs: the same arithmetic, and the same forecast, for a model that this machine could not
-# hold. Its config is enough.
+# The same arithmetic, and the same forecast, for a model that this machine could not hold. Its config is enough,
+# and nothing of it runs.
 
 # %%
 llama_7b = LlamaConfig(
@@ -440,7 +440,8 @@ Table(
         for name, found in sharded.items()
     ],
     notes=(
-        "DDP keeps the weights in fp32 here and buckets of the gradients beside them: more than the paper's 16 bytes a parameter.",
+        "DDP keeps the weights in fp32 here, and buckets of the gradients beside them: more than the paper's 16 bytes a parameter.",
+        "Where the peak lies in prepare, the engine is handed the whole model in fp32, before anything is sharded.",
     ),
 )
 
