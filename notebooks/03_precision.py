@@ -165,9 +165,9 @@ show(picture, "The weight", ("kept in", "after 1", "after 500", "after 1000"), e
 # ## A short range loses small gradients
 #
 # How large are real gradients? Here are those of the embedded 5M-parameter Llama on a batch of real text (Python's
-# own sources), by size. Below 2^-14 fp16 has ever fewer digits, below 2^-24 (the dotted line) nothing but zero; above
-# 65,504 (2^16) it says infinity. Multiplying the *loss* by a large number moves all gradients to the right, by the
-# chain rule, and before the optimizer steps they are divided again. That is **loss scaling**.
+# own sources), by size. Below 2^-14 fp16 has ever fewer digits, below 2^-24 (the vertical line) nothing but zero;
+# above 65,504 (2^16) it says infinity. Multiplying the *loss* by a large number moves all gradients to the right, by
+# the chain rule, and before the optimizer steps they are divided again. That is **loss scaling**.
 
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -313,8 +313,8 @@ assert ("fsdp" in able) == GPU
 table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
 
 # %% [markdown]
-# Where it runs, DeepSpeed scales the loss dynamically too. The run below begins at its own scale of 2^16 and says of
-# every step whether it was skipped.
+# Where it runs, DeepSpeed scales the loss dynamically too, and every line of the run's `events.jsonl` says whether
+# its step was skipped.
 
 # %%
 if "zero3" in able:
