@@ -1,5 +1,5 @@
 # %% [markdown]
-# # LoRA and QLoRA: train a hundredth of the weights, over a base of four bits
+# # LoRA and QLoRA: train a few percent of the weights, over a base of four bits
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/05_lora_and_qlora.ipynb)
 #
