@@ -1,5 +1,5 @@
 # %% [markdown]
-# # LoRA and QLoRA: train a hundredth of the weights, over a base of four bits
+# # LoRA and QLoRA: train a few percent of the weights, over a base of four bits
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/05_lora_and_qlora.ipynb)
 #
@@ -306,8 +306,9 @@ HTML(
 )
 
 # %% [markdown]
-# All weights need 16 bytes each: the fp32 weight that is trained, its gradient, and AdamW's two moments. LoRA needs
-# these for its adapter alone, and two bytes for each frozen weight. QLoRA needs about half a byte for most of them.
+# All weights need 16 bytes each: the fp32 weight that is trained, its gradient, and AdamW's two moments; the
+# workspace is what AdamW computes in. LoRA needs these for its adapter alone, and two bytes for each frozen weight.
+# QLoRA needs about half a byte for most of them.
 
 # %%
 assert not needs["all weights"].fits
@@ -332,7 +333,8 @@ HTML(curve(lines, title="Loss on the prose", x="step", y="loss, nats a token"))
 
 # %% [markdown]
 # The first losses tell much. LoRA begins where all weights begin: at the base. QLoRA begins at the base in four
-# bits, a little off.
+# bits, a little off. (In few steps over so raw a base all weights may well learn more; an adapter is for a base
+# that knows much.)
 
 # %%
 first = {way: trial.losses[0] for way, trial in trials.items()}
@@ -434,7 +436,7 @@ assert error(logits(plain), over_four_bits) < EQUAL
 # %% [markdown]
 # Equal logits, from plain transformers. But see what was merged into: Ŵ, the weights as four bits hold them, for it
 # is those that the adapter was trained over. **Over the weights that the four bits were made from, it is another
-# model**, off by about as much as four bits are:
+# model**:
 
 # %%
 over_whole = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
@@ -448,8 +450,7 @@ assert off["over the whole base"] > off["merged"]
 # 1. Double `RANK`. What of the table of the three trainings doubles, and what stays?
 # 2. `lora_targets="q_proj,v_proj"` in the Strategy adapts two matrices of each layer, as the first paper did. Say
 #    how many weights that trains before you run it.
-# 3. Set `BLOCK` to 256. What do a weight's bits and its error become? Why is nothing smaller than 64 in the
-#    loader's table?
+# 3. Set `BLOCK` to 256. What do a weight's bits and its error become? The loader takes 64: what speaks for it?
 # 4. Put your own model in the place of `base`, and ask `tk.forecast` which of the three ways your GPU can hold.
 # 5. Train with `adapter="dora"`. What does it add to the numbers that are trained? (Liu et al. 2024: a length for
 #    each output.)

@@ -7,7 +7,7 @@
 #
 # * what one layer keeps, tensor by tensor;
 # * what **activation checkpointing** does to it: keep the layer's input alone, and compute the rest a second time;
-# * what that saves and costs in a real run: forecast, then measured;
+# * what that saves and costs in a real training: forecast, then measured;
 # * where **O(√L)** comes from, and why Transformers are checkpointed layer by layer all the same.
 
 # %%
@@ -362,7 +362,7 @@ assert forecasts["recomputed"].parts["optimizer"] == forecasts["kept"].parts["op
 
 # %% [markdown]
 # Then it is trained, in this process. `tk.try_out` takes the recipe's own path for a few steps, and puts what was
-# measured beside what was forecast.
+# measured beside what was forecast. Seconds are this machine's, with whatever else it was doing.
 
 # %%
 recipe = tk.Recipe(data="prose.txt")
@@ -397,8 +397,8 @@ f"the peak is {saving:.1f} times as high where activations are kept"
 # %% [markdown]
 # ## What it is good for
 #
-# Operations grow by less than a third, since embedding, head and loss are not recomputed: of a small model they are
-# much, of an 8B model little.
+# Operations grow by less than a third, since a layer's last product, embedding, head and loss are not recomputed:
+# of a small model the head is much, of an 8B model little.
 
 # %%
 from transformers import LlamaConfig

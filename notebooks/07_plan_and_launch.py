@@ -27,7 +27,7 @@ GPU = tk.hardware().device.kind == "cuda"
 MODEL = "my-model"  # yours: a folder, or a Hub id. This folder is made below where it is not there
 DATA = "my-text.txt"  # yours: text, JSONL, a folder, or a Hub data set. This file is made below where it is not there
 RANKS = tk.hardware().ranks if GPU else 2  # processes
-GLOBAL_BATCH = 8 * RANKS  # rows of a step, over all ranks
+GLOBAL_BATCH = 4 * RANKS  # rows of a step, over all ranks
 SEQ_LEN = 1024 if GPU else 128
 STEPS = 20
 BY_HAND = True  # run the command in a shell as well, at the end
@@ -40,6 +40,7 @@ LR = 1e-3  # that of a model which begins at nothing; 2e-5 for one that knows so
 # Python's language reference, as `help()` shows it.
 
 # %%
+import os
 from pathlib import Path
 
 import torch
@@ -48,7 +49,11 @@ from transformers.utils import logging
 
 from toolkit.data import embedded_tokenizer
 
+# What libraries would say between the cells.
 logging.disable_progress_bar()
+if not GPU:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns that it finds no other
+
 if MODEL == "my-model" and not Path(MODEL).exists():
     embedded_tokenizer(Path(MODEL))
     config = LlamaConfig(
@@ -82,7 +87,29 @@ spec
 machine = tk.hardware(None if GPU else f"{RANKS}x cpu")
 loop = tk.Loop(seq_len=SEQ_LEN, steps=STEPS, lr=LR)
 plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, loop=loop)
-plan
+f"{len(plan.ranked)} that fit, {len(plan.rejected)} that do not"
+
+# %% [markdown]
+# `plan` by itself shows all of them, ranked and rejected. Here are the first ten, and the first of each sharding by
+# what it holds at its peak:
+
+# %%
+import dataclasses
+
+from IPython.display import HTML
+
+from toolkit.drawing import Bar, bars
+from toolkit.show import Table
+from toolkit.units import format_bytes, format_seconds
+
+ranked = plan.tables()[0]
+HTML(dataclasses.replace(ranked, rows=list(ranked.rows)[:10]).html())
+
+# %%
+firsts = {one.strategy.sharding: one.forecast.parts for one in reversed(plan.ranked)}
+HTML(
+    bars([Bar(label=word, parts=firsts[word]) for word in sorted(firsts)], title="Forecast: the first of each sharding")
+)
 
 # %% [markdown]
 # On a GPU of the catalog the fastest comes first. How fast a CPU is nobody knows yet, so there the least memory
@@ -101,8 +128,6 @@ for reason in sorted(impossible):
 # that half of the plan is out:
 
 # %%
-import dataclasses
-
 peaks = sorted(one.forecast.peak_bytes for one in plan.ranked)
 free = peaks[len(peaks) // 2]  # of a rank
 tight = dataclasses.replace(machine, host_free_bytes=free * machine.ranks)
@@ -158,8 +183,6 @@ run
 
 # %%
 run.wait()
-
-# %%
 metrics = run.metrics
 metrics[["step", "loss", "grad_norm", "lr", "tokens", "seconds"]].tail()
 
@@ -189,11 +212,7 @@ assert not any(word in page.read_text() for word in ("<script", 'src="http', 'hr
 # it:
 
 # %%
-from IPython.display import HTML
-
 from toolkit.phases import PHASES
-from toolkit.show import Table
-from toolkit.units import format_bytes, format_seconds
 
 measured = run.memory["measured"]
 phases = {
