@@ -1,6 +1,7 @@
 # make demo    trains one model under six strategies, two processes each, and prints one table
 # make test    make check, then every test that this machine can run
 # make check   style, types, layers
+# make screenshots   the pictures of README, anew: JupyterLab in the system's Chromium
 #
 # Each makes .venv first, if it is not there or not current.
 
@@ -10,7 +11,7 @@ PYTEST ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test check
+.PHONY: demo test check screenshots
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -26,6 +27,9 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+screenshots: .venv/.installed
+	$(BIN)/python tests/browser/screenshots.py
 
 test: check
 	@select=(); rest=; \
