@@ -132,6 +132,41 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     assert issues(page) == []
 
 
+@pytest.mark.timeout(600)
+def test_explorers_answer_and_stay(desk: Desk) -> None:
+    page = desk.page
+    others = "for kind in ('compare', 'timeline', 'precision'):\n    display(tk.explore(kind, hardware='8x A100-80GB'))"
+    cells = ("import toolkit as tk", "tk.explore('memory', hardware='8x A100-80GB')", others)
+    notebook = Notebook(page, desk.url, desk.folder / "explorers.ipynb", cells)
+    notebook.run(0)
+    panel = notebook.run(1)
+    picture = panel.get_by_role("img").first
+    expect(picture).to_be_visible()
+
+    # By hand, by keyboard, and by a word.
+    slider = panel.locator(".noUi-target").first
+    for move in (
+        lambda: slider.click(position={"x": 1, "y": 2}),
+        lambda: slider.get_by_role("slider").press("ArrowRight"),
+        lambda: panel.get_by_label("sharding").select_option("zero1"),
+    ):
+        before = picture.get_attribute("alt") or ""
+        move()
+        expect(picture).not_to_have_attribute("alt", before)
+    expect(panel).to_contain_text("toolkit forecast --hardware '2x A100-80GB' --sharding zero1")
+
+    expect(notebook.run(2).get_by_role("slider")).to_have_count(6)
+    assert issues(page, ".jp-OutputArea", without=".noUi-handle") == []
+
+    # Without their kernel: the answer, where the controls stood.
+    notebook.save()
+    assert notebook.file.stat().st_size < MOST
+    shut_down(desk.url)
+    again = Notebook(page, desk.url, notebook.file).output(1)
+    expect(again).to_contain_text("toolkit forecast --hardware '2x A100-80GB' --sharding zero1")
+    expect(again.get_by_role("img").first).to_be_visible()
+
+
 def opened_again(notebook: Notebook) -> None:
     """The last view as it was saved: its figures, and pictures that were decoded."""
     view = notebook.output(ATTACH)

@@ -59,7 +59,7 @@ def _memory(progress: Progress) -> str:
     """
     if not progress.bytes_per_rank:
         return ""
-    held = "resident, Python and its libraries included" if progress.bytes_are == "resident" else progress.bytes_are
+    held = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
     rows = [Bar(label=f"rank {rank}", parts={held: size}) for rank, size in enumerate(progress.bytes_per_rank)]
     if progress.forecast_bytes:
         rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.devices import Hardware
+from toolkit.drawing import portable
 from toolkit.errors import StrategyError, ToolkitError, nearest
 from toolkit.explaining import contrast, precisions, timeline
 from toolkit.forecasting import forecast
@@ -108,7 +109,7 @@ class Explorer:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
         said = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
         asked = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
-        return redact(f'<div class="toolkit-explorer">{said}{_beside(self.value)}{asked}</div>')
+        return portable(redact(f'<div class="toolkit-explorer">{said}{_beside(self.value)}{asked}</div>'))
 
     def __repr__(self) -> str:
         """The answer as text."""

@@ -45,8 +45,8 @@ class Panel:
             value=choice.value,
             description=choice.label,
             tooltip=choice.told,
-            style={"description_width": "150px"},
-            layout=ipywidgets.Layout(width="360px"),
+            style={"description_width": "170px"},
+            layout=ipywidgets.Layout(width="380px"),
             **sliding,
         )
         made.observe(lambda change: self._observed(choice.name, change.new), names="value")
