@@ -2,6 +2,7 @@
 # make test    make check, then every test that this machine can run
 # make check   style, types, layers
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
+# make screenshots   the pictures of README, anew: JupyterLab in the system's Chromium
 #
 # Each makes .venv first, if it is not there or not current.
 
@@ -12,7 +13,7 @@ NOTEBOOKS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test check notebooks
+.PHONY: demo test check notebooks screenshots
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -31,6 +32,9 @@ check: .venv/.installed
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
+
+screenshots: .venv/.installed
+	$(BIN)/python tests/browser/screenshots.py
 
 test: check
 	@select=(); rest=; \

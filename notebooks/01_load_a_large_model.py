@@ -25,12 +25,12 @@ tk.here()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
-WIDTH = 2048 if GPU else 256  # hidden size: about 0.9B parameters on a GPU, 5M on a processor
-LAYERS = 16 if GPU else 4
-SEQ_LEN = 1024 if GPU else 256
+WIDTH = 1024 if GPU else 256  # hidden size: 0.15B parameters on a GPU, of 15 GiB at the least, 5M on a processor
+LAYERS = 12 if GPU else 4
+SEQ_LEN = 512 if GPU else 256
 MICRO_BATCH = 4
 STEPS = 8 if GPU else 5  # three are measured, those behind them tell the time
-LENGTHS = [512, 1024, 2048, 4096] if GPU else [128, 256, 512, 1024]
+LENGTHS = [256, 512, 1024, 2048]
 NEW_TOKENS = 128 if GPU else 32
 
 # %% [markdown]
@@ -49,7 +49,7 @@ from transformers import LlamaConfig, MixtralConfig
 from toolkit.drawing import Bar, bars, curve, figure
 from toolkit.measuring import highest
 from toolkit.show import Table
-from toolkit.units import GiB, format_bytes, format_count
+from toolkit.units import GiB, MiB, format_bytes, format_count
 
 KIND = tk.hardware().device.kind
 grouped = {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -160,8 +160,7 @@ tk.Trials(title="Attention: sdpa and eager", trials=attention)
 # ### O(N²) against O(N)
 #
 # How the memory of a forward grows with the length N of one sequence. Only what the forward itself keeps counts,
-# not the weights. Double the length: what `sdpa` keeps doubles, and what `eager` keeps *more* than `sdpa`
-# quadruples.
+# not the weights.
 
 # %%
 import gc
@@ -192,32 +191,44 @@ for kernel in ("sdpa", "eager"):
     measured[kernel] = kept_measured(kernel, LENGTHS)
     gc.collect()
 
+# %%
 rows = [
     (length, *(format_bytes(found[kernel][at]) for kernel in ("sdpa", "eager") for found in (forecast, measured)))
     for at, length in enumerate(LENGTHS)
 ]
 lines = {
-    f"{kernel}, {name}": list(zip(LENGTHS, found[kernel], strict=True))
+    f"{kernel}, {name}": [(length, size / MiB) for length, size in zip(LENGTHS, found[kernel], strict=True)]
     for kernel in ("eager", "sdpa")
     for name, found in (("forecast", forecast), ("measured", measured))
 }
 HTML(
     figure(
-        curve(lines, title="What a forward keeps", x="tokens of the sequence", y="bytes", spell_y=format_bytes),
+        curve(lines, title="What a forward keeps", x="tokens of the sequence", y="MiB", spell_y="{:,.0f}".format),
         Table(columns=("tokens", "sdpa, forecast", "measured", "eager, forecast", "measured"), rows=rows),
     )
 )
 
+# %% [markdown]
+# Double the length, and what `sdpa` keeps doubles. What `eager` keeps more is one matrix of scores for each head
+# of each layer, 4 bytes × N², and a rest that is linear (keys and values, copied for every head).
+
 # %%
-more = [eager - sdpa for eager, sdpa in zip(measured["eager"], measured["sdpa"], strict=True)]
-for at in range(1, len(LENGTHS)):
-    times = LENGTHS[at] / LENGTHS[at - 1]
-    sdpa_grew, more_grew = measured["sdpa"][at] / measured["sdpa"][at - 1], more[at] / more[at - 1]
-    print(f"{LENGTHS[at - 1]} → {LENGTHS[at]} tokens: sdpa x {sdpa_grew:.2f}, what eager keeps more x {more_grew:.2f}")
-    assert abs(sdpa_grew / times - 1) < 0.1  # O(N)
-    assert abs(more_grew / times**2 - 1) < 0.1  # O(N²)
+scores = [4 * spec.heads * LAYERS * length**2 for length in LENGTHS]
+rest = [eager - sdpa - own for eager, sdpa, own in zip(measured["eager"], measured["sdpa"], scores, strict=True)]
+
+for at, length in enumerate(LENGTHS):
+    times = length / LENGTHS[0]
+    assert abs(measured["sdpa"][at] / measured["sdpa"][0] / times - 1) < 0.1  # O(N)
+    assert abs(rest[at] / rest[0] / times - 1) < 0.1  # and without its scores eager is O(N) too
 for kernel in ("sdpa", "eager"):
     assert all(abs(one / other - 1) < 0.1 for one, other in zip(forecast[kernel], measured[kernel], strict=True))
+Table(
+    columns=("tokens", "sdpa", "+ scores, computed", "+ the rest", "= eager"),
+    rows=[
+        (length, *map(format_bytes, sizes))
+        for length, *sizes in zip(LENGTHS, measured["sdpa"], scores, rest, measured["eager"], strict=True)
+    ],
+)
 
 # %% [markdown]
 # ## bf16
@@ -226,10 +237,13 @@ for kernel in ("sdpa", "eager"):
 # stay in fp32: activations shrink, states do not. In one process the forward also keeps a bf16 copy of the
 # weights (autocast's cache), so it pays off with many tokens. `bf16_pure` keeps everything in bf16: half of the
 # states, and updates smaller than about 1/256 of a weight are lost ([03_precision](03_precision.ipynb)). A
-# processor without native bf16 saves bytes and takes longer: `auto` chooses bf16 only where it is native.
+# processor without native bf16 saves bytes and takes longer: `auto` chooses bf16 only where it is native. (A GPU
+# that does not compute bf16 gets fp16 here.)
 
 # %%
-halves = {"fp32": base, "bf16": switched(precision="bf16"), "bf16_pure": switched(precision="bf16_pure")}
+native = tk.hardware().device.dtypes
+words = ("bf16", "bf16_pure") if "bf16" in native or not GPU else ("fp16",)
+halves = {"fp32": base} | {word: switched(precision=word) for word in words}
 
 
 def states(trial):
@@ -243,10 +257,13 @@ def kept(trial):
 
 copies = 2 * spec.elements
 
-assert states(halves["bf16"]) == states(halves["fp32"])
-assert states(halves["bf16_pure"]) == states(halves["fp32"]) / 2
-assert kept(halves["bf16"]) - copies < kept(halves["fp32"])
-assert kept(halves["bf16_pure"]) < kept(halves["fp32"])
+for word in words:
+    if word == "bf16_pure":
+        assert states(halves[word]) == states(base) / 2
+        assert kept(halves[word]) < kept(base)
+    else:
+        assert states(halves[word]) == states(base)
+        assert kept(halves[word]) - copies < kept(base)
 assert all(0.95 < trial.ratio < 1.05 for trial in halves.values())
 tk.Trials(title="Precision", trials=halves)
 
@@ -304,6 +321,7 @@ cache = read(use_cache=True)
 held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 begins, ends = prompt.shape[1], prompt.shape[1] + NEW_TOKENS
 computed = {True: ends - 1, False: sum(range(begins, ends))}  # tokens that go through the model
+a_token = base.seconds / (3 * MICRO_BATCH * SEQ_LEN)  # of a step's three parts one is its forward
 timed = {use_cache: generate(use_cache) for use_cache in (True, False)}
 
 assert model.config.use_cache is False  # as tk.load left it
@@ -311,15 +329,22 @@ assert read(use_cache=False) is None
 assert held == foretold
 assert all(count == NEW_TOKENS for _, count in timed.values())
 assert computed[False] > computed[True]
-print(
-    Table(
-        title=f"Reading {long.numel():,} tokens, and writing {NEW_TOKENS} behind {begins}",
-        columns=("KV cache", "bytes, forecast", "measured", "tokens computed", "seconds"),
-        rows=[
-            ("on", format_bytes(foretold), format_bytes(held), f"{computed[True]:,}", f"{timed[True][0]:.2f}"),
-            ("off", "0 B", "0 B", f"{computed[False]:,}", f"{timed[False][0]:.2f}"),
-        ],
-    ).text()
+Table(
+    title=f"Reading {long.numel():,} tokens; writing {NEW_TOKENS} behind {begins}",
+    columns=("KV cache", "bytes, forecast", "measured", "tokens computed", "seconds, forecast", "measured"),
+    rows=[
+        (
+            "on" if use_cache else "off",
+            *(map(format_bytes, (foretold, held)) if use_cache else ("0 B", "0 B")),
+            f"{computed[use_cache]:,}",
+            f"{computed[use_cache] * a_token:.2f}",
+            f"{took:.2f}",
+        )
+        for use_cache, (took, _) in timed.items()
+    ],
+    notes=(
+        "Seconds are forecast by operations, at a training step's speed; token by token a small model waits for its calls.",
+    ),
 )
 
 # %% [markdown]

@@ -23,6 +23,7 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -108,6 +109,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
     Raises:
         nbclient.exceptions.CellExecutionError: where a cell fails, a claim included.
         TimeoutError: after `limit` seconds; the kernel is ended.
+        nbclient.exceptions.DeadKernelError: where it ended by itself.
     """
     began = time.monotonic()
     client = NotebookClient(
@@ -115,14 +117,18 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
         kernel_name="python3",
         timeout=None,
         record_timing=False,
-        store_widget_state=False,
         extra_arguments=["--log-level=ERROR"],  # it warns of ports that are read by whoever may read this machine's
         resources={"metadata": {"path": str(folder)}},
     )
     # The kernel imports this checkout's toolkit, and keeps nothing in the user's IPython.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder / ".ipython")}
-    asyncio.run(asyncio.wait_for(client.async_execute(env=environment), limit))
+    try:
+        asyncio.run(asyncio.wait_for(client.async_execute(env=environment), limit))
+    except (TimeoutError, DeadKernelError):  # the second is what nbclient makes of being cancelled in a cell
+        if time.monotonic() - began < limit:
+            raise
+        raise TimeoutError(f"the notebook took longer than {limit:g} s, and was ended") from None
     notebook.metadata = nbformat.from_dict(METADATA)
     return time.monotonic() - began
 

@@ -51,6 +51,9 @@ class Table:
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
+    def _repr_html_(self) -> str:
+        return redact(self.html())
+
     def _cells(self) -> tuple[list[list[str]], list[bool]]:
         """What stands in them, and which columns stand to the right."""
         cells = [[str(cell) for cell in row] for row in self.rows]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.flags import from_dict
-from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy
+from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy, sharding_word
 
 WHOLE = ("fsdp", "zero3")
 """What shards all, the one that holds least first: FSDP2 keeps no separate masters."""
@@ -48,10 +48,10 @@ def changed(strategy: Strategy, loop: Loop, change: Mapping[str, Any]) -> tuple[
     """Both with a change; `replicate` goes where the new sharding has none.
 
     Raises:
-        StrategyError: for what no engine can do.
+        StrategyError: for a word that is unknown, and for what no engine can do.
     """
     fields = {**dataclasses.asdict(strategy), **change}
-    if not SHARDINGS[fields["sharding"]].replicate:
+    if not SHARDINGS[sharding_word(fields["sharding"])].replicate:
         fields["replicate"] = 1
     ours = {**dataclasses.asdict(loop), **{name: value for name, value in change.items() if hasattr(loop, name)}}
     chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}

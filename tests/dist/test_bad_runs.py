@@ -16,6 +16,8 @@ import psutil
 import pytest
 import tiny
 
+from toolkit import report
+
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +127,15 @@ def test_what_a_rank_raised_is_shown(ended: dict[str, Ended]) -> None:
     assert rest
     assert err.rstrip().endswith("RuntimeError: a fault in the middle")
     assert str(ended["raised"].run / "logs" / "rank-1.log") in err
+
+
+@pytest.mark.parametrize("name", ["killed", "raised"])
+def test_the_report_of_a_run_that_failed_holds_the_ranks_last_words(name: str, ended: dict[str, Ended]) -> None:
+    one = ended[name]
+    found = report(one.run)
+    assert found.status == "failed"
+    assert one.err == f"toolkit: {found.run.words}\n"
+    assert "rank 1 " in (one.run / "report.html").read_text()
 
 
 def launch(folder: Path, config: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from toolkit import Loop, RunError, Strategy, forecast
+from toolkit import Loop, RunError, Strategy, forecast, report
 
 pytestmark = pytest.mark.dist
 
@@ -144,6 +144,23 @@ def test_a_runs_folder_is_whole(compared: dict[str, Any], folder: Path) -> None:
     runs = [folder / row["run"] / "events.jsonl" for row in compared["results"]]
     orders = {tuple(json.loads(line)["samples"] for line in run.read_text().splitlines()) for run in runs}
     assert len(orders) == 1
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_each_run_leaves_its_report(compared: dict[str, Any], folder: Path, sharding: str) -> None:
+    row = next(row for row in compared["results"] if row["sharding"] == sharding)
+    found, page = report(folder / row["run"]), (folder / row["run"] / "report.html").read_text()
+    assert found.status == "finished"
+    told = found.to_dict()
+    assert told["measured"] == row["measured"]
+    assert told["forecast"] == row["forecast"]
+    assert told["tokens_per_second"] == row["tokens_per_second"]
+    assert told["loss"]["last"] == row["losses"][-1]
+    assert [audit["parameter_bytes"] for audit in told["audits"]] == row["parameter_bytes_per_rank"]
+    ratio = row["forecast"]["device"]["peak_bytes"] / row["measured"]["peak_bytes"]
+    for words in (row["engine"], f"{ratio:.2f}x", f"--sharding {sharding}", "Dtype ledger", f"{row['losses'][-1]:.4f}"):
+        assert words in page
+    assert page.count("<svg") == 4
 
 
 @pytest.mark.parametrize("name", ["zero3", "hsdp"])

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import tiny
 
+from toolkit import report
 from toolkit.checkpoints import complete
 from toolkit.folder import read_events
 from toolkit.heartbeat import read_beats
@@ -221,6 +222,20 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
     assert run.code == 143
     assert run.seconds < 30
     assert f"stopped after step {done}, as asked\n" in run.out
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("memory", "finished")]
+)
+def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, status: str) -> None:
+    """Accelerate's own launcher leaves no page, and its folder makes one."""
+    run = runs[name]
+    found = report(run.path)
+    assert found.status == status
+    assert (run.path / "report.html").exists() == (name != "bare")
+    assert found.to_dict()["attempts"] == attempts(run)
+    if status == "failed" or name == "silent":
+        assert run.err.endswith(f"toolkit: {found.run.words}\n")
 
 
 def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from toolkit import folder
 from toolkit.devices import hardware
-from toolkit.engines.job import Holdings
+from toolkit.engines.job import Holdings, resolve
 from toolkit.forecasting import Forecast
 from toolkit.measuring import Measured, collect
+from toolkit.model import describe
 from toolkit.preparing import Audit
 from toolkit.readying import Recipe, versions
 from toolkit.strategy import Loop, Strategy
@@ -25,11 +26,8 @@ PARTS = {"parameters": 10 * MiB, "master": 20 * MiB, "gradients": 12 * MiB, "opt
 def foretold() -> Forecast:
     """130 MiB in backward."""
     return Forecast(
-        model="embedded",
-        strategy=STRATEGY,
-        loop=LOOP,
+        job=resolve(STRATEGY, LOOP, describe(None), 2, hardware("2x cpu").device),
         hardware=hardware("2x cpu"),
-        ranks=2,
         limit_bytes=GiB // 4,
         peak_bytes=130 * MiB,
         peak_phase="backward",

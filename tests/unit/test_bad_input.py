@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit import cli
+from toolkit.cli import going
 from toolkit.devices import hardware
 from toolkit.errors import RunError
 from toolkit.redacting import MARK
@@ -248,10 +249,10 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
         "timeout": 9.0,
         "precision": "auto",
     }
-    assert cli._otherwise(was, asked) == [
+    assert going._otherwise(was, asked) == [
         "--model b (it was a)",
         "--lr 0.001 (it was 2e-05)",
         "--sharding zero3 (it was fsdp)",
         "--processes 4 (it was 2)",
     ]
-    assert cli._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
+    assert going._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []

@@ -15,6 +15,7 @@ import runs
 
 import toolkit as tk
 from toolkit import cli, folder
+from toolkit.continuing import how_to_go_on
 from toolkit.errors import RunError
 from toolkit.heartbeat import Beat
 from toolkit.readying import Recipe
@@ -170,12 +171,11 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", STEPS[:3])
-    run.record_end(
-        "stopped", "stopped by SIGTERM. There is no checkpoint. `toolkit resume run` starts again from step 0."
-    )
+    then = how_to_go_on(run)
+    run.record_end("stopped", f"stopped by SIGTERM. {then}")
     found = tk.report(run.path)
     assert found.status == "stopped"
-    assert "stopped by SIGTERM. There is no checkpoint." in str(found)
+    assert f"\n\nStopped by SIGTERM. {then}\n\n" in str(found)
     assert "What each rank held is written to memory.json when a run finishes" in str(found)
     assert "parameters" in found.page()  # the forecast, from run.json
 

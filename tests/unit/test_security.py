@@ -120,7 +120,7 @@ def test_secrets_are_in_no_file_message_or_result(
             raise RuntimeError(SECRET)
         return Result()
 
-    monkeypatch.setattr(cli, "describe", describe)
+    monkeypatch.setattr("toolkit.cli.parsing.describe", describe)
     assert cli.main(["describe", "--json", str(tmp_path / "y.json")]) == 0
     assert json.loads((tmp_path / "y.json").read_text()) == {"a": "[redacted]"}
     assert cli.main(["describe", "crash"]) == 1

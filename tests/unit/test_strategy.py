@@ -137,4 +137,4 @@ def test_an_unknown_field_names_the_nearest() -> None:
 def test_results_show_themselves() -> None:
     strategy = Strategy(sharding="zero2")
     assert "zero2" in str(strategy)
-    assert '<th scope="col">' in strategy._repr_html_()
+    assert '<th scope="col"' in strategy._repr_html_()

@@ -41,4 +41,5 @@ def here() -> Place:
     Raises:
         ToolkitError: for a GPU whose driver does not answer.
     """
-    return Place(date=timestamp(), hardware=hardware(), cores=len(os.sched_getaffinity(0)), versions=versions())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Place(date=timestamp(), hardware=hardware(), cores=usable, versions=versions())

@@ -6,12 +6,13 @@ Every picture has a white ground of its own, so that it reads on a dark page too
 from html import escape
 
 from toolkit.drawing.elements import COLOURS, WIDTH, colour, luminance
+from toolkit.drawing.embedding import portable
 from toolkit.drawing.plotting import POINTS, curve, thinned
 from toolkit.drawing.stacking import Bar, bars
 from toolkit.redacting import redact
 from toolkit.show import Table
 
-__all__ = ["COLOURS", "POINTS", "Bar", "bars", "colour", "curve", "figure", "luminance", "thinned"]
+__all__ = ["COLOURS", "POINTS", "Bar", "bars", "colour", "curve", "figure", "luminance", "portable", "thinned"]
 
 LONG = 12
 """Rows above which a table beside a picture is folded."""
@@ -25,5 +26,6 @@ def figure(svg: str, table: Table) -> str:
         text = f"<details><summary>{escape(table.title or 'as a table')}: {len(rows)} rows</summary>{text}</details>"
     return (
         '<div class="toolkit-figure" style="display:flex;flex-wrap:wrap;gap:0 1.5em;align-items:flex-start">'
-        f'<div style="flex:2 1 440px;max-width:{WIDTH}px">{svg}</div><div style="flex:1 1 300px">{redact(text)}</div></div>'
+        f'<div style="flex:2 1 min(440px,100%);min-width:0;max-width:{WIDTH}px">{svg}</div>'
+        f'<div style="flex:1 1 min(300px,100%)">{redact(text)}</div></div>'
     )

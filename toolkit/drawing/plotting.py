@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from toolkit.drawing.elements import COLOURS, GRID, LETTER, QUIET, WIDTH, lay_out, line, svg, text, ticks
+from toolkit.units import format_bytes
 
 POINTS = 400
 """The most that a line keeps: more than a screen shows."""
@@ -30,6 +31,7 @@ def curve(
     x: str,
     y: str,
     spell_y: Callable[[float], str] = "{:,.4g}".format,
+    names: Mapping[float, str] | None = None,
 ) -> str:
     """Lines over steps or seconds, each thinned to `POINTS` points that keep its highest and lowest ones.
 
@@ -37,13 +39,15 @@ def curve(
         lines: name → its points in order; one whose y is None or not finite leaves a gap.
         title: what is shown, in a few words.
         x, y: what the axes count, with units.
-        spell_y: how a value is written.
+        spell_y: how a value is written; bytes are marked at round ones.
+        names: what stands at places of the x axis in the stead of numbers. Of such lines the highest value is told alone.
     """
+    binary = spell_y is format_bytes
     known = {name: [point for point in points if _finite(point[1])] for name, points in lines.items()}
     low, high = _range([float(value) for points in known.values() for _, value in points if value is not None])
-    rows = [tick for tick in ticks(low, high) if low <= tick <= high] if any(known.values()) else []
+    rows = [tick for tick in ticks(low, high, binary=binary) if low <= tick <= high] if any(known.values()) else []
     marks = [line(-6, 0, 14, 0, _colour(number, name), _dash(number)) for number, name in enumerate(lines)]
-    told = [_in_words(name, points, spell_y) for name, points in known.items()]
+    told = [_in_words(name, points, spell_y, at_most=names is not None) for name, points in known.items()]
     body, top = lay_out(list(zip(marks, told, strict=True)), 44.0)
     top, left = top + 20, max((len(spell_y(tick)) for tick in rows), default=1) * LETTER + 22
     right, bottom = WIDTH - 22, top + HEIGHT
@@ -60,9 +64,10 @@ def curve(
     for tick in rows:
         body.append(line(left, down(tick), right, down(tick), GRID))
         body.append(text(left - 7, down(tick) + 4, spell_y(tick), size=11, colour=QUIET, anchor="end"))
-    for tick in _columns(start, end, places):
+    marked = names or {tick: f"{tick:,.10g}" for tick in _columns(start, end, places)}
+    for tick, word in marked.items():
         body.append(line(across(tick), bottom, across(tick), bottom + 4, QUIET))
-        body.append(text(across(tick), bottom + 18, f"{tick:,.10g}", size=11, colour=QUIET, anchor="middle"))
+        body.append(text(across(tick), bottom + 18, word, size=11, colour=QUIET, anchor="middle"))
     body.append(line(left, bottom, right, bottom, QUIET))
     body += [text(left, top - 9, y, size=12, colour=QUIET), text(right, bottom + 36, x, colour=QUIET, anchor="end")]
     if not rows:
@@ -119,10 +124,12 @@ def _columns(start: float, end: float, places: Sequence[float]) -> list[float]:
     return [tick for tick in ticks(start, end) if start <= tick <= end and (not whole or float(tick).is_integer())]
 
 
-def _in_words(name: str, points: Sequence[Point], spell: Callable[[float], str]) -> str:
+def _in_words(name: str, points: Sequence[Point], spell: Callable[[float], str], *, at_most: bool) -> str:
     values = [value for _, value in points if value is not None]
     if not values:
         return f"{name}: nothing yet"
+    if at_most:
+        return f"{name}: up to {spell(max(values))}"
     return f"{name}: first {spell(values[0])}, last {spell(values[-1])}, lowest {spell(min(values))}"
 
 

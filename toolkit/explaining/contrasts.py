@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.drawing import Bar, bars
-from toolkit.explaining.reasons import reasons
+from toolkit.explaining.reasons import explain
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.ledger import PARTS
 from toolkit.forecasting.timing import collectives
@@ -54,8 +54,8 @@ class Contrast(Shown):
     asked: Mapping[str, tuple[Any, Any]]
     """Every field of strategy, loop and machine that differs."""
     differences: tuple[Difference, ...]
-    why: tuple[str, ...]
-    """A sentence for each difference that has a cause of its own."""
+    why: tuple[tuple[str, str], ...]
+    """What differs, and why, in a sentence."""
 
     @property
     def reason(self) -> str:
@@ -80,7 +80,7 @@ class Contrast(Shown):
             "other": self.other.to_dict(),
             "asked": {name: list(values) for name, values in self.asked.items()},
             "differences": [{**dataclasses.asdict(found), "ratio": found.ratio} for found in self.differences],
-            "why": list(self.why),
+            "why": [list(one) for one in self.why],
         }
 
     def pictures(self) -> Sequence[str]:
@@ -90,15 +90,14 @@ class Contrast(Shown):
             Bar(label=f"{label}, {found.peak_phase}", parts={part: found.parts.get(part, 0) for part in PARTS})
             for label, found in both
         ]
-        sent = [
-            Bar(label=label, parts={one.what: one.size * one.times for one in collectives(found.job)})
-            for label, found in both
-        ]
+        sent = [Bar(label=label, parts=_sent(found)) for label, found in both]
         same = self.one.limit_bytes == self.other.limit_bytes
         limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
         drawn = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
         return (
-            [*drawn, bars(sent, title="What a rank sends to others in a step")] if any(b.parts for b in sent) else drawn
+            [*drawn, bars(sent, title="What a rank sends to others in a step")]
+            if any(sum(bar.parts.values()) for bar in sent)
+            else drawn
         )
 
     def tables(self) -> list[Table]:
@@ -118,8 +117,16 @@ class Contrast(Shown):
         figures = Table(
             title="" if first else title, columns=("a rank", *self.labels, "ratio"), rows=rows, notes=(self.reason,)
         )
-        why = [Table(title="Why", columns=("", "because"), rows=list(enumerate(self.why, start=1)))] if self.why else []
-        return [*first, figures, *why]
+        why = [Table(title="Why they differ", columns=("what", "because"), rows=self.why)] if self.why else []
+        return [*why, *first, figures]
+
+
+def _sent(found: Forecast) -> dict[str, float]:
+    """What a rank sends in a step: parameters, and gradients."""
+    parts = {"parameters": 0.0, "gradients": 0.0}
+    for sent in collectives(found.job):
+        parts["gradients" if sent.what.startswith("gradients") else "parameters"] += sent.size * sent.times
+    return parts
 
 
 def contrast(one: Forecast, other: Forecast) -> Contrast:
@@ -139,7 +146,7 @@ def contrast(one: Forecast, other: Forecast) -> Contrast:
         labels=labels,
         asked=asked,
         differences=tuple(_differences(one, other)),
-        why=tuple(reasons(one, other, labels)),
+        why=tuple(explain(one, other, labels)),
     )
 
 

@@ -57,18 +57,22 @@ class _Side:
         return bool(getattr(self.account, part)) and not getattr(self.held, part)
 
 
-def reasons(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator[str]:
+def explain(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
     """What holds, sends and computes otherwise: parameters, masters, moments; what a step makes; communication; time."""
     sides = _Side(label=labels[0], found=one), _Side(label=labels[1], found=other)
     for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
-        yield from _state(sides, part, words)
+        for said in _state(sides, part, words):
+            yield part, said
     yield from _made(sides)
-    yield from _sent(sides)
-    yield from _time(sides)
+    for said in _sent(sides):
+        yield "communication", said
+    for said in _time(sides):
+        yield "time", said
     if one.peak_phase != other.peak_phase:
         yield (
+            "peak",
             f"The highest moment of {labels[0]} lies in {one.peak_phase}, that of {labels[1]} in {other.peak_phase}: "
-            "their parts are not of the same moment."
+            "their parts are not of the same moment.",
         )
 
 
@@ -132,7 +136,7 @@ CAUSES = {
 """Fields of which what a step makes depends."""
 
 
-def _made(sides: tuple[_Side, _Side]) -> Iterator[str]:
+def _made(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
     """What a step makes and lets go: of each part, at the two peaks."""
     for part in ("activations", "logits", "gradients", "buffers"):
         pair = _lesser(sides, (sides[0].found.parts.get(part, 0), sides[1].found.parts.get(part, 0)))
@@ -144,17 +148,17 @@ def _made(sides: tuple[_Side, _Side]) -> Iterator[str]:
             causes.append(f"has gradients of {format_count(less.trained)} weights, not {format_count(more.trained)}")
         elif part == "gradients" and _scatters(less) and not _scatters(more):
             causes.append(f"keeps of each gradient only its shard, over {less.job.shard_ranks} ranks")
+        less_bytes, more_bytes = format_bytes(few), format_bytes(many)
         if part == "buffers":
-            yield (
-                f"{more.label} has {format_bytes(many)} in buffers at its peak, into which it gathers and from which it "
-                f"sends; {less.label} {format_bytes(few)}."
-            )
+            whither = "to gather into and to send from"
+            said = f"{more.label} has {more_bytes} in buffers at its peak, {whither}; {less.label} {less_bytes}."
         elif causes:
-            yield f"{less.label} {' and '.join(causes)}: {format_bytes(few)} of {part} at its peak instead of {format_bytes(many)}."
+            said = f"{less.label} {' and '.join(causes)}: {less_bytes} of {part} at its peak instead of {more_bytes}."
         elif not few:
-            yield f"At its highest moment {less.label} has no {part}; {more.label} holds {format_bytes(many)}."
+            said = f"At its highest moment {less.label} has no {part}; {more.label} holds {more_bytes}."
         else:
-            yield f"At their peaks {less.label} holds {format_bytes(few)} of {part}, {more.label} {format_bytes(many)}."
+            said = f"At their peaks {less.label} holds {less_bytes} of {part}, {more.label} {more_bytes}."
+        yield part, said
 
 
 def _scatters(side: _Side) -> bool:
@@ -207,6 +211,9 @@ def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
         why.append(f"it computes {more.found.operations / less.found.operations - 1:.0%} more")
     if more.found.communication_bytes > (1 + EQUAL) * less.found.communication_bytes:
         why.append("it sends more")
+    stepped = [int(side.account.optimizer or 0) for side in (less, more)]
+    if stepped[1] > (1 + EQUAL) * stepped[0]:
+        why.append(f"its optimizer steps {stepped[1] / max(1, stepped[0]):.1f} times as much on each rank")
     if more.job.strategy.offload != "none" and less.job.strategy.offload == "none":
         why.append("its optimizer steps on the host")
     bare = [sum(s.size * s.times for s in collectives(side.job) if s.hidden == "nothing") for side in (less, more)]

@@ -22,6 +22,11 @@ from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import format_bytes
 
+MEASURED = "measured total"
+"""A part of a picture: all that a run measured in a phase."""
+
+Point = tuple[float, float | None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Shown):
@@ -65,39 +70,49 @@ class Timeline(Shown):
         for phase, parts in self.parts.items():
             rows.append(Bar(label=phase, parts={part: parts[part] for part in PARTS if parts.get(part)}))
             if self.measured and phase in self.measured:
-                rows.append(Bar(label="measured", parts={"measured": self.measured[phase]}))
+                rows.append(Bar(label="measured", parts={MEASURED: self.measured[phase]}))
         title = f"{self.forecast.model}, {self.forecast.strategy.sharding}: the highest moment of each phase"
         drawn = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
+        lines, names = self._way()
         way = curve(
-            self._way(),
-            title="The way there",
+            lines,
+            title="The way there: one step of the forecast",
             x="phases, each as wide as the others",
             y="bytes of a rank",
             spell_y=format_bytes,
+            names=names,
         )
         return [drawn, way]
 
-    def _way(self) -> dict[str, list[tuple[float, float | None]]]:
-        """Each phase's moments over a stretch of its own; a phase that comes again goes on in its line."""
-        lines: dict[str, list[tuple[float, float | None]]] = {}
-        end: float | None = None
-        for place, (phase, run) in enumerate(itertools.groupby(self.course, key=lambda moment: moment[0])):
-            sizes = [size for _, size in run]
+    def _way(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
+        """Each phase's moments over a stretch of its own, and where its name stands.
+
+        What the first step alone makes before its forward, the moments of the optimizer, is no stretch.
+        """
+        lines: dict[str, list[Point]] = {}
+        names: dict[float, str] = {}
+        runs = [(phase, [size for _, size in run]) for phase, run in itertools.groupby(self.course, lambda one: one[0])]
+        first = next(place for place, (phase, _) in enumerate(runs) if phase == "forward")
+        end, place = 0.0, 0
+        for number, (phase, sizes) in enumerate(runs):
+            if phase == "step" and number < first:
+                end = float(sizes[-1])
+                continue
             line = lines.setdefault(phase, [])
             if line:
                 line.append((float(place), None))
-            begins = sizes if end is None else [end, *sizes]
+            begins = [end, *sizes]
             line += [(place + index / max(1, len(begins) - 1), float(size)) for index, size in enumerate(begins)]
-            end = float(sizes[-1])
-        return lines
+            names[place + 0.5] = phase
+            end, place = float(sizes[-1]), place + 1
+        return lines, names
 
     def tables(self) -> list[Table]:
         """By phase: the forecast by part, what was measured, and the ratio."""
         used = [part for part in PARTS if any(parts.get(part) for parts in self.parts.values())]
         beside = ("measured", "forecast x") if self.measured else ()
         rows = []
-        for phase in (name for name in PHASES if name in self.parts):
-            parts = self.parts[phase]
+        for phase, parts in self.parts.items():
             row = [phase, *(format_bytes(parts[part]) if parts.get(part) else "–" for part in used)]
             row.append(format_bytes(sum(parts.values())))
             if self.measured:
@@ -152,7 +167,11 @@ def timeline(
     found = foretold(job, machine, step, ledger)
     return Timeline(
         forecast=found,
-        parts={phase: {part: size for part, size in ledger.highest[phase].items() if size} for phase in ledger.phases},
+        parts={
+            phase: {part: size for part, size in ledger.highest[phase].items() if size}
+            for phase in PHASES
+            if phase in ledger.phases
+        },
         course=tuple(ledger.moments),
         run=str(run) if run is not None else None,
         measured=seen.phases if seen else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -23,6 +24,8 @@ _LOOKS = {
 def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], said: str) -> str:
     """One piece of HTML without a script: headline, bar, curve of the loss, memory of each rank, and the figures as a table."""
     ink, ground = _LOOKS[status]
+    if status not in ("starting", "running"):
+        progress = replace(progress, left_seconds=None)
     head = (
         f'<p style="margin:0 0 .4em"><strong>{escape(name)}</strong> '
         f'<span role="status" style="background:{ground};color:{ink};border-radius:4px;padding:1px 8px">{status}</span> '
@@ -33,7 +36,11 @@ def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str
         f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" '
         f'value="{progress.step}" max="{whole}"></progress>'
     )
-    words = f'<pre style="white-space:pre-wrap;max-width:100ch">{escape(said)}</pre>' if said else ""
+    words = (
+        f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(said)}</pre>'
+        if said
+        else ""
+    )
     table = f"<details><summary>All figures</summary>{progress.table(name).html()}</details>"
     return f'<div class="toolkit-run">{head}{meter}{words}{_loss(steps)}{_memory(progress)}{table}</div>'
 
@@ -48,14 +55,12 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
 def _memory(progress: Progress) -> str:
     """Each rank beside the forecast's peak, and the line of what it may hold.
 
-    What a CPU's rank has resident counts Python and its libraries, too, which a forecast does not.
+    What a CPU's rank has resident counts Python and its libraries, which a forecast does not, and says so.
     """
     if not progress.bytes_per_rank:
         return ""
-    rows = [
-        Bar(label=f"rank {rank} now", parts={progress.bytes_are: size})
-        for rank, size in enumerate(progress.bytes_per_rank)
-    ]
+    held = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
+    rows = [Bar(label=f"rank {rank}", parts={held: size}) for rank, size in enumerate(progress.bytes_per_rank)]
     if progress.forecast_bytes:
         rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
     return bars(

@@ -10,12 +10,17 @@ from typing import Any
 
 
 def register() -> None:
-    """In a notebook's kernel a `Run` is shown live, also while it is waited for."""
+    """In a notebook's kernel a `Run` is shown live, also while it is waited for, and pictures are images."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None or not hasattr(shell, "kernel"):
         return
-    from toolkit.launching import running
+    from IPython.display import HTML
 
+    from toolkit.launching import running
+    from toolkit.show import Shown
+
+    for kind in (HTML, Shown):
+        shell.display_formatter.formatters["text/html"].for_type(kind, _html)
     shell.display_formatter.ipython_display_formatter.for_type(running.Run, _show)
     if _show not in running.views:
         running.views.append(_show)
@@ -25,3 +30,10 @@ def _show(run: Any) -> None:
     from toolkit.notebook.live import show
 
     show(run)
+
+
+def _html(shown: Any) -> str:
+    """What is saved is also opened where inline SVG is taken for an attack."""
+    from toolkit.drawing import portable
+
+    return portable(shown._repr_html_())

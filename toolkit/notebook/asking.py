@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from toolkit.cards import CARDS
@@ -67,6 +68,8 @@ class Asked:
     batch: Loop
     values: Mapping[str, Any]
     """Control → value."""
+    began: Mapping[str, Any]
+    """Where they stood at first."""
     run: str | None = None
     """Folder of a run that stands beside."""
 
@@ -91,8 +94,9 @@ class Asked:
         seen = read_seen(folder) if folder is not None else None
         if seen is not None:
             model, strategy, loop = seen.model if model is None else model, strategy or seen.strategy, loop or seen.loop
-            if on is None and seen.hardware is not None:
-                on = dataclasses.replace(seen.hardware, count=seen.ranks // seen.hardware.nodes)
+            if on is None:
+                machine = seen.hardware or hardware()
+                on = dataclasses.replace(machine, count=seen.ranks // machine.nodes)
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
         specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
@@ -112,6 +116,7 @@ class Asked:
             second=second,
             batch=batch,
             values=standing,
+            began=dict(standing),
             run=folder,
         )
 
@@ -226,15 +231,15 @@ def _choice(name: str, asked: Asked, kind: str) -> Choice:
         return Choice(name=name, label="device", told=told, values=values, value=value)
     if name == "devices":
         told = "how many devices, one rank each; more than eight are on nodes of eight"
-        counts = _counts(1, 512, asked.here.ranks, value)
-        return Choice(name=name, label="devices", told=told, values=counts, value=value, slides=True, quick=True)
+        numbers = _counts(1, 512, asked.here.ranks, value)
+        return Choice(name=name, label="devices", told=told, values=numbers, value=value, slides=True, quick=True)
     if name in BATCH:
         # Longer than the model can is a sentence, and nobody looks for it on a slider.
         longest = max((spec.max_positions or 131_072) for spec in asked.models.values())
         least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
         told, label = _help(Loop, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
-        values = _counts(min(least, most), most, getattr(asked.batch, name), value)
-        return Choice(name=name, label=label, told=told, values=values, value=value, slides=True)
+        numbers = _counts(min(least, most), most, getattr(asked.batch, name), value)
+        return Choice(name=name, label=label, told=told, values=numbers, value=value, slides=True)
     field = name.removeprefix(SECOND)
     group = "" if kind != "compare" else "second" if name != field else "first"
     known = {f.name: f for f in dataclasses.fields(Strategy)}[field]
@@ -257,20 +262,33 @@ def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
 def command(kind: str, asked: Asked) -> str:
     """The same question in a shell."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
-    words = ["toolkit", verb, *([asked.spec.name] if asked.spec.name != EMBEDDED else [])]
-    words += ["--hardware", asked.machine_words]
+    words = ["toolkit", verb, *_model_word(asked)]
+    moved = asked.run is None or any(
+        asked.values[name] != value for name, value in asked.began.items() if name.startswith("device")
+    )
+    words += ["--hardware", asked.machine_words] if moved else []
     strategy, second = asked.fields(asked.base), asked.fields(asked.second, SECOND)
+    # What a run was need not be said: the shell, too, begins from it.
+    plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), Loop())
     if kind == "precision":
         strategy |= {"sharding": ",".join(LEDGER), "offload": "none", "replicate": 1}
-    words += spell(dict(_otherwise(strategy, Strategy())))
+    words += spell(dict(_otherwise(strategy, plain)))
     if kind != "precision":
-        words += spell(dict(_otherwise(asked.fields(asked.batch), Loop())))
+        words += spell(dict(_otherwise(asked.fields(asked.batch), batch)))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
     if asked.run is not None:
         words += ["--run", asked.run]
     return shlex.join(words)
+
+
+def _model_word(asked: Asked) -> list[str]:
+    """What a shell can name; a config that was made in Python has no name there."""
+    name = asked.spec.name
+    if name == EMBEDDED or (asked.run is not None and asked.values["model"] == asked.began["model"]):
+        return []
+    return ["config.json" if asked.spec.source is None and not Path(name).exists() else name]
 
 
 def _otherwise(fields: Mapping[str, Any], plain: Strategy | Loop) -> Iterator[tuple[str, Any]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import html
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from toolkit.devices import Hardware
+from toolkit.drawing import portable
 from toolkit.errors import StrategyError, ToolkitError, nearest
 from toolkit.explaining import contrast, precisions, timeline
 from toolkit.forecasting import forecast
 from toolkit.notebook.asking import NAMES, Asked, choices, command
+from toolkit.redacting import redact
 from toolkit.show import Shown
 from toolkit.strategy import Loop, Strategy
 
@@ -105,9 +108,8 @@ class Explorer:
     def twin(self) -> str:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
         said = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
-        shown = self.value._repr_html_() if self.value is not None else ""
         asked = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
-        return f'<div class="toolkit-explorer">{said}{shown}{asked}</div>'
+        return portable(redact(f'<div class="toolkit-explorer">{said}{_beside(self.value)}{asked}</div>'))
 
     def __repr__(self) -> str:
         """The answer as text."""
@@ -138,6 +140,25 @@ class Explorer:
         bundle = {view: self._repr_mimebundle_()[view], "text/html": f"<p>{hint}</p>", "text/plain": hint}
         display(bundle, raw=True)
         self._handles.append(display({"text/html": self.twin(), "text/plain": repr(self)}, raw=True, display_id=True))
+
+
+WIDE = 60
+"""Letters of a cell, from which a table stands below the pictures."""
+
+
+def _beside(value: Shown | None) -> str:
+    """Pictures, and their tables beside them where there is room; wide tables below."""
+    if value is None:
+        return ""
+    narrow, wide = list[str](), list[str]()
+    for table in value.tables():
+        table = replace(table, rows=list(table.rows))
+        long = len(table.columns) > 5 or any(len(str(cell)) > WIDE for row in table.rows for cell in row)
+        (wide if long else narrow).append(table.html())
+    columns = f'<div style="flex:1 1 460px;max-width:760px">{"".join(value.pictures())}</div>'
+    columns += f'<div style="flex:1 1 300px;max-width:760px">{"".join(narrow)}</div>' if narrow else ""
+    below = "".join(f'<div style="overflow-x:auto">{table}</div>' for table in wide)
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 28px;align-items:flex-start">{columns}</div>{below}'
 
 
 def _html(page: str) -> Any:

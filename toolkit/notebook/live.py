@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -31,17 +32,15 @@ def show(run: Run) -> None:
     _shown[str(run.folder)] = cell
     # Asked before the page is made: what ends in between is shown as running, and at once brought up to date.
     alive = run.alive
-    button = _button(run) if alive else None
-    if button is not None:
-        display(button)
-    elif alive:
+    remove = _button(run) if alive else None
+    if alive and remove is None:
         display(HTML("<p><code>run.stop()</code> stops it. For a button: <code>pip install ipywidgets</code></p>"))
     handle: Any = display(HTML(run._repr_html_()), display_id=True)
     if alive:
-        threading.Thread(target=_follow, args=(run, handle, button), name=f"live {run.folder}", daemon=True).start()
+        threading.Thread(target=_follow, args=(run, handle, remove), name=f"live {run.folder}", daemon=True).start()
 
 
-def _follow(run: Run, handle: Any, button: Any) -> None:
+def _follow(run: Run, handle: Any, remove: Callable[[], None] | None) -> None:
     from IPython.display import HTML
 
     before, ended = "", threading.Event()
@@ -55,31 +54,47 @@ def _follow(run: Run, handle: Any, button: Any) -> None:
         if not alive:
             break
         ended.wait(EVERY)
-    if button is not None:
-        button.disabled = True
-        button.description = "Ended"
+    if remove is not None:
+        remove()
 
 
-def _button(run: Run) -> Any:
-    """Stops the run: it ends its step and publishes a checkpoint. None where ipywidgets is not installed."""
+def _button(run: Run) -> Callable[[], None] | None:
+    """Show a button that stops the run: it ends its step and publishes a checkpoint.
+
+    What comes back takes it away: a notebook that was saved with a widget shows an error in its place where another kernel
+    opens it. None where ipywidgets is not installed.
+    """
     try:
         from ipywidgets import Button, Layout
     except ImportError:
         return None
+    from IPython.display import HTML, display
+
     made = Button(
         description="Stop",
         tooltip=f"End the step, publish a checkpoint and stop {run.folder}",
         icon="stop",
-        button_style="warning",
+        button_style="danger",
         layout=Layout(width="auto"),
     )
+    # ipykernel 7 hands a widget's messages to the shell that made it, which hears none while a cell runs, as run.wait() does.
+    # Without that note they go where JupyterLab sends them: to a shell of their own.
+    with contextlib.suppress(AttributeError):
+        del made.comm._reply_subshell_id
 
     def stop(_: Any) -> None:
         made.disabled, made.description = True, "Stopping…"
         threading.Thread(target=_stop, args=(run,), name=f"stop {run.folder}", daemon=True).start()
 
     made.on_click(stop)
-    return made
+    shown = {**made._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
+    handle: Any = display(shown, raw=True, display_id=True)
+
+    def remove() -> None:
+        handle.update(HTML(""))
+        made.close()
+
+    return remove
 
 
 def _stop(run: Run) -> None:

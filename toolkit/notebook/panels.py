@@ -12,6 +12,9 @@ from toolkit.notebook.asking import Choice
 GROUPS = {"": "", "first": "The first", "second": "Against"}
 """Headings of the controls that belong together."""
 
+UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-path:inset(50%);white-space:nowrap"
+"""Takes no room on a page, and is read aloud all the same."""
+
 
 class Panel:
     """Controls that call back as they are moved, and a line that says the answer to who cannot see it."""
@@ -42,8 +45,8 @@ class Panel:
             value=choice.value,
             description=choice.label,
             tooltip=choice.told,
-            style={"description_width": "150px"},
-            layout=ipywidgets.Layout(width="360px"),
+            style={"description_width": "170px"},
+            layout=ipywidgets.Layout(width="380px"),
             **sliding,
         )
         made.observe(lambda change: self._observed(choice.name, change.new), names="value")
@@ -67,8 +70,8 @@ class Panel:
             self._own = False
 
     def say(self, sentence: str) -> None:
-        """Screen readers hear it when they have a moment."""
-        self._said.value = f'<p role="status" aria-live="polite">{html.escape(sentence)}</p>'
+        """Screen readers hear it when they have a moment; eyes see it above the picture."""
+        self._said.value = f'<p role="status" aria-live="polite" style="{UNSEEN}">{html.escape(sentence)}</p>'
 
 
 def _options(choice: Choice) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from toolkit.drawing import figure
 from toolkit.reporting.parts import Section
 from toolkit.show import Table
 
-WIDE = 6
+WIDE = 4
 """Columns above which a table scrolls for itself on a small screen."""
 
 STYLE = """

@@ -17,7 +17,7 @@ from toolkit.redacting import redact
 from toolkit.reporting.page import html_page
 from toolkit.reporting.parts import Section
 from toolkit.reporting.record import Record, read_record, step_seconds, throughput
-from toolkit.reporting.sections import figures, sections
+from toolkit.reporting.sections import figures, sections_of
 from toolkit.show import Shown, Table
 
 
@@ -35,7 +35,7 @@ class Report(Shown):
     def page(self) -> str:
         """The run as one HTML page that needs nothing else: no script, no network."""
         name = self.run.path.absolute().name
-        return redact(html_page(name, self.run.status, figures(self.run), sections(self.run)))
+        return redact(html_page(name, self.run.status, figures(self.run), sections_of(self.run)))
 
     def write(self, path: str | Path | None = None) -> Path:
         """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
@@ -52,13 +52,13 @@ class Report(Shown):
 
     def tables(self) -> list[Table]:
         told = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
-        return [told, *(table for section in sections(self.run) for table, _ in section.tables)]
+        return [told, *(table for section in sections_of(self.run) for table, _ in section.tables)]
 
     def __str__(self) -> str:
-        return redact("\n\n".join([self.tables()[0].text(), *(section.text() for section in sections(self.run))]))
+        return redact("\n\n".join([self.tables()[0].text(), *(section.text() for section in sections_of(self.run))]))
 
     def _repr_html_(self) -> str:
-        return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections(self.run)))
+        return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections_of(self.run)))
 
     def to_dict(self) -> dict[str, Any]:
         """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""

@@ -25,7 +25,7 @@ SAID = (
 STATES = ("trainable", "frozen", "master", "optimizer")
 
 
-def sections(run: Record) -> list[Section]:
+def sections_of(run: Record) -> list[Section]:
     """All of them, in the order of the page."""
     made = (_outcome, _asked, _got, _beside, training, checkpoints, _attempts, _machine)
     return [section for make in made if (section := make(run)) is not None]
@@ -57,7 +57,9 @@ def _outcome(run: Record) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
     words = " ".join(dict.fromkeys(filter(None, (run.words, "" if run.then in run.words else run.then))))
-    return Section(title="How it goes" if run.status == "going" else "How it ended", words=words)
+    return Section(
+        title="How it goes" if run.status == "going" else "How it ended", words=words[:1].upper() + words[1:]
+    )
 
 
 def _asked(run: Record) -> Section:

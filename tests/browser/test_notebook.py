@@ -1,0 +1,178 @@
+"""What a person does in JupyterLab: a run launched, watched, waited for, found again, stopped, and opened on another day."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_step
+from playwright.sync_api import Page, expect
+
+import toolkit as tk
+from toolkit.locking import TOKEN
+
+pytestmark = pytest.mark.browser
+
+LAUNCH = (
+    "run = tk.launch('toolkit.finetune', 'zero2', processes=2, steps=20_000, seq_len=32, micro_batch=1, "
+    "save=False, memory_window=False, run_dir='runs/first')\nrun"
+)
+CELLS = ("import toolkit as tk", LAUNCH, "print(6 * 7, run.status)", "run.wait()", "run = tk.attach('runs/first')\nrun")
+IMPORT, RUN, OTHER, WAIT, ATTACH = range(len(CELLS))
+
+MOST = 200_000
+"""Bytes of a notebook's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """Where a person sits."""
+
+    page: Page
+    url: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("lab")
+    with serving(folder) as url, browsing() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 1600})
+        yield Desk(page=page, url=url, folder=folder)
+
+
+@pytest.fixture
+def run(desk: Desk) -> Iterator[Path]:
+    """Where a run will be; it does not outlive its test."""
+    folder = desk.folder / "runs/first"
+    yield folder
+    if folder.exists():
+        tk.attach(folder).stop(60)
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """Processes of a run that still live: they carry its token."""
+    lines = (folder / "lock").read_text().splitlines()
+    token = next(json.loads(line)["token"] for line in lines if "token" in json.loads(line))
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TOKEN) == token:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
+    page = desk.page
+    notebook = Notebook(page, desk.url, desk.folder / "story.ipynb", CELLS)
+    notebook.run(IMPORT)
+
+    # Its steps appear while the kernel is free for another cell.
+    view = notebook.run(RUN)
+    expect(view).to_contain_text("starting")
+    until_step(view, 2)
+    before = step_of(view)
+    expect(notebook.run(OTHER)).to_have_text("42 running")
+    until_step(view, before + 2)
+    assert issues(page, ".jp-OutputArea") == []
+
+    # An interrupt ends the waiting, and not the run.
+    waited = notebook.start(WAIT)
+    until_step(waited, 1)
+    notebook.press("Interrupt the kernel")
+    notebook.ended(WAIT)
+    expect(waited).to_contain_text("waiting has ended; the run in runs/first goes on. run.stop() stops it.")
+
+    # A page that is loaded anew, and then a kernel that is, find it again.
+    notebook.save()
+    before = step_of(view)
+    page.reload()
+    notebook.ready()
+    expect(notebook.output(RUN)).to_contain_text("running")
+    until_step(notebook.run(ATTACH), before + 2)
+    notebook.restart()
+    assert tk.attach(run).alive
+    notebook.run(IMPORT)
+    before = step_of(notebook.output(ATTACH))
+    view = notebook.run(ATTACH)
+    until_step(view, before + 2)
+
+    # The button, also while the kernel waits: the step ends, a checkpoint is published, no process is left, and no button.
+    until_step(notebook.start(WAIT), 1)
+    asked = time.monotonic()
+    view.get_by_role("button", name="Stop").click()
+    expect(view).to_contain_text("stopped by SIGTERM. Published")
+    assert time.monotonic() - asked < 30
+    notebook.ended(WAIT)
+    found = tk.attach(run)
+    assert found.status == "stopped"
+    assert left_of(run) == []
+    assert (run / f"checkpoints/step-{found.progress.step:08d}/manifest.json").exists()
+    expect(view.get_by_role("button")).to_have_count(0)
+
+    # On another day nothing is executed, and all is there: also where JupyterLab does not trust the file.
+    saved = notebook.save()
+    assert notebook.file.stat().st_size < MOST
+    shut_down(desk.url)
+    opened_again(Notebook(page, desk.url, notebook.file))
+    saved["cells"][IMPORT]["source"] += "  # from somebody else"
+    (desk.folder / "strange.ipynb").write_text(json.dumps(saved))
+    opened_again(Notebook(page, desk.url, desk.folder / "strange.ipynb"))
+
+    page.goto(tk.report(run).write().as_uri())
+    expect(page.get_by_role("heading", level=1)).to_contain_text("first")
+    assert issues(page) == []
+
+
+@pytest.mark.timeout(600)
+def test_explorers_answer_and_stay(desk: Desk) -> None:
+    page = desk.page
+    others = "for kind in ('compare', 'timeline', 'precision'):\n    display(tk.explore(kind, hardware='8x A100-80GB'))"
+    cells = ("import toolkit as tk", "tk.explore('memory', hardware='8x A100-80GB')", others)
+    notebook = Notebook(page, desk.url, desk.folder / "explorers.ipynb", cells)
+    notebook.run(0)
+    panel = notebook.run(1)
+    picture = panel.get_by_role("img").first
+    expect(picture).to_be_visible()
+
+    # By hand, by keyboard, and by a word.
+    slider = panel.locator(".noUi-target").first
+    for move in (
+        lambda: slider.click(position={"x": 1, "y": 2}),
+        lambda: slider.get_by_role("slider").press("ArrowRight"),
+        lambda: panel.get_by_label("sharding").select_option("zero1"),
+    ):
+        before = picture.get_attribute("alt") or ""
+        move()
+        expect(picture).not_to_have_attribute("alt", before)
+    expect(panel).to_contain_text("toolkit forecast --hardware '2x A100-80GB' --sharding zero1")
+
+    expect(notebook.run(2).get_by_role("slider")).to_have_count(6)
+    assert issues(page, ".jp-OutputArea", without=".noUi-handle") == []
+
+    # Without their kernel: the answer, where the controls stood.
+    notebook.save()
+    assert notebook.file.stat().st_size < MOST
+    shut_down(desk.url)
+    again = Notebook(page, desk.url, notebook.file).output(1)
+    expect(again).to_contain_text("toolkit forecast --hardware '2x A100-80GB' --sharding zero1")
+    expect(again.get_by_role("img").first).to_be_visible()
+
+
+def opened_again(notebook: Notebook) -> None:
+    """The last view as it was saved: its figures, and pictures that were decoded."""
+    view = notebook.output(ATTACH)
+    expect(view).to_contain_text("stopped by SIGTERM. Published")
+    pictures = view.locator("img")
+    expect(pictures).to_have_count(2)
+    assert pictures.evaluate_all("found => found.every(one => one.complete && one.naturalWidth > 0)")
+    expect(view.get_by_alt_text("Memory of each rank")).to_be_visible()
+    expect(view).not_to_contain_text("Error")

@@ -1,0 +1,38 @@
+"""Pictures as images: whole, told in words, and nothing else touched."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from html import unescape
+from xml.etree import ElementTree
+
+from toolkit.drawing import Bar, bars, curve, figure, portable
+from toolkit.show import Table
+from toolkit.units import MiB
+
+FOREIGN = '<svg xmlns="http://www.w3.org/2000/svg"><title>of another library</title></svg>'
+
+
+def test_pictures_become_images_that_hold_them() -> None:
+    drawn = [
+        bars([Bar(label="rank <0> & 1", parts={"logits": MiB})], title='The "peak"'),
+        curve({"loss": [(1, 2.0), (2, 1.0)]}, title="Loss", x="step", y="loss"),
+    ]
+    page = "".join(figure(svg, Table(title="Peak", columns=("part",), rows=[("logits",)])) for svg in drawn) + FOREIGN
+    found = portable(page)
+    images = re.findall(r"<img [^>]*>", found)
+    data = [re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', image) for image in images]
+    assert [b64decode(one[1]).decode() for one in data if one] == drawn
+    for svg, image in zip(drawn, images, strict=True):
+        root = ElementTree.fromstring(svg)
+        words = [root.findtext(f"{{http://www.w3.org/2000/svg}}{kind}") or "" for kind in ("title", "desc")]
+        alt = re.search(r'alt="([^"]*)"', image)
+        assert alt
+        assert unescape(alt[1]) == ". ".join(words)
+        width, height = (root.get("viewBox") or "").split()[2:]
+        assert f'width="{width}" height="{height}"' in image
+    rest = page
+    for svg, image in zip(drawn, images, strict=True):
+        rest = rest.replace(svg, image)
+    assert found == rest

@@ -1,0 +1,380 @@
+"""Forecasts side by side, phase by phase and dtype by dtype; and the panels over them, with real widgets."""
+
+import dataclasses
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+from toolkit.cli import main
+from toolkit.engines.job import engine_of, resolve
+from toolkit.errors import ToolkitError
+from toolkit.explaining import contrast, precisions, timeline
+from toolkit.phases import PHASES
+
+LOOP = tk.Loop(seq_len=64, micro_batch=2)
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def spec() -> tk.ModelSpec:
+    return tk.describe(None)
+
+
+def ask(spec: tk.ModelSpec, on: str = "2x A100-80GB", loop: tk.Loop = LOOP, **strategy: Any) -> tk.Forecast:
+    return tk.forecast(spec, tk.Strategy(**strategy), on, loop)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, spec: tk.ModelSpec) -> Path:
+    """A folder as a run under ZeRO-3 in bf16 leaves it, with bytes a little above its forecast."""
+    folder = tmp_path_factory.mktemp("run")
+    found = ask(spec, "2x cpu", sharding="zero3", precision="bf16")
+    phases = {phase: round(size * 1.25) for phase, size in found.phases.items()}
+    top = {"peak_bytes": max(phases.values()), "peak_phase": found.peak_phase, "phases": phases}
+    measured = {**top, "per_rank": [{"device": "cpu", **top}]}
+    dtypes = {**engine_of(found.strategy).account(found.job).dtypes, "gradients": "bfloat16"}
+    about = {"strategy": dataclasses.asdict(found.strategy), "loop": dataclasses.asdict(found.loop), "ranks": 2}
+    recipe = {"model": "embedded", "save_every": 0, "save_seconds": 1800.0}
+    (folder / "run.json").write_text(json.dumps({**about, "recipe": recipe}))
+    memory = {
+        "measured": measured,
+        "reason": None,
+        "forecast": found.to_dict(),
+        "audits": [{"held": {"dtypes": dtypes}}],
+    }
+    (folder / "memory.json").write_text(json.dumps(memory))
+    return folder
+
+
+# Two forecasts ---------------------------------------------------------------------------------------------------------
+
+
+def why(one: tk.Forecast, other: tk.Forecast) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for subject, said in contrast(one, other).why:
+        found[subject] = f"{found.get(subject, '')} {said}".strip()
+    return found
+
+
+def test_two_shardings_differ_in_what_their_engines_account_for(spec: tk.ModelSpec) -> None:
+    said = why(ask(spec, "2x cpu", sharding="ddp"), ask(spec, "2x cpu", sharding="zero3"))
+    assert said["parameters"] == "zero3 shards the parameters over 2 ranks: 9.6 MiB of a rank instead of 19.3 MiB."
+    assert said["optimizer"] == "zero3 shards the moments over 2 ranks: 19.3 MiB of a rank instead of 38.5 MiB."
+    assert said["master"].startswith("zero3 keeps a second copy of its trained weights, in float32")
+    assert "ddp sends 19.3 MiB in a step: gradients, all-reduced" in said["communication"]
+    assert "zero3 sends 28.9 MiB in a step: parameters, all-gathered for the forward" in said["communication"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "subject", "said"),
+    [
+        ({}, {"offload": "cpu"}, "parameters", "offload cpu keeps the parameters in the host's memory"),
+        ({}, {"offload": "cpu"}, "communication", "offload cpu moves"),
+        ({"precision": "fp32"}, {"precision": "bf16"}, "parameters", "in bfloat16, not float32"),
+        (
+            {},
+            {"activation_checkpointing": "none"},
+            "activations",
+            "activation_checkpointing full recomputes each layer",
+        ),
+        ({}, {"activation_checkpointing": "none"}, "time", "it computes"),
+    ],
+)
+def test_every_choice_says_what_it_does(
+    spec: tk.ModelSpec, one: dict[str, Any], other: dict[str, Any], subject: str, said: str
+) -> None:
+    assert said in why(ask(spec, sharding="zero3", **one), ask(spec, sharding="zero3", **other))[subject]
+
+
+def test_equal_forecasts_differ_in_nothing(spec: tk.ModelSpec) -> None:
+    found = contrast(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
+    assert (found.why, found.asked) == ((), {})
+    assert all(row.ratio in (1.0, None) for row in found.differences)
+    assert json.loads(found.to_json())["one"]["device"]["peak_bytes"] == found.one.peak_bytes
+
+
+def test_a_batch_is_a_difference_too(spec: tk.ModelSpec) -> None:
+    large, half = (dataclasses.replace(LOOP, micro_batch=size) for size in (64, 32))
+    found = contrast(ask(spec, loop=large, sharding="zero3"), ask(spec, loop=half, sharding="zero3"))
+    assert found.labels == ("micro_batch 64", "micro_batch 32")
+    assert dict(found.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
+
+
+def test_an_adapter_trains_less(spec: tk.ModelSpec) -> None:
+    whole = ask(spec, sharding="zero3")
+    job = resolve(tk.Strategy(sharding="zero3", adapter="lora"), LOOP, spec, 2, whole.hardware.device)
+    said = why(whole, dataclasses.replace(whole, job=job))  # what is held follows from the job alone, without a trace
+    assert "adapter lora trains 299.01K weights, not 5.05M, so the moments are of those alone" in said["optimizer"]
+
+
+# Phase by phase --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
+def test_parts_add_up_in_every_phase(spec: tk.ModelSpec, sharding: str) -> None:
+    found = timeline(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
+    plain = tk.forecast(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
+    assert found.forecast.phases == plain.phases
+    assert {phase: sum(parts.values()) for phase, parts in found.parts.items()} == dict(plain.phases)
+    assert list(found.parts) == list(PHASES)
+    highest = {phase: max(size for name, size in found.course if name == phase) for phase in PHASES}
+    assert highest == dict(plain.phases)
+
+
+def test_a_run_stands_beside_its_forecast(run: Path) -> None:
+    found = timeline(run=run)
+    (table,) = found.tables()
+    rows = {row[0]: row[-1] for row in table.rows}
+    assert set(rows.values()) == {"0.80"}
+    assert found.notes == ()
+    assert "measured total" in found._repr_html_()
+    other = timeline(run=run, loop=dataclasses.replace(LOOP, micro_batch=4))
+    assert other.notes[0].startswith("The run was another: micro_batch 2, not 4.")
+
+
+def test_a_run_that_measured_nothing_is_refused(run: Path, tmp_path: Path) -> None:
+    for name in ("run.json", "memory.json"):
+        (tmp_path / name).write_text((run / name).read_text())
+    memory = json.loads((run / "memory.json").read_text())
+    (tmp_path / "memory.json").write_text(json.dumps({**memory, "measured": None, "reason": "it was switched off"}))
+    with pytest.raises(tk.RunError, match="measured nothing: it was switched off"):
+        timeline(run=tmp_path)
+    with pytest.raises(tk.RunError, match="holds no run"):
+        timeline(run=tmp_path / "nowhere")
+
+
+# Dtype by dtype --------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_is_the_engines_own(spec: tk.ModelSpec) -> None:
+    strategies = [tk.Strategy(sharding=word, precision="bf16") for word in ("ddp", "zero3", "fsdp")]
+    found = {one.label: one for one in precisions(spec, strategies, "8x H100").columns}
+    for label, one in found.items():
+        job = resolve(one.strategy, LOOP, spec, 8, tk.hardware("8x H100").device)
+        kept = engine_of(one.strategy).account(job).dtypes
+        assert one.dtypes["preparation", "weights"] == one.dtypes["loading", "weights"] == kept["trainable"]
+        assert one.dtypes["checkpoint", "weights"] == "float32", label
+        assert one.dtypes["reduction", "gradients, between ranks"] == kept["reduce"] == "float32"
+    assert found["zero3"].dtypes["preparation", "master copy"] == "float32"
+    assert ("preparation", "master copy") not in found["fsdp"].dtypes
+    assert found["zero3"].element_bytes == {"parameters": 2, "master": 4, "gradients": 4, "optimizer": 8}
+    assert "autocast" in found["ddp"].computing
+    assert "all-gather" in found["fsdp"].computing
+
+
+def test_what_cannot_run_is_a_sentence_beside_what_can(spec: tk.ModelSpec) -> None:
+    words = [
+        tk.Strategy(sharding=word, precision="bf16_pure", offload=o) for word, o in (("zero3", "cpu"), ("fsdp", "none"))
+    ]
+    found = precisions(spec, words, "8x H100")
+    assert [bool(one.refused) for one in found.columns] == [True, False]
+    assert "cannot run in precision 'bf16_pure'" in str(found)
+    assert "float32" not in {*found.columns[1].dtypes.values()}
+
+
+def test_packed_weights_say_what_they_lie_in(spec: tk.ModelSpec) -> None:
+    (one,) = precisions(spec, [tk.Strategy(sharding="zero3", adapter="qlora", precision="bf16")], "8x H100").columns
+    assert one.dtypes["preparation", "frozen weights"] == "4 bits in bfloat16"
+
+
+def test_an_audit_that_found_otherwise_is_said(run: Path) -> None:
+    found = precisions(run=run)
+    (one,) = found.columns
+    assert one.found["optimizer", "moments"] == one.dtypes["optimizer", "moments"]
+    assert "found otherwise: gradients, added up at compute" in found.reason
+
+
+# Shell -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shell_asks_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--seq-len", "64", "--micro-batch", "2", "--hardware", "2x cpu"]
+    assert (
+        main(["forecast", "--sharding", "zero3", *batch, "--against", "sharding=fsdp,micro-batch=1", "--json", "-"])
+        == 0
+    )
+    asked = json.loads(capsys.readouterr().out)["asked"]
+    assert (asked["sharding"], asked["micro_batch"]) == (["zero3", "fsdp"], [2, 1])
+    assert main(["timeline", "--run", str(run)]) == 0
+    assert "The run measured" in capsys.readouterr().out
+    assert main(["precisions", "--sharding", "zero2,fsdp", "--precision", "bf16", "--hardware", "8x H100"]) == 0
+    assert "zero2 keeps 18 bytes" in capsys.readouterr().out
+    for words, said in (("fsdq", "Did you mean 'fsdp'"), ("shard=fsdp", "no field 'shard'"), ("micro_batch=x", "int")):
+        assert main(["forecast", *batch, "--against", words]) == 2
+        assert said in capsys.readouterr().err
+
+
+# Panels ----------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+
+
+def check_page(page: str) -> None:
+    """A picture with a name, a table beside it, nothing that runs or that is fetched."""
+    found = Page(page)
+    assert {"img", "table", "caption"} <= set(found.tags)
+    assert not {"script", "svg", "link", "iframe"} & set(found.tags)
+    assert len(found.ids) == len(set(found.ids))
+    assert not re.findall(r'(?:href|src)="http', page)
+
+
+def plain(page: str) -> str:
+    """Without the names of its elements, which are new in every picture."""
+    return re.sub(r"toolkit-[0-9a-f]{8}-\d+", "", page)
+
+
+def made(kind: str, spec: tk.ModelSpec, **options: Any) -> tk.Explorer:
+    strategy = options.pop("strategy", tk.Strategy(sharding="zero3"))
+    return tk.explore(kind, spec, options.pop("hardware", "2x A100-80GB"), strategy, LOOP, **options)
+
+
+@pytest.mark.parametrize("kind", ["memory", "compare", "timeline", "precision"])
+def test_every_panel_answers_with_labelled_controls(spec: tk.ModelSpec, kind: str) -> None:
+    panel = made(kind, spec)
+    check_page(panel.twin())
+    assert panel.value is not None
+    assert panel.sentence in panel.panel._said.value.replace("&#x27;", "'")
+    assert 'aria-live="polite"' in panel.panel._said.value
+    for name, control in panel.controls.items():
+        assert control.description, name
+        assert control.tooltip, name
+    bundle = panel._repr_mimebundle_()
+    assert bundle[VIEW]["model_id"] == panel.panel.box.model_id
+    assert plain(bundle["text/html"]) == plain(panel.twin())
+    assert "toolkit" in re.sub("<[^>]*>", "", panel.twin())
+
+
+def test_a_moved_control_changes_the_picture(spec: tk.ModelSpec) -> None:
+    panel = made("memory", spec)
+    before, page = panel.value, panel.twin()
+    panel.controls["sharding"].value = "ddp"
+    assert isinstance(panel.value, tk.Forecast)
+    assert panel.value.peak_bytes == ask(spec, sharding="ddp").peak_bytes != before.peak_bytes  # type: ignore[union-attr]
+    assert panel.twin() != page
+    panel.controls["devices"].value = 16
+    assert (panel.value.hardware.nodes, panel.value.ranks) == (2, 16)
+    panel.controls["device"].value = "H100-80GB"
+    assert panel.value.hardware.device.name == "H100-80GB"
+    assert "--hardware &#x27;2 nodes x 8x H100-80GB&#x27; --sharding ddp" in panel.twin()
+    panel.set(micro_batch=48)
+    assert (panel.controls["micro_batch"].value, panel.value.loop.micro_batch) == (48, 48)
+
+
+def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec) -> None:
+    panel = made("memory", spec)
+    panel.controls["devices"].value = 1
+    panel.controls["sharding"].value = "fsdp"
+    assert panel.value is None
+    assert "needs groups of at least 2 ranks" in panel.refusal
+    assert "needs groups of at least 2 ranks" in panel.panel._said.value
+    assert "Traceback" not in panel.twin()
+    panel.set(sharding="zero9")
+    assert panel.refusal.startswith("sharding 'zero9' is unknown")
+    panel.set(sharding="hsdp", devices=4)
+    assert panel.value is not None
+    with pytest.raises(ToolkitError, match=r"memory has no control 'micro_bach'. Did you mean 'micro_batch'"):
+        panel.set(micro_bach=3)
+
+
+def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
+    spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work is counted, not time: one forecast a move, from what is in the cache."""
+    from toolkit.forecasting import traces
+    from toolkit.notebook import asking, exploring
+
+    panel = made("memory", spec)
+    panel.controls["micro_batch"].value = 4
+    count = []
+    real = exploring.forecast
+    monkeypatch.setattr(exploring, "forecast", lambda *words: count.append(words) or real(*words))
+    monkeypatch.setattr(traces, "_traced", None)
+    monkeypatch.setattr(asking, "describe", None)
+    for name, values in {"micro_batch": (8, 16, 64), "devices": (4, 64), "sharding": ("zero2", "fsdp")}.items():
+        for value in values:
+            panel.controls[name].value = value
+    assert (len(count), panel.refusal) == (7, "")
+    assert not panel.controls["seq_len"].continuous_update
+    assert panel.controls["devices"].continuous_update
+
+
+def test_two_strategies_have_controls_of_their_own(spec: tk.ModelSpec) -> None:
+    panel = made("compare", spec, against=tk.Strategy(sharding="ddp"))
+    panel.controls["against_sharding"].value = "fsdp"
+    panel.controls["against_offload"].value = "cpu"
+    assert isinstance(panel.value, tk.Contrast)
+    assert panel.value.asked["offload"] == ("none", "cpu")
+    assert "--against sharding=fsdp,offload=cpu" in panel.twin()
+
+
+def test_a_panel_begins_where_its_run_was(run: Path) -> None:
+    panel = tk.explore("timeline", run=run)
+    assert isinstance(panel.value, tk.Timeline)
+    assert panel.controls["precision"].value == "bf16"
+    assert panel.value.notes == ()
+    assert f"toolkit timeline --run {run}" in panel.twin()
+    panel.controls["micro_batch"].value = 4
+    assert "The run was another" in panel.twin()
+    assert "otherwise: gradients" in tk.explore("precision", run=run).sentence
+
+
+def test_without_ipywidgets_the_answer_stands_with_the_fix(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    panel = made("memory", spec)
+    assert (panel.panel, panel.controls) == (None, {})
+    bundle = panel._repr_mimebundle_()
+    assert "pip install ipywidgets" in bundle["text/html"]
+    assert VIEW not in bundle
+    check_page(bundle["text/html"])
+    panel.set(sharding="ddp")
+    assert "sharding ddp" in repr(panel)
+
+
+def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell.instance()
+    try:
+        panel = made("memory", spec)
+        with capture_output() as shown:
+            panel._ipython_display_()
+            panel.controls["sharding"].value = "ddp"
+        controls, answer, moved = shown.outputs
+        assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
+        assert VIEW not in answer.data
+        assert plain(moved.data["text/html"]) == plain(panel.twin()) != plain(answer.data["text/html"])
+    finally:
+        shell.clear_instance()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "compare2"}, r"explore 'compare2': expected one of .* Did you mean 'compare'"),
+        ({"hardware": "2x H1000"}, "hardware '2x H1000' is unknown"),
+        ({"run": "nowhere"}, "holds no run"),
+        ({"model": "no/such-model"}, "no/such-model"),
+    ],
+)
+def test_what_is_not_known_is_said_at_once(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ToolkitError, match=said):
+        tk.explore(**options)

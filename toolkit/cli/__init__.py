@@ -1,0 +1,63 @@
+"""The same verbs in a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+
+from toolkit.cli.parsing import parser
+from toolkit.cli.writing import check_target, quiet, show
+from toolkit.errors import ToolkitError
+from toolkit.launching import Stopped
+from toolkit.redacting import redacted_output
+
+__all__ = ["main", "parser"]
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends this process as an exception does, so that drafts are removed, with exit code 143."""
+
+    def stop(number: int, _: object) -> None:
+        print("toolkit: stopped by SIGTERM", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@redacted_output()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `toolkit`. Exit codes: 0 done, 2 a user's mistake, 130 and 143 stopped, 1 anything else."""
+    try:
+        with _terminable():
+            flags = parser().parse_args(arguments)
+            check_target(flags.json, "--json")
+            with quiet(flags.json):
+                result = flags.call(flags)
+            show(result, flags.json)
+    except (ToolkitError, Stopped) as error:
+        print(f"toolkit: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("toolkit: stopped by SIGINT", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read has read enough. The interpreter would write what is left once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except Exception:  # a bug of ours: as the interpreter would show it, but redacted
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,155 @@
+"""Runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import RunError, ToolkitError
+from toolkit.flags import flag, from_dict, given, spell, to_flags
+from toolkit.redacting import MARK
+from toolkit.show import Shown
+from toolkit.strategy import Loop, Strategy
+
+
+def train(flags: argparse.Namespace) -> dict[str, Any]:
+    """Train a model, in processes of its own."""
+    from toolkit.devices import hardware
+    from toolkit.engines.job import engine_of
+    from toolkit.folder import check_new, enter, new_path
+    from toolkit.launching import Care, persevere
+    from toolkit.locking import new_token
+    from toolkit.readying import Recipe, get_ready
+    from toolkit.reporting import reported
+    from toolkit.runtime import check_ranks
+
+    care = from_dict(Care, given(flags, Care))
+    if flags.resume:
+        if not flags.run_dir:
+            raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
+        if Path(flags.run_dir, "run.json").exists():
+            return _resume(Path(flags.run_dir), flags)
+    recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
+    strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
+    ranks = 1 if flags.processes is None else flags.processes
+    check_ranks(machine, ranks)
+    check_new(flags.run_dir or "runs/new")
+    get_ready(recipe, strategy, loop, ranks, machine.device)
+    path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
+    with enter(path, token=new_token()) as folder, reported(path):
+        if flags.resume:
+            print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
+        first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        persevere(folder, "toolkit.finetune", first, [*first, "--resume"], config, timeout=recipe.timeout, care=care)
+    return _result(path)
+
+
+def launch(flags: argparse.Namespace) -> Shown:
+    """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
+    from toolkit.devices import hardware
+    from toolkit.folder import check_new, new_path
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import hold_session
+    from toolkit.launching.targets import Target, named
+
+    strategy = from_dict(Strategy, given(flags, Strategy))
+    if flags.sha256:
+        target = Target(kind="function", name=flags.target, sha256=flags.sha256)
+    else:
+        target = named(flags.target, flags.arguments)
+    check_new(flags.run_dir or "runs/new")
+    path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
+    hold_session(path, target, strategy, 1 if flags.processes is None else flags.processes, hardware())
+    return Run(path)
+
+
+def runs(flags: argparse.Namespace) -> Shown:
+    """The runs in a folder, the newest first: how far each is, and how it ended."""
+    from toolkit.launching.running import runs
+
+    return runs(flags.root)
+
+
+def watch(flags: argparse.Namespace) -> Shown:
+    """Show a run until it ends; Ctrl-C ends the watching alone."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).wait()
+
+
+def stop(flags: argparse.Namespace) -> Shown:
+    """End a run's step, publish a checkpoint, and leave no process."""
+    from toolkit.launching import attach
+
+    return attach(flags.run).stop()
+
+
+def resume(flags: argparse.Namespace) -> dict[str, Any]:
+    """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
+    return _resume(Path(flags.run), flags)
+
+
+def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
+    from toolkit.continuing import continued, finished
+    from toolkit.devices import hardware
+    from toolkit.engines.job import engine_of
+    from toolkit.folder import enter, read_run_json
+    from toolkit.launching import Care, persevere
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import check_trusted, hold_session, hosted
+    from toolkit.locking import new_token
+    from toolkit.readying import Recipe, get_ready
+    from toolkit.reporting import reported
+    from toolkit.runtime import check_ranks
+
+    care = from_dict(Care, given(flags, Care))
+    was, machine = read_run_json(path), hardware()
+    ranks = was["ranks"] if flags.processes is None else flags.processes
+    if target := hosted(was):
+        strategy = from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)})
+        trusted = getattr(flags, "trust_function", None)
+        check_trusted(path, target, trusted=trusted is not None)
+        target = dataclasses.replace(target, sha256=trusted or target.sha256)
+        hold_session(path, target, strategy, ranks, machine, resume=True)
+        return Run(path).to_dict()
+    new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
+    recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
+    strategy = from_dict(Strategy, fields)
+    if said := finished(path, was, loop):
+        asked = {**new[Recipe], **new[Loop], **{name: getattr(strategy, name) for name in new[Strategy]}}
+        if other := _otherwise(was, {**asked, "processes": flags.processes}):
+            raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave such flags out.")
+        print(said, file=sys.stderr)
+        return _result(path)
+    check_ranks(machine, ranks)
+    get_ready(recipe, strategy, loop, ranks, machine.device)
+    with enter(path, resume=True, token=new_token()) as folder, reported(path):
+        again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
+    return _result(path)
+
+
+CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")
+"""Flags that say how a run is looked after, and nothing of what it trains."""
+
+
+def _otherwise(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What was asked anew, and is otherwise than the run was, in words."""
+    before = {**was["recipe"], **was["loop"], **was["strategy"], "processes": was["ranks"]}
+    return [
+        f"{flag(name)} {value} (it was {before.get(name)})"
+        for name, value in now.items()
+        if name not in CARE and value not in (None, "auto", before.get(name)) and MARK not in str(before.get(name))
+    ]
+
+
+def _result(path: Path) -> dict[str, Any]:
+    from toolkit.comparing import read_run
+
+    return dataclasses.asdict(read_run(path))

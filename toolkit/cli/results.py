@@ -1,0 +1,50 @@
+"""What came of runs: `report`, `compare`, `export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from toolkit.cli.foreseeing import strategies
+from toolkit.flags import from_dict, given
+from toolkit.show import Shown
+from toolkit.strategy import Loop
+
+
+def report(flags: argparse.Namespace) -> Shown:
+    """Write a run's report.html, and show what is in it: also of a run that goes on, was stopped or failed."""
+    from toolkit.reporting import report
+
+    found = report(flags.run)
+    print(f"report: {found.write(flags.output)}", file=sys.stderr)
+    return found
+
+
+def compare(flags: argparse.Namespace) -> Shown:
+    """The same work under several strategies, in one table."""
+    from toolkit.comparing import compare
+    from toolkit.devices import hardware
+    from toolkit.readying import Recipe
+
+    found = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
+    loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
+    recipe = from_dict(Recipe, given(flags, Recipe))
+    return compare(recipe, found, loop, ranks=flags.processes, machine=hardware(), root=Path(flags.run_dir or "runs"))
+
+
+def export(flags: argparse.Namespace) -> Shown:
+    """Write what a checkpoint holds as Hugging Face files, and check them."""
+    from toolkit.exporting import export
+    from toolkit.model import EMBEDDED
+    from toolkit.readying import embedded_model
+
+    model = str(embedded_model()) if flags.model == EMBEDDED else flags.model
+    return export(
+        flags.source,
+        flags.output,
+        merge=flags.merge,
+        dtype=flags.dtype,
+        model=model,
+        trust_remote_code=flags.trust_remote_code,
+    )
