@@ -146,8 +146,8 @@ def tidied(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNo
         text = json.dumps([output for output in map(_without_widget, cell.outputs) if output])
         for place, instead in sorted(places.items(), key=lambda pair: -len(pair[0])):
             text = re.sub(rf"{re.escape(place)}(?=[/\s\"'.,:;)\\]|$)", instead, text)
-        for name in (getpass.getuser() + "@", socket.gethostname()):
-            text = text.replace(name, "…")
+        text = text.replace(getpass.getuser() + "@", "…")
+        text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "…", text)  # a short name is a part of many a word
         cell.outputs = [nbformat.from_dict(output) for output in json.loads(text)]
     return notebook
 
