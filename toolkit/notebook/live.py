@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from toolkit.drawing import portable
 from toolkit.errors import ToolkitError
 from toolkit.launching import Run
 
@@ -47,7 +48,7 @@ def _follow(run: Run, handle: Any, remove: Callable[[], None] | None) -> None:
     while True:
         alive = run.alive
         with contextlib.suppress(ToolkitError, OSError):  # a line that is being written
-            page = run._repr_html_()
+            page = portable(run._repr_html_())
             if page != before:
                 handle.update(HTML(page))
                 before = page
