@@ -232,6 +232,9 @@ def test_the_logits_are_a_part() -> None:
     assert 10 <= each <= 12.1
     assert found.parts["activations"] < found.parts["logits"]
     assert sum(found.parts.values()) == found.peak_bytes
+    # A fused loss has none, and then the peak may lie elsewhere.
+    assert found.fused_bytes is not None
+    assert found.peak_bytes - found.parts["logits"] <= found.fused_bytes < found.peak_bytes / 2
     # Under autocast the head's weight is cast as well, 1 MiB, and is none of them; what it reads is, 256 KiB.
     autocast = dataclasses.replace(strategy, precision="bf16")
     cast = forecast(describe(large), autocast, "A100-80GB", loop, one_document=True)

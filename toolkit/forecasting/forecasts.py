@@ -47,6 +47,8 @@ class Forecast(Shown):
     """None for a device whose speed is not known."""
     reserved_bytes: int | None = None
     """What CUDA's caching allocator takes for the peak; None until a run has shown it."""
+    fused_bytes: int | None = None
+    """The peak with a fused loss, which holds no logits whole (`memory.fused_peak`); None where nobody asked."""
     unknown: tuple[str, ...] = ()
     """What is not in these figures, each as one sentence."""
     change: Mapping[str, Any] | None = None
@@ -134,6 +136,7 @@ class Forecast(Shown):
                 "peak_phase": self.peak_phase,
                 "limit_bytes": self.limit_bytes,
                 "reserved_bytes": self.reserved_bytes,
+                "fused_peak_bytes": self.fused_bytes,
                 "parts": dict(self.parts),
                 "phases": dict(self.phases),
             },
@@ -177,6 +180,8 @@ class Forecast(Shown):
             ("sent by a rank", format_bytes(self.communication_bytes)),
             ("a checkpoint", format_bytes(self.checkpoint_bytes)),
         ]
+        if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes:
+            found.insert(0, ("peak with a fused loss", format_bytes(self.fused_bytes)))
         if self.timing is not None:
             if self.timing.mfu is not None:
                 found.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))

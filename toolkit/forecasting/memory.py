@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -12,7 +13,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.states import checkpoint_bytes, parameters_of
 from toolkit.errors import StrategyError
 from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.timeline import Stretch, Trace, stretches
+from toolkit.forecasting.timeline import LOGITS, Stretch, Trace, stretches
 from toolkit.forecasting.traces import trace_of
 from toolkit.forecasting.ways import other_ways, way_of
 from toolkit.units import BYTES_OF
@@ -50,7 +51,23 @@ def whole_step(job: Job, trace: Trace) -> list[Stretch]:
     return _spread(trace, BLOCK[job.device.kind], job.strategy.engine)
 
 
+def fused_peak(job: Job, trace: Trace) -> int:
+    """The peak with a fused loss, which makes logits chunk by chunk and never holds them whole: without a byte of them.
+
+    Liger (Hsu et al. 2024), cut cross-entropy (Wijmans et al. 2024). At least so much: a chunk is not in it. The toolkit trains
+    without one.
+    """
+    bare = _without_logits(trace)
+    return replay(job, bare, whole_step(job, bare), checkpoints=True).peak
+
+
 @lru_cache(maxsize=8)
+def _without_logits(trace: Trace) -> Trace:
+    kept = (event for event in trace.events if event[0] not in ("+", "-") or event[2] != LOGITS)
+    return dataclasses.replace(trace, events=tuple(kept))
+
+
+@lru_cache(maxsize=16)
 def _spread(trace: Trace, block: int, engine: str) -> list[Stretch]:
     """Strategies of one engine share it."""
     return stretches(trace, block, partial(_replay_of(engine).heeds, trace))

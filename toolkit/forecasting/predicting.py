@@ -12,7 +12,7 @@ from toolkit.engines.states import checkpoint_bytes
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.ledger import PARTS, Ledger
-from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
 from toolkit.forecasting.timeline import Stretch
 from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
@@ -46,6 +46,7 @@ def forecast(
     """
     job, machine = asked(model, strategy, on, loop, ranks=ranks)
     found = forecast_job(job, machine, one_document=one_document, others=True)
+    found = dataclasses.replace(found, fused_bytes=fused_peak(job, traced(job, masked=not one_document)))
     return found if found.fits else _advised(found, job, one_document)
 
 
