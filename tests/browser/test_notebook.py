@@ -14,7 +14,7 @@ from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_s
 from playwright.sync_api import Page, expect
 
 import toolkit as tk
-from toolkit.locking import TOKEN
+from toolkit.launching.sweeping import carrying
 
 pytestmark = pytest.mark.browser
 
@@ -57,16 +57,7 @@ def run(desk: Desk) -> Iterator[Path]:
 
 def left_of(folder: Path) -> list[psutil.Process]:
     """Processes of a run that still live: they carry its token."""
-    lines = (folder / "lock").read_text().splitlines()
-    token = next(json.loads(line)["token"] for line in lines if "token" in json.loads(line))
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TOKEN) == token:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return carrying(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 @pytest.mark.timeout(600)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import toolkit as tk
-from toolkit.locking import TOKEN
+from toolkit.launching.sweeping import carrying
 
 pytestmark = pytest.mark.dist
 
@@ -23,16 +23,7 @@ SMALL = {"seq_len": 32, "micro_batch": 1, "memory_window": False, "save": False}
 
 def left_of(folder: Path) -> list[psutil.Process]:
     """Processes of a run that still live: they carry its token."""
-    lines = (folder / "lock").read_text().splitlines()
-    token = next(json.loads(line)["token"] for line in lines if "token" in json.loads(line))
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TOKEN) == token:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return carrying(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 def until(ready: Any, seconds: float = 120.0) -> None:
