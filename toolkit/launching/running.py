@@ -71,6 +71,8 @@ class Run(Shown):
     @property
     def said(self) -> str:
         """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
+        if self._about().get("finished") and not self.alive:
+            return ""
         if message := self._end().get("message"):
             return redact(str(message))
         if self._said is None:
