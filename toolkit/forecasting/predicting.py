@@ -46,7 +46,10 @@ def forecast(
     """
     job, machine = asked(model, strategy, on, loop, ranks=ranks)
     found = forecast_job(job, machine, one_document=one_document, others=True)
-    found = dataclasses.replace(found, fused_bytes=fused_peak(job, traced(job, masked=not one_document)))
+    # A peak that lies elsewhere than the logits is the same without them.
+    logits = found.parts["logits"]
+    fused = fused_peak(job, traced(job, masked=not one_document)) if logits else found.peak_bytes
+    found = dataclasses.replace(found, fused_bytes=fused)
     return found if found.fits else _advised(found, job, one_document)
 
 
