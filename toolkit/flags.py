@@ -117,13 +117,13 @@ def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
 
 def to_flags(*owners: Any) -> list[str]:
     """The shortest command line that says the same: only fields that differ from their defaults."""
-    differing = {
-        f.name: getattr(owner, f.name)
-        for owner in owners
-        for f in dataclasses.fields(owner)
-        if getattr(owner, f.name) != f.default
-    }
-    return spell(differing)
+    return spell({name: value for owner in owners for name, value in differing(owner).items()})
+
+
+def differing(owner: Any) -> dict[str, Any]:
+    """The fields of a dataclass whose values are not their defaults."""
+    found = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
+    return {name: value for name, (value, default) in found.items() if value != default}
 
 
 def spell(values: Mapping[str, Any]) -> list[str]:

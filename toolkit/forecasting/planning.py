@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import engine_of, resolve
 from toolkit.errors import StrategyError, ToolkitError
-from toolkit.flags import spell
+from toolkit.flags import differing, spell
 from toolkit.forecasting.forecasts import Forecast
 from toolkit.forecasting.predicting import forecast_job
 from toolkit.model import ModelSpec, describe
@@ -70,8 +70,8 @@ class Plan(Shown):
         """What starts the best one."""
         best = self.best
         left_out = ("sharding", "offload", "replicate")  # the file binds them
-        strategy = {name: value for name, value in _changed(best.strategy).items() if name not in left_out}
-        flags = " ".join(spell({"model": model, **strategy, **_changed(best.loop)}))
+        strategy = {name: value for name, value in differing(best.strategy).items() if name not in left_out}
+        flags = " ".join(spell({"model": model, **strategy, **differing(best.loop)}))
         return f"accelerate launch --config_file {config} -m toolkit.finetune {flags}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,13 +212,6 @@ def _order(one: Candidate) -> tuple[float, int]:
 def _words(one: Candidate) -> tuple[object, ...]:
     strategy, loop = one.strategy, one.loop
     return strategy.sharding, strategy.offload, strategy.activation_checkpointing, loop.micro_batch, loop.accumulation
-
-
-def _changed(value: Strategy | Loop) -> Mapping[str, Any]:
-    """Fields that are not the default."""
-    plain = type(value)()
-    fields = dataclasses.asdict(value)
-    return {name: field for name, field in fields.items() if field != getattr(plain, name)}
 
 
 def _spelled(one: Candidate) -> dict[str, Any]:

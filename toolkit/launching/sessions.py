@@ -10,7 +10,8 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of, resolve
 from toolkit.errors import RunError
-from toolkit.folder import Folder, enter, read_run_json, write_json
+from toolkit.flags import differing
+from toolkit.folder import enter, read_run_json, write_json
 from toolkit.launching.supervising import supervise
 from toolkit.launching.targets import Target
 from toolkit.locking import new_token
@@ -53,16 +54,15 @@ def hosted(about: dict[str, Any]) -> Target | None:
     return None if found is None else Target(**{**found, "arguments": tuple(found["arguments"])})
 
 
-def check_trusted(folder: Folder | Path, target: Target, *, trusted: bool) -> None:
+def check_trusted(folder: Path, target: Target, *, trusted: bool) -> None:
     """A function in a folder is code, and a folder may come from elsewhere.
 
     Raises:
         RunError: for a function that nobody has said to trust.
     """
     if target.kind == "function" and not trusted:
-        path = folder if isinstance(folder, Path) else folder.path
         raise RunError(
-            f"{path} is a run of the function {target.name!r}, which its folder alone cannot let run: give it again "
+            f"{folder} is a run of the function {target.name!r}, which its folder alone cannot let run: give it again "
             f"(tk.resume(run, {target.name})), or trust the file in the folder (--trust-function)."
         )
 
@@ -84,9 +84,4 @@ def _about(target: Target, strategy: Strategy, ranks: int, machine: Hardware) ->
 
 def _unbound(strategy: Strategy) -> str:
     """The fields that differ from their defaults and travel beside the config file."""
-    differing = {
-        f.name: getattr(strategy, f.name)
-        for f in dataclasses.fields(strategy)
-        if f.name not in BOUND and getattr(strategy, f.name) != f.default
-    }
-    return json.dumps(differing)
+    return json.dumps({name: value for name, value in differing(strategy).items() if name not in BOUND})
