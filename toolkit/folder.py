@@ -210,10 +210,15 @@ def look(path: str | Path) -> Folder:
     Raises:
         RunError: where it holds no run.
     """
-    path = Path(path)
-    if not (path / "run.json").is_file():
-        raise _no_run(path)
-    return Folder(path=path, token="", created=False, lock=-1)
+    folder = unheld(path)
+    if not folder.run_json.is_file():
+        raise _no_run(folder.path)
+    return folder
+
+
+def unheld(path: str | Path) -> Folder:
+    """The paths of a run that may not have begun."""
+    return Folder(path=Path(path), token="", created=False, lock=-1)
 
 
 def check_new(path: str | Path) -> None:

@@ -78,18 +78,6 @@ def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], obj
         time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process of a run holds the folder."""
-    try:
-        lock = os.open(path / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return not _flock(path, lock, shared=False)
-    finally:
-        os.close(lock)
-
-
 def supervisor_of(path: Path) -> tuple[str, int] | None:
     """Host and process id of the supervisor that entered the folder last; None where none has."""
     try:

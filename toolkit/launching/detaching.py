@@ -13,12 +13,12 @@ from toolkit.devices import hardware
 from toolkit.engines.job import resolve
 from toolkit.errors import StrategyError, nearest
 from toolkit.flags import from_dict, spell, to_flags
-from toolkit.folder import check_new, new_path, read_run_json
+from toolkit.folder import check_new, new_path, read_run_json, unheld
 from toolkit.forecasting import Candidate
 from toolkit.launching.restarting import Care
 from toolkit.launching.running import Run
 from toolkit.launching.sessions import check_trusted, hosted
-from toolkit.launching.starting import FUNCTION, PID, SUPERVISOR
+from toolkit.launching.starting import function_file, supervisor_log, supervisor_pid
 from toolkit.launching.targets import RECIPE, Target, named, ship
 from toolkit.model import ModelSpec
 from toolkit.readying import Recipe
@@ -96,7 +96,7 @@ def resume(
     words: list[str] = []
     if target is not None:
         if function is not None:
-            target = ship(function, fields.pop("args", ()), fields.pop("kwargs", {}), folder / "logs" / FUNCTION)
+            target = ship(function, fields.pop("args", ()), fields.pop("kwargs", {}), function_file(unheld(folder)))
         check_trusted(folder, target, trusted=trust_function or function is not None)
         words = ["--trust-function", target.sha256] if target.kind == "function" else []
     return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
@@ -138,7 +138,7 @@ def _target(
     target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any] | None, path: Path
 ) -> Target:
     if not isinstance(target, str):
-        return ship(target, args, kwargs or {}, path / "logs" / FUNCTION)
+        return ship(target, args, kwargs or {}, function_file(unheld(path)))
     if kwargs:
         raise StrategyError("kwargs: a module or script takes a command line. Give it as args=('--name', 'value').")
     return named(target, [str(word) for word in args])
@@ -146,9 +146,9 @@ def _target(
 
 def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
     """The supervisor, in a session of its own: neither a kernel's end nor an interrupt of its group reaches it."""
-    logs = path / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with open(logs / SUPERVISOR, "wb") as log:
+    folder = unheld(path)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with open(supervisor_log(folder), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "toolkit.cli", *command],
             stdin=subprocess.DEVNULL,
@@ -156,5 +156,5 @@ def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
             stderr=log,
             start_new_session=True,
         )
-    (logs / PID).write_text(f"{process.pid}\n")
+    supervisor_pid(folder).write_text(f"{process.pid}\n")
     return Run(path, asked, process)

@@ -19,11 +19,11 @@ from typing import IO, Any
 
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
-from toolkit.folder import read_events, read_run_json
+from toolkit.folder import read_events, read_run_json, unheld
 from toolkit.launching.progress import Progress, bar, read_progress, tail_of
-from toolkit.launching.starting import PID, SUPERVISOR
+from toolkit.launching.starting import supervisor_log, supervisor_pid
 from toolkit.launching.viewing import page
-from toolkit.locking import is_held, process_lives, supervisor_of
+from toolkit.locking import held_by_others, process_lives, supervisor_of
 from toolkit.redacting import redact
 from toolkit.reporting import Report, report
 from toolkit.show import Shown, Table
@@ -45,11 +45,12 @@ class Run(Shown):
     ) -> None:
         """`asked` and `process` are known to who launched it; all else is in the folder."""
         self.folder = folder
+        self._files = unheld(folder)
         self._asked, self._process = asked, process
         self._said: IO[bytes] | None = None
         with contextlib.suppress(OSError):
             # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-            self._said = open(folder / "logs" / SUPERVISOR, "rb")  # noqa: SIM115
+            self._said = open(supervisor_log(self._files), "rb")  # noqa: SIM115
             weakref.finalize(self, self._said.close)
 
     @property
@@ -57,13 +58,16 @@ class Run(Shown):
         """Whether its supervisor runs."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return is_held(self.folder) or _begins(self.folder)
+        return held_by_others(self.folder) or _begins(self.folder)
 
     @property
     def status(self) -> str:
         """One of `STATUSES`."""
+        return self._status(self.progress)
+
+    def _status(self, progress: Progress) -> str:
         if self.alive:
-            return "running" if self.progress.step else "starting"
+            return "running" if progress.step else "starting"
         if self._about().get("finished"):
             return "finished"
         return str(self._end().get("how") or ("stopped" if self.said.startswith("stopped by") else "failed"))
@@ -98,7 +102,7 @@ class Run(Shown):
     @property
     def metrics(self) -> Any:
         """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed."""
-        steps = [event for event in read_events(self.folder / "events.jsonl") if "loss" in event]
+        steps = [event for event in read_events(self._files.events) if "loss" in event]
         with contextlib.suppress(ImportError):
             import pandas
 
@@ -109,7 +113,7 @@ class Run(Shown):
     def memory(self) -> dict[str, Any] | None:
         """`memory.json`: measured peaks, rank by phase, beside the forecast. None before the end."""
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self.folder / "memory.json").read_bytes())
+            found: dict[str, Any] = json.loads(self._files.memory.read_bytes())
             return found
         return None
 
@@ -119,7 +123,7 @@ class Run(Shown):
         Raises:
             RunError: for a rank that has printed nothing, or that there is not.
         """
-        log = self.folder / "logs" / f"rank-{rank}.log"
+        log = self._files.log(rank)
         try:
             return log.read_text(errors="replace")
         except OSError as error:
@@ -186,17 +190,22 @@ class Run(Shown):
 
     def tables(self) -> list[Table]:
         """Its status and figures."""
-        return [self.progress.table(f"{self.folder}: {self.status}", self.said if not self.alive else "")]
+        progress = self.progress
+        title = f"{self.folder}: {self._status(progress)}"
+        return [progress.table(title, self.said if not self.alive else "")]
 
     def _repr_html_(self) -> str:
-        steps = tail_of(self.folder / "events.jsonl").look()
-        status = self.status
-        return redact(page(str(self.folder), status, self.progress, steps, "" if status == "running" else self.said))
+        # Twice a second while it goes: run.json is read once for it.
+        progress = self.progress
+        status, steps = self._status(progress), tail_of(self._files.events).steps
+        return redact(page(str(self.folder), status, progress, steps, "" if status == "running" else self.said))
 
     def to_dict(self) -> dict[str, Any]:
         """Folder, status, strategy and progress."""
-        about = {"folder": str(self.folder), "status": self.status, "said": self.said if not self.alive else ""}
-        return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(self.progress)}
+        progress = self.progress
+        said = self.said if not self.alive else ""
+        about = {"folder": str(self.folder), "status": self._status(progress), "said": said}
+        return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
 
     def _about(self) -> dict[str, Any]:
         try:
@@ -207,7 +216,7 @@ class Run(Shown):
     def _end(self) -> dict[str, Any]:
         """As the supervisor left it of a run that had begun."""
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self.folder / "logs" / "end.json").read_bytes())
+            found: dict[str, Any] = json.loads(self._files.end.read_bytes())
             return found
         return {}
 
@@ -229,7 +238,7 @@ def _begins(folder: Path) -> bool:
     import psutil
 
     try:
-        pid = int((folder / "logs" / PID).read_text())
+        pid = int(supervisor_pid(unheld(folder)).read_text())
         return str(folder) in psutil.Process(pid).cmdline() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (OSError, ValueError, psutil.Error):
         return False
@@ -268,7 +277,7 @@ def attach(path: str | Path) -> Run:
         RunError: for a folder without a run.
     """
     folder = Path(path)
-    if not is_held(folder) and not _begins(folder):
+    if not held_by_others(folder) and not _begins(folder):
         read_run_json(folder)
     return Run(folder)
 

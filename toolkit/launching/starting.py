@@ -12,10 +12,6 @@ from typing import IO, Any
 from toolkit.folder import Folder
 from toolkit.locking import TOKEN
 
-SUPERVISOR = "supervisor.log"
-PID = "supervisor.pid"
-FUNCTION = "function.pkl"
-
 
 def clear(folder: Folder, config: Mapping[str, Any]) -> None:
     """Write the config file, and remove what an earlier attempt left of its end."""
@@ -42,9 +38,19 @@ def launcher_log(folder: Folder) -> Path:
     return folder.logs / "launcher.log"
 
 
+def supervisor_log(folder: Folder) -> Path:
+    """What a supervisor in a session of its own said: restarts, and how the run ended."""
+    return folder.logs / "supervisor.log"
+
+
+def supervisor_pid(folder: Folder) -> Path:
+    """Its process id, before it holds the folder."""
+    return folder.logs / "supervisor.pid"
+
+
 def function_file(folder: Folder) -> Path:
     """A shipped function."""
-    return folder.logs / FUNCTION
+    return folder.logs / "function.pkl"
 
 
 def ranks_here(config: Mapping[str, Any]) -> int:
