@@ -19,7 +19,7 @@ from toolkit.errors import (
 )
 from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
 from toolkit.exporting import Export, export, save, verify
-from toolkit.following import log
+from toolkit.following import log, stopping
 from toolkit.forecasting import Forecast, Plan, forecast, plan
 from toolkit.launching import Run, Runs, attach, launch, resume, runs
 from toolkit.loading import load
@@ -94,6 +94,7 @@ __all__ = [
     "resume",
     "runs",
     "save",
+    "stopping",
     "timeline",
     "train",
     "try_out",

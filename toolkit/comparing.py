@@ -169,7 +169,7 @@ def read_run(path: Path) -> Result:
         ranks=about["ranks"],
         losses=tuple(event["loss"] for event in steps),
         grad_norms=tuple(event["grad_norm"] for event in steps),
-        tokens_per_second=throughput(steps),
+        tokens_per_second=throughput(steps) or 0.0,
         parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
         measured=memory["measured"],
         forecast=memory["forecast"],

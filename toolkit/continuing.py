@@ -156,10 +156,11 @@ def how_to_go_on(folder: Folder) -> str:
     about = read_run_json(folder.path)
     if about["finished"]:
         return "It had finished."
-    newest, command = (
-        next(iter(complete(folder.checkpoints)), None),
-        f"`toolkit resume {shlex.quote(str(folder.path))}`",
-    )
+    command = f"`toolkit resume {shlex.quote(str(folder.path))}`"
+    if target := about.get("target"):
+        trust = f"{command[:-1]} --trust-function`" if target["kind"] == "function" else command
+        return f"Code of your own goes on from what it saved itself: {trust} runs it again."
+    newest = next(iter(complete(folder.checkpoints)), None)
     if newest:
         done = last_step(folder.events)
         whole = newest.name == folder_name(done)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
 
 from toolkit.redacting import redact
@@ -16,6 +18,13 @@ class ToolkitError(Exception):
     def __str__(self) -> str:
         """The message, without secrets."""
         return redact(super().__str__())
+
+    def _render_traceback_(self) -> list[str]:
+        """In IPython: the line that asked, and the message. What would stand between are frames of this package."""
+        ours = os.path.dirname(__file__) + os.sep
+        asked = [frame for frame in traceback.extract_tb(self.__traceback__) if not frame.filename.startswith(ours)]
+        line = [f"----> {asked[-1].line}"] if asked and asked[-1].line else []
+        return [*line, f"{type(self).__name__}: {self}"]
 
 
 class StrategyError(ToolkitError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data import hash_ids
 from toolkit.engines.job import Job, Prepared
 from toolkit.folder import Folder, append_line
+from toolkit.lifetime import StopSignal
 from toolkit.training import Step, Wish, nothing, train
 from toolkit.units import format_bytes
 
@@ -22,6 +23,7 @@ RUN_DIR = "TOOLKIT_RUN_DIR"
 
 _STARTED = time.perf_counter()
 _last_log: dict[str, float] = {}
+_signals = StopSignal()
 
 
 def follow(
@@ -62,15 +64,33 @@ def log(step: int, **values: float) -> None:
 
     Args:
         step: number of the step that was done, from 1.
-        values: its figures. `seconds` is the time since the last call where it is left out.
+        values: its figures, numbers or tensors of one element. A line with `loss` is a step, one with `eval_loss` an
+            evaluation. `tokens` are those of all ranks; `seconds` is the time since the last call where it is left out.
     """
     path = os.environ.get(RUN_DIR)
     if path is None or os.environ.get("RANK", "0") != "0":
         return
     now = time.perf_counter()
-    line = {"step": step, "seconds": now - _last_log.get("time", _STARTED), **values}
+    figures = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    line = {"step": step, "seconds": now - _last_log.get("time", _STARTED), **figures}
     _last_log["time"] = now
     append_line(Path(path, "events.jsonl"), line)
+
+
+def stopping() -> bool:
+    """Whether this run was asked to stop: the same answer on every rank, so all of them ask, once a step.
+
+    For a loop of your own. Where it says so, save what you need and return. From the first call on a signal waits for the
+    loop to hear it; ranks that have not ended 30 s later are killed. Before, or where nobody asks, a signal ends a rank at once.
+    """
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import reduce
+
+    if not _signals.listening:
+        _signals.__enter__()
+    asked = torch.tensor(float(_signals.number is not None), device=PartialState().device)
+    return bool(reduce(asked, reduction="sum").item())
 
 
 def _event(step: Step) -> dict[str, Any]:

@@ -143,6 +143,7 @@ class StopSignal:
 
     number: int | None = None
     """The first signal that came."""
+    listening = False
 
     def _note(self, number: int, _: object) -> None:
         self.number = self.number or number
@@ -150,6 +151,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         """Listen."""
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.listening = True
         return self
 
     def __exit__(self, *_: object) -> None:

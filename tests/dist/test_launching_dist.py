@@ -78,8 +78,10 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     assert tk.attach(folder).status == "finished"
 
 
-def hosted(words: list[str], *, fail: bool) -> None:
+def hosted(words: list[str], *, fail: bool = False, endless: bool = False) -> None:
     """What a cell could define: it makes what it needs, and says how far it is."""
+    import time
+
     import torch
 
     accelerator = tk.accelerator(None, tk.Loop(micro_batch=1))
@@ -89,6 +91,8 @@ def hosted(words: list[str], *, fail: bool) -> None:
         raise ValueError("rank one does not like it")
     for step in (1, 2, 3):
         tk.log(step, loss=1.0 / step, tokens=8, ranks=total)
+    while endless and not tk.stopping():
+        time.sleep(0.05)
     print(" ".join(words), strategy.sharding, strategy.adapter)
 
 
@@ -96,20 +100,26 @@ def test_a_function_is_a_run(tmp_path: Path) -> None:
     strategy = tk.Strategy(sharding="ddp", adapter="lora")
     words = ["shipped", "by", "value"]
     run = tk.launch(
-        hosted, strategy, processes=2, run_dir=tmp_path / "run", args=(words,), kwargs={"fail": False}
-    ).wait()
-    assert run.status == "finished"
+        hosted, strategy, processes=2, run_dir=tmp_path / "run", args=(["stopped"],), kwargs={"endless": True}
+    )
+    until(lambda: run.progress.step == 3)
+    run.stop(timeout=30)
+    assert run.status == run.report().status == "stopped"
+    assert "stopped ddp lora" in run.logs(0), "it was heard between two steps, and the function came to its end"
+    assert "--trust-function` runs it again" in run.said
+
+    run = tk.resume(run, hosted, args=(words,)).wait()
+    assert run.status == run.report().status == "finished"
+    assert "tk.launch(hosted, tk.Strategy(sharding='ddp', adapter='lora'), processes=2)" in run.report().page()
+    assert "finished" in (tmp_path / "run/report.html").read_text()
     assert "shipped by value ddp lora" in run.logs(0)
     about = json.loads((tmp_path / "run/run.json").read_text())
     assert about["target"]["name"] == "hosted"
     file = tmp_path / "run/logs/function.pkl"
     assert file.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == [
-        (1, 1.0, 2.0),
-        (2, 0.5, 2.0),
-        (3, 1 / 3, 2.0),
-    ]
+    steps = [(1, 1.0, 2.0), (2, 0.5, 2.0), (3, 1 / 3, 2.0)]
+    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == [*steps, *steps]
 
     # Its folder alone lets no code run; the file as it was written does, and another does not.
     with pytest.raises(tk.RunError, match="its folder alone cannot let run"):

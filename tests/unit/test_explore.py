@@ -336,8 +336,11 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
     assert "otherwise: gradients" in tk.explore("precision", run=run).sentence
 
 
-def test_without_ipywidgets_the_answer_stands_with_the_fix(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+@pytest.mark.parametrize("missing", ["ipywidgets", "anywidget"])
+def test_without_widgets_the_answer_stands_with_the_fix(
+    spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
     panel = made("memory", spec)
     assert (panel.panel, panel.controls) == (None, {})
     bundle = panel._repr_mimebundle_()

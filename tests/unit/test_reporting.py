@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -135,6 +136,42 @@ def test_a_notebook_shows_the_same(finished: folder.Folder) -> None:
     assert not re.search(r"<h\d|<style|<html", shown)
 
 
+OWN = {"kind": "script", "name": "/opt/mine.py", "arguments": ["--words", "two of"], "sha256": ""}
+
+
+def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
+    """It has no audit, no forecast and no batch that the toolkit knew; its steps say what they want."""
+    lines = [{"step": step, "seconds": 0.5, "loss": 1 / step, "accuracy": step / 10} for step in (1, 2)]
+    lines.append({"step": 3, "seconds": 0.5, "loss": 0.25, "tokens": 100, "accuracy": None})
+    attempts = [{"strategy": runs.about()["strategy"], "ranks": 2, "started": timestamp()}]
+    known = {"target": OWN, "loop": {}, "recipe": {}, "forecast": None, "attempts": attempts}
+    run = runs.write(tmp_path / "run", lines, found=runs.about(**known))
+    found = tk.report(run.path)
+    text = str(found)
+    for line in (
+        r"steps +3",
+        r"loss +1\.000 → 0\.250",
+        r" +1 +1\.0000 +0\.1 +–",
+        r" +3 +0\.2500 +not finite +200",
+        r"    toolkit launch --processes 2 --sharding zero3 --precision bf16 --attention sdpa /opt/mine\.py --words 'two of'",
+        r"It failed. Code of your own goes on from what it saved itself: `toolkit resume \S+` runs it again\.",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    assert found.to_dict()["tokens_per_second"] == 200
+    Page(found.page())
+    words = found.run.command.split(maxsplit=1)[1]
+    flags = cli.parser().parse_args(shlex.split(words))
+    assert (flags.target, flags.arguments) == (OWN["name"], OWN["arguments"])
+
+    known["target"] = {"kind": "function", "name": "mine", "arguments": [], "sha256": "ab" * 32}
+    again = tk.report(runs.write(tmp_path / "other", lines[:0], found=runs.about(**known)).path)
+    assert again.run.command == (
+        "tk.launch(mine, tk.Strategy(sharding='zero3', precision='bf16', attention='sdpa'), processes=2)"
+    )
+    assert "--trust-function` runs it again" in again.run.then
+    Page(again.page())
+
+
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     """Every checkpoint, evaluation and step of it is in the files beside."""
     lines: list[dict[str, Any]] = []
@@ -155,7 +192,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     """Somebody else's process is in its folder; the lock of whoever reports does not count."""
     run = runs.write(tmp_path / "run", STEPS[:3])
     with folder.enter(run.path, resume=True):
-        assert tk.report(run.path).status != "going"
+        assert tk.report(run.path).status != "running"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in\n"
@@ -163,10 +200,10 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
             beat.note("begin", step=4)
             with beat.listening():
                 found = tk.report(run.path)
-                assert found.status == "going"
+                assert found.status == "running"
                 assert "It goes on. Rank 0 was in step 4." in str(found)
         process.communicate()
-    assert tk.report(run.path).status != "going"
+    assert tk.report(run.path).status != "running"
 
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:

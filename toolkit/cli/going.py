@@ -7,13 +7,16 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import RunError, ToolkitError
 from toolkit.flags import flag, from_dict, given, spell, to_flags
 from toolkit.redacting import MARK
 from toolkit.show import Shown
 from toolkit.strategy import Loop, Strategy
+
+if TYPE_CHECKING:
+    from toolkit.launching.targets import Target
 
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
@@ -100,8 +103,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.engines.job import engine_of
     from toolkit.folder import enter, read_run_json
     from toolkit.launching import Care, persevere
-    from toolkit.launching.running import Run
-    from toolkit.launching.sessions import check_trusted, hold_session, hosted
+    from toolkit.launching.sessions import hosted
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.reporting import reported
@@ -111,12 +113,9 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     was, machine = read_run_json(path), hardware()
     ranks = was["ranks"] if flags.processes is None else flags.processes
     if target := hosted(was):
-        strategy = from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)})
-        trusted = getattr(flags, "trust_function", None)
-        check_trusted(path, target, trusted=trusted is not None)
-        target = dataclasses.replace(target, sha256=trusted or target.sha256)
-        hold_session(path, target, strategy, ranks, machine, resume=True)
-        return Run(path).to_dict()
+        return _resume_own(
+            path, target, from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)}), ranks, flags
+        )
     new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
@@ -133,6 +132,21 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
     return _result(path)
+
+
+def _resume_own(
+    path: Path, target: Target, strategy: Strategy, ranks: int, flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Run a script, module or function again in its folder; it goes on from what it saved itself."""
+    from toolkit.devices import hardware
+    from toolkit.launching.running import Run
+    from toolkit.launching.sessions import check_trusted, hold_session
+
+    trusted = getattr(flags, "trust_function", None)
+    check_trusted(path, target, trusted=trusted is not None)
+    target = dataclasses.replace(target, sha256=trusted or target.sha256)
+    hold_session(path, target, strategy, ranks, hardware(), resume=True)
+    return Run(path).to_dict()
 
 
 CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")

@@ -150,10 +150,14 @@ class Forecast(Shown):
         }
 
     def pictures(self) -> Sequence[str]:
-        """The peak by part, beside what a rank has."""
+        """The peak by part, and the highest total of each phase, beside what a rank has."""
         peak = Bar(label=self.peak_phase, parts={part: self.parts[part] for part in PARTS if self.parts.get(part)})
         title = f"Highest need of a rank: {format_bytes(self.peak_bytes)} in {self.peak_phase}"
-        return (bars([peak], title=title, limit=self.limit_bytes, limit_label="a rank has"),)
+        limit: dict[str, Any] = {"limit": self.limit_bytes, "limit_label": "a rank has"}
+        phases = [
+            Bar(label=phase, parts={"highest total": self.phases[phase]}) for phase in PHASES if phase in self.phases
+        ]
+        return (bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit))
 
     def tables(self) -> list[Table]:
         """The peak by part, and the highest total of each phase."""

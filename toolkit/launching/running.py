@@ -154,9 +154,7 @@ class Run(Shown):
                     time.sleep(_POLL)
                 update()
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"waiting has ended; the run in {self.folder} goes on. run.stop() stops it."
-            ) from None
+            raise _Interrupted(f"waiting has ended; the run in {self.folder} goes on. run.stop() stops it.") from None
         if self.status == "failed":
             raise RunError(self.said or f"the run in {self.folder} ended without a word: its supervisor was killed.")
         return self
@@ -231,6 +229,14 @@ class Run(Shown):
                 f"{self.folder} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
             )
         return found[1]
+
+
+class _Interrupted(KeyboardInterrupt):
+    """The waiting ended, and nothing else."""
+
+    def _render_traceback_(self) -> list[str]:
+        """In IPython: what this means, and no frames."""
+        return [f"KeyboardInterrupt: {self}"]
 
 
 def _begins(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from toolkit.launching.supervising import supervise
 from toolkit.launching.targets import Target
 from toolkit.locking import new_token
 from toolkit.readying import versions
+from toolkit.reporting import reported
 from toolkit.runtime import STRATEGY, check_ranks
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import timestamp
@@ -34,7 +35,7 @@ def hold_session(
     """
     check_ranks(machine, ranks)
     resolve(strategy, Loop(), None, ranks, machine.device)
-    with enter(path, resume=resume, token=new_token()) as folder:
+    with enter(path, resume=resume, token=new_token()) as folder, reported(path):
         old = read_run_json(path) if resume else {}
         attempts = [
             *old.get("attempts", []),

@@ -18,7 +18,11 @@ from toolkit.redacting import redact
 from toolkit.show import Shown
 from toolkit.strategy import Loop, Strategy
 
-FIX = "Sliders need ipywidgets: `pip install ipywidgets`, then restart the kernel. Until then this is the answer alone."
+FIX = (
+    "Sliders need ipywidgets and anywidget: `pip install ipywidgets anywidget`, then restart the kernel. "
+    "Until then this is the answer alone."
+)
+NEEDED = ("ipywidgets", "anywidget")
 
 
 def _memory(asked: Asked) -> Shown:
@@ -51,7 +55,7 @@ class Explorer:
     """A panel: `controls` by name, `value` (the answer to where they stand), `twin()` (the same as static HTML)."""
 
     def __init__(self, kind: str, asked: Asked) -> None:
-        """Answer once, and make the controls where ipywidgets is installed."""
+        """Answer once, and make the controls where ipywidgets and anywidget are installed."""
         self.kind = kind
         self.asked = asked
         self.value: Shown | None = None
@@ -60,10 +64,10 @@ class Explorer:
         """Why it cannot be, in a sentence."""
         self.controls: dict[str, Any] = {}
         self.panel: Any = None
-        """The widget that holds the controls; None where ipywidgets is not installed."""
+        """The widget that holds the controls; None where they cannot be made."""
         self._handles: list[Any] = []
         self._answer()
-        if importlib.util.find_spec("ipywidgets") is not None:
+        if all(importlib.util.find_spec(name) for name in NEEDED):
             from toolkit.notebook.panels import Panel
 
             self.panel = Panel(KINDS[kind][1], choices(kind, asked), self.set)

@@ -37,18 +37,15 @@ class Panel:
     def _control(self, choice: Choice) -> Any:
         import ipywidgets
 
-        kind = ipywidgets.SelectionSlider if choice.slides else ipywidgets.Dropdown
-        # A picture that has to be traced for comes once, where the slider is let go.
-        sliding = {"continuous_update": choice.quick} if choice.slides else {}
-        made = kind(
-            options=_options(choice),
-            value=choice.value,
-            description=choice.label,
-            tooltip=choice.told,
-            style={"description_width": "170px"},
-            layout=ipywidgets.Layout(width="380px"),
-            **sliding,
-        )
+        from toolkit.notebook.sliding import Slider
+
+        shown = {"value": choice.value, "description": choice.label, "tooltip": choice.told}
+        if choice.slides:
+            # A picture that has to be traced for comes once, where the slider is let go.
+            made = Slider(_options(choice), continuous_update=choice.quick, **shown)
+        else:
+            room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
+            made = ipywidgets.Dropdown(options=_options(choice), **shown, **room)
         made.observe(lambda change: self._observed(choice.name, change.new), names="value")
         return made
 
@@ -64,8 +61,9 @@ class Panel:
         try:
             with contextlib.suppress(TraitError):
                 if choice.slides:
-                    control.options = _options(choice)
-                control.value = choice.value
+                    control.offer(_options(choice), choice.value)
+                else:
+                    control.value = choice.value
         finally:
             self._own = False
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from toolkit.drawing import curve
 from toolkit.reporting.memory import compared, ratio
 from toolkit.reporting.parts import Section, spell_number, spell_seconds, told
-from toolkit.reporting.record import Record, step_seconds, throughput
+from toolkit.reporting.record import Record, pace, step_seconds, throughput
 from toolkit.show import Table
+from toolkit.training import Step
 from toolkit.units import format_bytes, format_count, format_seconds
+
+SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", spell_number),
+    "grad_norm": ("gradient norm", spell_number),
+    "lr": ("lr", "{:.3g}".format),
+}
+"""Figures of a step that have columns, each with its title."""
+
+KNOWN = frozenset({*(field.name for field in fields(Step)), "attempt", "samples"})
+"""What the recipe says of a step."""
 
 
 def training(run: Record) -> Section:
@@ -22,12 +33,10 @@ def training(run: Record) -> Section:
     lines = {"loss": [(event["step"], event["loss"]) for event in steps]}
     if run.evaluations:
         lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]
-    rates = {"tokens/s": [(event["step"], event["tokens"] / event["seconds"]) for event in steps]}
-    columns = ("step", "loss", "gradient norm", "lr", "tokens/s")
-    tables = [
-        (told("Steps", columns, steps, _step, "events.jsonl"), curve(lines, title="Loss", x="step", y="loss")),
-        (_rates(run), curve(rates, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)),
-    ]
+    tables = [(_steps(run), curve(lines, title="Loss", x="step", y="loss"))]
+    if rates := [(event["step"], rate) for event in steps if (rate := pace(event)) is not None]:
+        drawn = curve({"tokens/s": rates}, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)
+        tables.append((_rates(run, sum(event.get("tokens") or 0 for event in steps)), drawn))
     if run.evaluations:
         found = told("Evaluation losses", ("step", "loss"), run.evaluations, _evaluation, "events.jsonl")
         tables.append((found, ""))
@@ -58,13 +67,31 @@ def speed(run: Record) -> Table:
         ("a step", forecast.get("step_seconds"), seconds, spell_seconds),
         ("tokens/s", forecast.get("tokens_per_second"), rate, "{:,.0f}".format),
     ):
-        rows.append((name, spell(foretold) if foretold else "–", spell(measured), ratio(foretold, measured)))
+        if measured is not None:
+            rows.append((name, spell(foretold) if foretold else "–", spell(measured), ratio(foretold, measured)))
     return replace(compared("Time, of the median step", "figure", rows), notes=forecast.get("unknown") or ())
 
 
-def _step(event: Mapping[str, Any]) -> tuple[str, ...]:
-    loss, norm = spell_number(event["loss"]), spell_number(event["grad_norm"])
-    return f"{event['step']:,}", loss, norm, f"{event['lr']:.3g}", f"{event['tokens'] / event['seconds']:,.0f}"
+def _steps(run: Record) -> Table:
+    """Loss, norm, learning rate and speed as far as the steps say them, and what else `tk.log` was given."""
+    last = run.steps[-1]
+    spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
+    spellings |= {name: (name, "{:.4g}".format) for name in last if name not in KNOWN}
+
+    def row(event: Mapping[str, Any]) -> tuple[str, ...]:
+        cells = (_cell(event, name, spell) for name, (_, spell) in spellings.items())
+        rate = pace(event)
+        return f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"
+
+    columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
+    return told("Steps", columns, run.steps, row, "events.jsonl")
+
+
+def _cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
+    """JSON's null stands for what was not finite."""
+    if name not in event:
+        return "–"
+    return spell_number(None) if event[name] is None else spell(event[name])
 
 
 def _evaluation(event: Mapping[str, Any]) -> tuple[str, ...]:
@@ -76,14 +103,14 @@ def _checkpoint(one: Mapping[str, Any]) -> tuple[str, ...]:
     return f"{one['step']:,}", format_bytes(one["bytes"]), stalled, written
 
 
-def _rates(run: Record) -> Table:
-    tokens, seconds = sum(event["tokens"] for event in run.steps), sum(event["seconds"] for event in run.steps)
+def _rates(run: Record, tokens: int) -> Table:
+    seconds = sum(event["seconds"] for event in run.steps)
     rows = [
         ("tokens", format_count(tokens)),
         ("time in steps", format_seconds(seconds)),
         ("the median step", spell_seconds(step_seconds(run.steps))),
         ("tokens/s, over all", f"{tokens / seconds:,.0f}"),
-        ("tokens/s, of the median step", f"{throughput(run.steps):,.0f}"),
+        ("tokens/s, of the median step", f"{throughput(run.steps) or 0:,.0f}"),
     ]
     notes = ("The first five steps do not count for the median: the memory window lies in them.",)
     return Table(title="Throughput", columns=("figure", "value"), rows=rows, notes=notes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.continuing import how_to_go_on
 from toolkit.errors import RunError, StrategyError
-from toolkit.flags import from_dict, spell, to_flags
+from toolkit.flags import differing, from_dict, spell, to_flags
 from toolkit.folder import Folder, look, read_events, read_run_json
 from toolkit.heartbeat import Heartbeat, read_beats
 from toolkit.locking import held_by_others
@@ -39,7 +39,7 @@ class Record:
     memory: Mapping[str, Any] | None
     """`memory.json`, which a run writes as it finishes."""
     status: str
-    """`finished`, `going`, `stopped` or `failed`."""
+    """`running`, `finished`, `stopped` or `failed`."""
     words: str
     """What was said as it ended, or where its ranks are."""
     then: str
@@ -61,9 +61,17 @@ class Record:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
+    def target(self) -> Mapping[str, Any] | None:
+        """The script, module or function that it ran; None of the recipe."""
+        found: Mapping[str, Any] | None = self.about.get("target")
+        return found
+
+    @property
     def command(self) -> str:
-        """The command that does the same again. What was left open then is said as it was decided."""
-        about = self.about
+        """What does the same again, with what was left open as it was decided: a command, or of a function a line of Python."""
+        about, target = self.about, self.target
+        if target is not None:
+            return _own_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
         try:
             owners = (from_dict(kind, about[kind.__name__.lower()]) for kind in (Recipe, Strategy, Loop))
             words = to_flags(*owners)
@@ -91,7 +99,7 @@ def read_record(path: str | Path) -> Record:
         memory=_memory(folder, about),
         status=status,
         words=redact(words),
-        then="" if status in ("finished", "going") else redact(_then(folder)),
+        then="" if status in ("finished", "running") else redact(_then(folder)),
     )
 
 
@@ -100,9 +108,23 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
     return _median([event["seconds"] for event in steps[WARM:] or steps])
 
 
-def throughput(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens per second over all ranks, of the median step after the fifth."""
-    return _median([event["tokens"] / event["seconds"] for event in steps[WARM:] or steps])
+def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per second over all ranks, of the median step after the fifth; None where steps do not say their tokens."""
+    found = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
+    return _median(found) if found else None
+
+
+def pace(event: Mapping[str, Any]) -> float | None:
+    """Tokens per second of a step: one that `tk.log` wrote may say none."""
+    return event["tokens"] / event["seconds"] if event.get("tokens") and event["seconds"] else None
+
+
+def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> str:
+    if target["kind"] == "function":
+        said = ", ".join(f"{name}={value!r}" for name, value in differing(strategy).items())
+        return f"tk.launch({target['name']}, tk.Strategy({said}), processes={ranks})"
+    words = [*to_flags(strategy), target["name"], *target["arguments"]]
+    return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
 
 
 def _median(values: Sequence[float]) -> float:
@@ -130,7 +152,7 @@ def _ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        return "going", "It goes on. " + " ".join(_where(beat) for beat in sorted(beats, key=lambda beat: beat.rank))
+        return "running", "It goes on. " + " ".join(_where(beat) for beat in sorted(beats, key=lambda beat: beat.rank))
     if (said := _said(folder, about)) is not None:
         return said
     raised = folder.errors()

@@ -29,7 +29,7 @@ class Report(Shown):
 
     @property
     def status(self) -> str:
-        """`finished`, `going`, `stopped` or `failed`."""
+        """`running`, `finished`, `stopped` or `failed`."""
         return self.run.status
 
     def page(self) -> str:
@@ -63,7 +63,7 @@ class Report(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""
         run, about, memory = self.run, self.run.about, self.run.memory or {}
-        told = ("strategy", "loop", "recipe", "ranks", "seed", "data", "started", "finished", "attempts")
+        told = ("target", "strategy", "loop", "recipe", "ranks", "seed", "data", "started", "finished", "attempts")
         return {
             "run": str(run.path),
             "status": run.status,
@@ -129,10 +129,10 @@ def _progress(run: Record) -> dict[str, Any]:
     return {
         "steps": run.done,
         "skipped": sum(bool(event.get("skipped")) for event in steps),
-        "tokens": sum(event["tokens"] for event in steps),
+        "tokens": sum(event.get("tokens") or 0 for event in steps),
         "seconds": sum(event["seconds"] for event in steps),
         "step_seconds": step_seconds(steps) if steps else None,
-        "tokens_per_second": throughput(steps) if steps else None,
+        "tokens_per_second": throughput(steps),
         "loss": loss,
     }
 

@@ -34,14 +34,16 @@ def sections_of(run: Record) -> list[Section]:
 def figures(run: Record) -> list[tuple[str, str]]:
     """What a person asks first, each as a name and a value."""
     loop, steps = run.about["loop"], run.steps
-    found = [("status", run.status), ("steps", f"{run.done:,} of {int(loop.get('steps', 0)):,}")]
+    asked = f" of {int(loop['steps']):,}" if "steps" in loop else ""
+    found = [("status", run.status), ("steps", f"{run.done:,}{asked}")]
     losses = [event["loss"] for event in steps if event["loss"] is not None]
     if losses:
         found.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
     if run.evaluations:
         found.append(("evaluation loss", spell_number(run.evaluations[-1]["eval_loss"])))
     if steps:
-        found.append(("tokens/s", f"{throughput(steps):,.0f}"))
+        if rate := throughput(steps):
+            found.append(("tokens/s", f"{rate:,.0f}"))
         found.append(("time in steps", format_seconds(sum(event["seconds"] for event in steps))))
     if run.measured:
         found.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
@@ -58,11 +60,13 @@ def _outcome(run: Record) -> Section:
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
     words = " ".join(dict.fromkeys(filter(None, (run.words, "" if run.then in run.words else run.then))))
     return Section(
-        title="How it goes" if run.status == "going" else "How it ended", words=words[:1].upper() + words[1:]
+        title="How it goes" if run.status == "running" else "How it ended", words=words[:1].upper() + words[1:]
     )
 
 
 def _asked(run: Record) -> Section:
+    if run.target is not None:
+        return _own(run, run.target)
     about, loop, command = run.about, run.about["loop"], run.command
     samples = int(loop.get("micro_batch", 1)) * int(loop.get("accumulation", 1)) * about["ranks"]
     more = {
@@ -82,6 +86,20 @@ def _asked(run: Record) -> Section:
     )
 
 
+def _own(run: Record, target: Mapping[str, Any]) -> Section:
+    """Of a script, module or function: what it was, and the strategy that `tk.accelerator()` found ready."""
+    ran = [("kind", target["kind"]), ("name", target["name"])]
+    if target["arguments"]:
+        ran.append(("arguments", " ".join(target["arguments"])))
+    if target["sha256"]:
+        ran.append(("sha256 of its file", target["sha256"]))
+    strategy = _fields(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
+    words = "Fields that are not listed have their defaults. What does the same again"
+    more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
+    tables = [(Table(title="Target", columns=("field", "value"), rows=ran), ""), (strategy, "")]
+    return Section(title="What was asked", words=words + more, code=run.command, tables=tables)
+
+
 def _fields(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
     """Those of a dataclass that say most, and those that differ from their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
@@ -92,7 +110,9 @@ def _fields(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str
     return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, *more])
 
 
-def _got(run: Record) -> Section:
+def _got(run: Record) -> Section | None:
+    if run.target is not None:  # its ranks' memory is its own to measure
+        return None
     audits = (run.memory or {}).get("audits") or []
     if not audits:
         return Section(
@@ -128,7 +148,9 @@ def _ledger(audit: Mapping[str, Any]) -> Table:
     return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
 
 
-def _beside(run: Record) -> Section:
+def _beside(run: Record) -> Section | None:
+    if run.target is not None:
+        return None
     title = "Forecast beside measured"
     forecast, measured = run.forecast, run.measured
     why = (run.memory or {}).get("reason") or "peaks are written when a run finishes"
@@ -159,7 +181,7 @@ def _attempts(run: Record) -> Section | None:
 
     def row(one: Mapping[str, Any]) -> tuple[str, ...]:
         sharding = one["strategy"]["sharding"]
-        return str(one["number"]), one["started"], sharding, str(one["ranks"]), f"{one['from_step']:,}"
+        return str(one["number"]), one["started"], sharding, str(one["ranks"]), f"{one.get('from_step', 0):,}"
 
     columns = ("attempt", "started", "sharding", "ranks", "from step")
     return Section(title="Attempts", tables=[(told("Attempts", columns, numbered, row, "run.json"), "")])

@@ -1,0 +1,87 @@
+"""`Slider`: the browser's own range input over a list of numbers, with the name that screen readers need.
+
+The handle of ipywidgets' sliders has a role and no name (https://dequeuniversity.com/rules/axe/4.11/aria-input-field-name).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anywidget
+from traitlets import Any as AnyValue
+from traitlets import Bool, Int, List, TraitError, Unicode, observe, validate
+
+SCRIPT = """
+function render({ model, el }) {
+  const label = document.createElement("label"), name = document.createElement("span");
+  const input = document.createElement("input"), shown = document.createElement("output");
+  label.style = "display:flex;align-items:center;flex:1;gap:8px";
+  name.style = "width:162px;text-align:right";
+  input.style = "flex:1;min-width:0";
+  shown.style = "width:64px;margin-left:8px";
+  el.style = "display:flex;align-items:center;width:380px;height:32px";
+  Object.assign(input, { type: "range", min: 0, step: 1 });
+  const spell = () => {
+    shown.textContent = model.get("spelled")[input.valueAsNumber];
+    input.setAttribute("aria-valuetext", shown.textContent);
+  };
+  const put = () => {
+    name.textContent = model.get("description");
+    el.title = model.get("tooltip");
+    input.max = model.get("spelled").length - 1;
+    input.value = model.get("index");
+    spell();
+  };
+  const send = () => {
+    model.set("index", input.valueAsNumber);
+    model.save_changes();
+  };
+  input.addEventListener("input", () => { spell(); if (model.get("continuous_update")) send(); });
+  input.addEventListener("change", send);
+  model.on("change", put);
+  put();
+  label.append(name, input);
+  el.append(label, shown);
+}
+export default { render };
+"""
+
+
+class Slider(anywidget.AnyWidget):
+    """A choice among numbers in their order, with the traits of an ipywidgets' SelectionSlider that a panel uses."""
+
+    _esm = SCRIPT
+    description = Unicode().tag(sync=True)
+    tooltip = Unicode().tag(sync=True)
+    spelled = List(Unicode()).tag(sync=True)
+    index = Int().tag(sync=True)
+    continuous_update = Bool().tag(sync=True)
+    """Whether it calls while it is dragged, or once it is let go."""
+    value = AnyValue()
+
+    def __init__(self, options: list[tuple[str, Any]], value: Any, **traits: Any) -> None:
+        """`options`: each as it is spelled, and as it is."""
+        self._values = [one for _, one in options]
+        super().__init__(spelled=[word for word, _ in options], value=value, **traits)
+
+    def offer(self, options: list[tuple[str, Any]], value: Any) -> None:
+        """Other options, and where it stands among them."""
+        with self.hold_sync():
+            self._values = [one for _, one in options]
+            self.spelled = [word for word, _ in options]
+            self.value = value
+            self.index = self._values.index(value)
+
+    @validate("value")
+    def _known(self, proposal: Any) -> Any:
+        if proposal["value"] not in self._values:
+            raise TraitError(f"{proposal['value']!r} is none of {self._values}")
+        return proposal["value"]
+
+    @observe("value")
+    def _value_moved(self, change: Any) -> None:
+        self.index = self._values.index(change["new"])
+
+    @observe("index")
+    def _index_moved(self, change: Any) -> None:
+        self.value = self._values[change["new"]]
