@@ -21,6 +21,7 @@ function render({ model, el }) {
   shown.style = "width:64px;margin-left:8px";
   el.style = "display:flex;align-items:center;width:380px;height:32px";
   Object.assign(input, { type: "range", min: 0, step: 1 });
+  input.dataset.lmSuppressShortcuts = "true";  // JupyterLab would take the arrow keys for its own
   const spell = () => {
     shown.textContent = model.get("spelled")[input.valueAsNumber];
     input.setAttribute("aria-valuetext", shown.textContent);
