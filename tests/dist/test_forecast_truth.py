@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.strategy import SHARDINGS
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
-RUNS = 11
+RUNS, SEED = 8, 135
+"""A draw with each sharding and adapter, and eight families."""
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_truth.py"
 
 
@@ -25,7 +28,7 @@ WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "sav
 
 def test_forecasts_are_true(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    command = [sys.executable, str(BENCHMARK), "--runs", str(RUNS), "--seed", "15"]
+    command = [sys.executable, str(BENCHMARK), "--runs", str(RUNS), "--seed", str(SEED)]
     command += ["--work", str(tmp_path), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
@@ -39,7 +42,8 @@ def test_forecasts_are_true(tmp_path: Path) -> None:
     rows = json.loads((results / "memory_truth.json").read_text())["runs"]
     assert len(rows) == RUNS
     assert not [row["failed"] for row in rows if "failed" in row]
-    assert {row["strategy"]["sharding"] for row in rows} >= {"none", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"}
+    assert {row["strategy"]["sharding"] for row in rows} == set(SHARDINGS)
+    assert {row["strategy"]["adapter"] for row in rows} == {"none", "lora", "qlora"}
     errors = [abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows]
     assert statistics.median(errors) <= 0.015
     assert max(errors) <= 0.08

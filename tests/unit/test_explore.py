@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,25 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
     assert (len(count), panel.refusal) == (7, "")
     assert not panel.controls["seq_len"].continuous_update
     assert panel.controls["devices"].continuous_update
+
+
+def test_who_waits_is_told(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.notebook import exploring, panels
+
+    panel = made("memory", spec)
+    said, real = [], exploring.forecast
+    panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
+
+    def slow(*words: Any) -> tk.Forecast:
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return real(*words)
+
+    monkeypatch.setattr(exploring, "forecast", slow)
+    panel.controls["sharding"].value = "ddp"
+    assert [panels.BUSY in one for one in said] == [True, False]
+    assert panel.sentence in said[-1]
 
 
 def test_two_strategies_have_controls_of_their_own(spec: tk.ModelSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib.util
 from collections.abc import Callable
@@ -95,7 +96,8 @@ class Explorer:
         for choice in choices(self.kind, self.asked) if self.panel is not None else ():
             if choice.name in values and choice.name in self.controls:
                 self.panel.move(choice)
-        self._answer()
+        with self.panel.busy() if self.panel is not None else contextlib.nullcontext():
+            self._answer()
         if self.panel is not None:
             self.panel.say(self.sentence)
         for handle in self._handles:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import html
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from toolkit.notebook.asking import Choice
 
 GROUPS = {"": "", "first": "The first", "second": "Against"}
 """Headings of the controls that belong together."""
+
+MOMENT = 0.4
+"""Seconds after which a person wonders whether anything happens."""
+
+BUSY = "The model is traced for this: a few seconds, and only this once."
 
 UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-path:inset(50%);white-space:nowrap"
 """Takes no room on a page, and is read aloud all the same."""
@@ -67,9 +73,21 @@ class Panel:
         finally:
             self._own = False
 
-    def say(self, sentence: str) -> None:
-        """Screen readers hear it when they have a moment; eyes see it above the picture."""
-        self._said.value = f'<p role="status" aria-live="polite" style="{UNSEEN}">{html.escape(sentence)}</p>'
+    def say(self, sentence: str, *, seen: bool = False) -> None:
+        """Screen readers hear it when they have a moment; eyes see it above the picture, or here where `seen`."""
+        style = "" if seen else f' style="{UNSEEN}"'
+        self._said.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Where an answer takes longer than a moment, it says so until then."""
+        late = threading.Timer(MOMENT, self.say, [BUSY], {"seen": True})
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+            late.join()
 
 
 def _options(choice: Choice) -> list[tuple[str, Any]]:
