@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.engines.job import engine_of
 from toolkit.flags import to_flags
-from toolkit.folder import check_new, enter, new_path, read_events, read_run_json
+from toolkit.folder import check_place, enter, new_path, read_events, read_run_json
 from toolkit.launching import supervise
 from toolkit.locking import new_token
 from toolkit.phases import PHASES
@@ -141,7 +141,7 @@ def compare(
         ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
         plans.append((strategy, ours, 1 if alone else ranks))
     check_ranks(machine, ranks)
-    check_new(root / "new")
+    check_place(root)
     for strategy, ours, count in plans:
         get_ready(recipe, strategy, ours, count, machine.device)
     results = tuple(_run(recipe, strategy, ours, count, root) for strategy, ours, count in plans)

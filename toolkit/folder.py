@@ -17,6 +17,12 @@ from toolkit.errors import RunError
 from toolkit.locking import hold, run_token
 from toolkit.redacting import redact_all
 
+RUNS = "runs"
+"""Where runs are that nobody gave a place."""
+
+BEGUN = {"lock", "logs", "accelerate.yaml"}
+"""What is in a folder before its run has begun."""
+
 SPARE = 8192
 """Bytes that each rank keeps free for the words in which it ends."""
 
@@ -142,16 +148,19 @@ class Folder:
         os.close(self.lock)
 
     def discard(self, *, shared: bool = False) -> None:
-        """Remove a new run that has nothing to show: made here, and no step and no checkpoint in it.
+        """Remove a new run that has nothing to show: made here, and nothing in it but what every run begins with.
 
         Args:
             shared: another rank of the run may have made the folder, and may be removing it at the same time.
         """
-        if (shared or self.created) and not self.events.exists() and not self.checkpoints.exists():
-            shutil.rmtree(self.path, ignore_errors=shared)
-            with contextlib.suppress(OSError):  # where it was the only run
-                if self.path.parent == Path("runs"):
-                    self.path.parent.rmdir()
+        if not shared and not self.created:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if {entry.name for entry in self.path.iterdir()} <= {*BEGUN, "run.json"}:
+                shutil.rmtree(self.path, ignore_errors=shared)
+        with contextlib.suppress(OSError):  # where it was the only run
+            if self.path.parent == Path("runs"):
+                self.path.parent.rmdir()
 
     def __enter__(self) -> Folder:
         """Itself."""
@@ -183,7 +192,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         raise _no_run(path)
     if not resume and not (path / "lock").exists():
         _refuse_old(path)
-    _refuse_links(path)
+    refuse_links(path)
 
     def admit() -> None:
         if not resume:
@@ -221,14 +230,24 @@ def unheld(path: str | Path) -> Folder:
     return Folder(path=Path(path), token="", created=False, lock=-1)
 
 
-def check_new(path: str | Path) -> None:
-    """Refuse early a folder in which `enter` could not make a new run. Writes nothing.
+def check_new(path: str | Path | None) -> None:
+    """Refuse early a folder in which `enter` could not make a new run; of None, the place of new ones. Writes nothing.
 
     Raises:
         RunError: for a folder that holds a run or other files, and for a place that cannot be written.
     """
+    if path is not None:
+        _refuse_old(Path(path))
+    check_place(RUNS if path is None else path)
+
+
+def check_place(path: str | Path) -> None:
+    """Refuse early a folder that could not be made, or not be written into. Writes nothing.
+
+    Raises:
+        RunError: with the place that is in the way.
+    """
     path = Path(path)
-    _refuse_old(path)
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     why = "it is a file" if not there.is_dir() else "" if os.access(there, os.W_OK) else "it cannot be written"
     if why:
@@ -400,7 +419,7 @@ def _refuse_old(path: Path) -> None:
     if not path.is_dir():
         raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
     drafts = {entry.name for entry in path.glob(".*.tmp")}  # of a process that was killed as it wrote
-    found = {entry.name for entry in path.iterdir()} - {"lock", "logs", "accelerate.yaml"} - drafts
+    found = {entry.name for entry in path.iterdir()} - BEGUN - drafts
     if "run.json" in found or "events.jsonl" in found:
         raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
     if found:
@@ -410,8 +429,12 @@ def _refuse_old(path: Path) -> None:
         )
 
 
-def _refuse_links(path: Path) -> None:
-    """A run writes into its folder and nowhere else: another's folder may link to files of ours."""
+def refuse_links(path: Path) -> None:
+    """A run writes into its folder and nowhere else: another's folder may link to files of ours.
+
+    Raises:
+        RunError: for a link that leads out of it.
+    """
     for folder in (path, path / "logs", path / "checkpoints"):
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.is_symlink() and path.resolve() not in entry.resolve().parents:

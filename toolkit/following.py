@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data import hash_ids
 from toolkit.engines.job import Job, Prepared
-from toolkit.folder import Folder, append_line
+from toolkit.errors import ToolkitError
+from toolkit.folder import Folder, append_line, cut_events
 from toolkit.lifetime import StopSignal
 from toolkit.training import Step, Wish, nothing, train
 from toolkit.units import format_bytes
@@ -22,6 +23,9 @@ RUN_DIR = "TOOLKIT_RUN_DIR"
 """The environment variable that names the folder of the run to a rank that hosts a script or function."""
 
 _STARTED = time.perf_counter()
+OURS = ("bytes", "attempt", "samples", "skipped")
+"""Names of a line in `events.jsonl` that say what no figure does."""
+
 _last_log: dict[str, float] = {}
 _signals = StopSignal()
 
@@ -56,7 +60,7 @@ def follow(
             yield step
 
 
-def log(step: int, **values: float) -> None:
+def log(step: int, *, steps: int | None = None, **values: float) -> None:
     """Add a line to the `events.jsonl` of the run that this process is a rank of; rank 0 alone writes.
 
     For a loop of your own, in a script or function that was started by `tk.launch`: `loss`, `tokens` and whatever else
@@ -64,25 +68,47 @@ def log(step: int, **values: float) -> None:
 
     Args:
         step: number of the step that was done, from 1.
+        steps: how many there will be, for the bar and the time that is left.
         values: its figures, numbers or tensors of one element. A line with `loss` is a step, one with `eval_loss` an
             evaluation. `tokens` are those of all ranks; `seconds` is the time since the last call where it is left out.
+
+    Of a run that goes on the first call says where: what an earlier attempt logged from that step on is dropped.
+
+    Raises:
+        ToolkitError: for a figure that is no number, and for a name that the toolkit uses itself.
     """
     path = os.environ.get(RUN_DIR)
     if path is None or os.environ.get("RANK", "0") != "0":
         return
-    now = time.perf_counter()
-    figures = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
-    line = {"step": step, "seconds": now - _last_log.get("time", _STARTED), **figures}
+    figures = {name: _number(name, value) for name, value in values.items()}
+    now, events = time.perf_counter(), Path(path, "events.jsonl")
+    if not _last_log:
+        cut_events(events, step - 1)
+    known = {"step": step, "seconds": now - _last_log.get("time", _STARTED)} | (
+        {} if steps is None else {"steps": steps}
+    )
     _last_log["time"] = now
-    append_line(Path(path, "events.jsonl"), line)
+    append_line(events, known | figures)
+
+
+def _number(name: str, value: Any) -> float:
+    value = value.item() if hasattr(value, "item") else value
+    if name in OURS:
+        raise ToolkitError(f"log: {name!r} is a name of the toolkit's own. Give the figure another one.")
+    if not isinstance(value, int | float):
+        raise ToolkitError(f"log: {name}={value!r} is no number. Give a number, or a tensor of one element.")
+    return value
 
 
 def stopping() -> bool:
     """Whether this run was asked to stop: the same answer on every rank, so all of them ask, once a step.
 
-    For a loop of your own. Where it says so, save what you need and return. From the first call on a signal waits for the
-    loop to hear it; ranks that have not ended 30 s later are killed. Before, or where nobody asks, a signal ends a rank at once.
+    For a loop of your own, as `log`. Where it says so, save what you need and return. From the first call on a signal waits for
+    the loop to hear it; ranks that have not ended 30 s later are killed. Before, or where nobody asks, a signal ends a rank
+    at once. Elsewhere it is False.
     """
+    if RUN_DIR not in os.environ:
+        return False
     import torch
     from accelerate import PartialState
     from accelerate.utils import reduce

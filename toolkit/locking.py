@@ -38,7 +38,7 @@ def run_token() -> str:
     if "LOCAL_RANK" not in os.environ:
         return new_token()
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        return f"{socket.gethostname()}-{os.getppid()}-{_started(os.getppid())}"
+        return f"{socket.gethostname()}-{os.getppid()}-{started(os.getppid())}"
     return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
 
 
@@ -63,7 +63,8 @@ def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], obj
     while True:
         if _flock(path, lock, shared=True):
             if _holders(lock)[:1] == [{"token": token}]:
-                _write_line(lock, {"pid": os.getpid(), "host": socket.gethostname(), "role": _role()})
+                who = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
+                _write_line(lock, {**who, "role": _role()})
                 return first
             _unlock(lock)
         first = False
@@ -78,14 +79,13 @@ def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], obj
         time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
 
 
-def supervisor_of(path: Path) -> tuple[str, int] | None:
-    """Host and process id of the supervisor that entered the folder last; None where none has."""
+def supervisor_of(path: Path) -> dict[str, Any] | None:
+    """`pid`, `started` and `host` of the supervisor that entered the folder last; None where none has."""
     try:
         lines = list(_objects((path / "lock").read_text(errors="replace").splitlines()))
     except OSError:
         return None
-    found = [(str(line["host"]), int(line["pid"])) for line in lines if line.get("role") == SUPERVISOR]
-    return found[-1] if found else None
+    return next((line for line in reversed(lines) if line.get("role") == SUPERVISOR), None)
 
 
 def _flock(path: Path, lock: int, *, shared: bool) -> bool:
@@ -126,7 +126,7 @@ def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
 def _held_by(path: Path, lock: int) -> str:
     here = socket.gethostname()
     holders = [line for line in _holders(lock) if "pid" in line]
-    living = [line for line in holders if line["host"] != here or process_lives(line["pid"])] or holders
+    living = [line for line in holders if line["host"] != here or still(line)] or holders
     who = ", ".join(f"process {line['pid']} ({line['role']}, on {line['host']})" for line in living) or "another run"
     return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
 
@@ -143,9 +143,7 @@ def held_by_others(path: Path) -> bool:
                 return False
         here, ours = socket.gethostname(), os.getpid()
         return any(
-            line["host"] != here or (line["pid"] != ours and process_lives(line["pid"]))
-            for line in _holders(lock)
-            if "pid" in line
+            line["host"] != here or (line["pid"] != ours and still(line)) for line in _holders(lock) if "pid" in line
         )
     finally:
         os.close(lock)
@@ -162,13 +160,22 @@ def process_lives(pid: int) -> bool:
     return True
 
 
+def still(line: Mapping[str, Any]) -> bool:
+    """Whether the process that a line names lives here: its number may have come to another one."""
+    return process_lives(line["pid"]) and line.get("started") in (None, started(line["pid"]))
+
+
 def _role() -> str:
     return f"rank {os.environ['RANK']}" if "RANK" in os.environ else SUPERVISOR
 
 
-def _started(pid: int) -> str:
-    """When a process began, in clock ticks: with it a pid names one process for good. Empty without /proc."""
+def started(pid: int) -> str:
+    """When a process began, in clock ticks: with it a pid names one process for good.
+
+    Empty without /proc, and of a process that has ended and whose parent has not looked yet.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
         return ""
+    return "" if state == "Z" else fields[18]

@@ -80,7 +80,7 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     until_step(waited, 1)
     notebook.press("Interrupt the kernel")
     notebook.ended(WAIT)
-    expect(waited).to_contain_text("waiting has ended; the run in runs/first goes on. run.stop() stops it.")
+    expect(waited).to_contain_text("waiting has ended; the run in runs/first goes on.")
 
     # A page that is loaded anew, and then a kernel that is, find it again.
     notebook.save()

@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ToolkitError, Stopped) as error:
         print(f"toolkit: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("toolkit: stopped by SIGINT", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"toolkit: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read has read enough. The interpreter would write what is left once more.

@@ -23,7 +23,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model, in processes of its own."""
     from toolkit.devices import hardware
     from toolkit.engines.job import engine_of
-    from toolkit.folder import check_new, enter, new_path
+    from toolkit.folder import RUNS, check_new, enter, new_path
     from toolkit.launching import Care, persevere
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
@@ -40,9 +40,9 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     ranks = 1 if flags.processes is None else flags.processes
     check_ranks(machine, ranks)
-    check_new(flags.run_dir or "runs/new")
+    check_new(flags.run_dir)
     get_ready(recipe, strategy, loop, ranks, machine.device)
-    path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
+    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
@@ -55,7 +55,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
 def launch(flags: argparse.Namespace) -> Shown:
     """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
     from toolkit.devices import hardware
-    from toolkit.folder import check_new, new_path
+    from toolkit.folder import RUNS, check_new, new_path
     from toolkit.launching.running import Run
     from toolkit.launching.sessions import hold_session
     from toolkit.launching.targets import Target, named
@@ -65,8 +65,8 @@ def launch(flags: argparse.Namespace) -> Shown:
         target = Target(kind="function", name=flags.target, sha256=flags.sha256)
     else:
         target = named(flags.target, flags.arguments)
-    check_new(flags.run_dir or "runs/new")
-    path = Path(flags.run_dir) if flags.run_dir else new_path("runs", strategy.sharding)
+    check_new(flags.run_dir)
+    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     hold_session(path, target, strategy, 1 if flags.processes is None else flags.processes, hardware())
     return Run(path)
 
@@ -109,13 +109,15 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.reporting import reported
     from toolkit.runtime import check_ranks
 
-    care = from_dict(Care, given(flags, Care))
     was, machine = read_run_json(path), hardware()
     ranks = was["ranks"] if flags.processes is None else flags.processes
     if target := hosted(was):
         return _resume_own(
             path, target, from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)}), ranks, flags
         )
+    if getattr(flags, "trust_function", False):
+        raise RunError(f"--trust-function: {path} is a run of the recipe, and holds no function. Leave it out.")
+    care = from_dict(Care, given(flags, Care))
     new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
@@ -139,12 +141,16 @@ def _resume_own(
 ) -> dict[str, Any]:
     """Run a script, module or function again in its folder; it goes on from what it saved itself."""
     from toolkit.devices import hardware
+    from toolkit.launching import Care
     from toolkit.launching.running import Run
     from toolkit.launching.sessions import check_trusted, hold_session
+    from toolkit.readying import Recipe
 
-    trusted = getattr(flags, "trust_function", None)
-    check_trusted(path, target, trusted=trusted is not None)
-    target = dataclasses.replace(target, sha256=trusted or target.sha256)
+    if asked := [flag(name) for owner in (Recipe, Loop, Care) for name in given(flags, owner)]:
+        raise RunError(f"{', '.join(asked)}: only the recipe takes such flags, and {path} is a run of {target.name}.")
+    trusted, sha256 = getattr(flags, "trust_function", False), getattr(flags, "sha256", None)
+    check_trusted(path, target, trusted=trusted or sha256 is not None)
+    target = dataclasses.replace(target, sha256=sha256 or target.sha256)
     hold_session(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
 

@@ -77,11 +77,10 @@ def parser() -> Parser:
     added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
     added.add_argument(
         "--trust-function",
-        metavar="SHA256",
-        nargs="?",
-        const="",
+        action="store_true",
         help="run the function that a notebook shipped into the folder, as it is there",
     )
+    added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.resume` wrote
     added = verb(launch, Strategy)
     added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
     added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.devices import hardware
+from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import resolve
-from toolkit.errors import StrategyError, nearest
+from toolkit.errors import RunError, StrategyError, nearest
 from toolkit.flags import from_dict, spell, to_flags
-from toolkit.folder import check_new, new_path, read_run_json, unheld
+from toolkit.folder import RUNS, check_new, new_path, read_run_json, refuse_links, unheld, write_json
+from toolkit.following import RUN_DIR
 from toolkit.forecasting import Candidate
 from toolkit.launching.restarting import Care
 from toolkit.launching.running import Run
 from toolkit.launching.sessions import check_trusted, hosted
-from toolkit.launching.starting import function_file, supervisor_log, supervisor_pid
+from toolkit.launching.starting import begun, function_file, supervisor_file, supervisor_log
 from toolkit.launching.targets import RECIPE, Target, named, ship
-from toolkit.model import ModelSpec
+from toolkit.locking import TOKEN, held_by_others, started
+from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.readying import Recipe
-from toolkit.runtime import check_ranks
+from toolkit.runtime import STRATEGY, check_ranks
 from toolkit.strategy import Loop, Strategy
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
+"""Of variables that say which rank a process is, and how its run is sharded."""
 
 
 def launch(
@@ -56,11 +63,12 @@ def launch(
     """
     found = _sorted(strategy, fields, recipe=target == RECIPE)
     asked, machine = found["strategy"], hardware()
-    ranks = _ranks(asked, machine.ranks if machine.device.kind != "cpu" else 2) if processes is None else processes
+    ranks = _ranks(asked, machine) if processes is None else processes
     check_ranks(machine, ranks)
     resolve(asked, found["loop"], None, ranks, machine.device)
-    check_new(run_dir or "runs/new")
-    path = Path(run_dir) if run_dir else new_path("runs", asked.sharding)
+    check_new(run_dir)
+    path = Path(run_dir) if run_dir else new_path(RUNS, asked.sharding)
+    _claim(path)
     words = ["--run-dir", str(path), "--processes", str(ranks)]
     if target == RECIPE:
         if args or kwargs:
@@ -93,21 +101,41 @@ def resume(
     """
     folder = path.folder if isinstance(path, Run) else Path(path)
     target = hosted(read_run_json(folder))
+    if (function is not None or trust_function) and (target is None or target.kind != "function"):
+        made = "the recipe" if target is None else f"the {target.kind} {target.name}"
+        raise RunError(f"{folder} is a run of {made}, and no function is part of it. Leave the function out.")
+    _claim(folder)
     words: list[str] = []
     if target is not None:
         if function is not None:
             target = ship(function, fields.pop("args", ()), fields.pop("kwargs", {}), function_file(unheld(folder)))
         check_trusted(folder, target, trusted=trust_function or function is not None)
-        words = ["--trust-function", target.sha256] if target.kind == "function" else []
+        words = ["--sha256", target.sha256] if target.kind == "function" else []
     return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
+
+
+def _claim(path: Path) -> None:
+    """Before anything is written: no other run is in the folder, or about to be, and no link leads out of it.
+
+    Raises:
+        RunError: for a folder that is held, or has such a link.
+    """
+    refuse_links(path)
+    if held_by_others(path) or begun(unheld(path)) is not None:
+        raise RunError(f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder.")
 
 
 def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, recipe: bool) -> dict[str, Any]:
     """A Strategy, Loop, Recipe and Care, each by its name, of what was given."""
     owners: dict[str, type[Any]] = {"strategy": Strategy, "loop": Loop, "recipe": Recipe, "care": Care}
     known = {name: {f.name for f in dataclasses.fields(owner)} for name, owner in owners.items()}
-    if isinstance(fields.get("model"), ModelSpec):
-        fields = {**fields, "model": fields["model"].source}
+    if isinstance(spec := fields.get("model"), ModelSpec):
+        if spec.source is None and spec.name != EMBEDDED:
+            raise StrategyError(
+                f"model: the ranks cannot find {spec.name}, which was described from a config or a module in this process. "
+                "Save it into a folder (save_pretrained), and name the folder."
+            )
+        fields = {**fields, "model": spec.source or EMBEDDED}
     for name in fields:
         every = sorted(set().union(*known.values()))
         if name not in every:
@@ -117,6 +145,11 @@ def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any],
                 f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
             )
     given: dict[str, Any] = {}
+    if isinstance(strategy, Candidate) and not recipe:
+        raise StrategyError(
+            f"strategy: a plan's candidate has a batch, too, and only the recipe ({RECIPE}) takes one. "
+            "Give its `.strategy`, and its `.loop` to your own code."
+        )
     if isinstance(strategy, Candidate):
         given = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.loop)}
     elif isinstance(strategy, Strategy):
@@ -130,8 +163,15 @@ def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any],
     }
 
 
-def _ranks(strategy: Strategy, devices: int) -> int:
-    return 1 if strategy.sharding == "none" else max(devices, 2 * strategy.replicate)
+def _ranks(strategy: Strategy, machine: Hardware) -> int:
+    if strategy.sharding == "none":
+        return 1
+    return max(2, 2 * strategy.replicate) if machine.device.kind == "cpu" else machine.ranks
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what an Accelerator, or a launcher, left in it for the process that it stood in."""
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
 
 
 def _target(
@@ -151,10 +191,11 @@ def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
     with open(supervisor_log(folder), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "toolkit.cli", *command],
+            env=without_launchers(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
         )
-    supervisor_pid(folder).write_text(f"{process.pid}\n")
+    write_json(supervisor_file(folder), {"pid": process.pid, "started": started(process.pid)})
     return Run(path, asked, process)

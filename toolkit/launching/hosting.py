@@ -30,7 +30,7 @@ def host(path: Path, target: Target) -> int:
     rank = int(os.environ.get("RANK", "0"))
     with enter(path, resume=True) as folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised())
-        os.environ[RUN_DIR] = str(path)
+        os.environ[RUN_DIR] = str(path.absolute())  # the target may go elsewhere
         with folder.room_for_error(rank):
             try:
                 _run(folder, target)

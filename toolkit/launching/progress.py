@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,7 +50,10 @@ class Progress:
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.bytes_per_rank:
-            parts.append(f"{format_bytes(max(self.bytes_per_rank))} a rank")
+            beside = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+            if self.forecast_bytes:
+                beside += f", {format_bytes(self.forecast_bytes)} forecast"
+            parts.append(f"{format_bytes(max(self.bytes_per_rank))} a rank{beside}")
         if self.left_seconds:
             parts.append(f"{format_seconds(self.left_seconds)} left")
         return ", ".join(parts)
@@ -79,9 +83,14 @@ class Tail:
         self.path = path
         self.steps: list[dict[str, Any]] = []
         self._read, self._file = 0, 0
+        self._one = threading.Lock()
 
     def look(self) -> list[dict[str, Any]]:
-        """All lines with a step so far."""
+        """All lines with a step so far. Several views of a run may look at once."""
+        with self._one:
+            return self._look()
+
+    def _look(self) -> list[dict[str, Any]]:
         try:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
@@ -123,11 +132,12 @@ def read_progress(folder: Path) -> Progress:
     if not steps:
         return Progress(**known)
     last, recent = steps[-1], [event for event in steps[-RECENT:] if event.get("seconds")]
+    total = total or int(last.get("steps", 0))  # of a loop that is not the recipe's: as it says itself
     pace = median(event["seconds"] for event in recent) if recent else None
     speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
     ranks = last.get("bytes") or ()
     return Progress(
-        **known,
+        **{**known, "steps": total},
         bytes_are="allocated" if any(rank.get("allocated") for rank in ranks) else "resident",
         step=int(last["step"]),
         loss=last["loss"],
@@ -142,7 +152,7 @@ def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
     """A progress bar in a terminal; what comes back brings it up to date."""
     from tqdm import tqdm
 
-    with tqdm(total=None, unit="step", disable=not shown, mininterval=0.25) as made:
+    with tqdm(total=None, unit="step", disable=not shown) as made:
 
         def update() -> None:
             if shown:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -17,21 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import RunError
+from toolkit.errors import RunError, ToolkitError
 from toolkit.flags import from_dict
 from toolkit.folder import read_events, read_run_json, unheld
 from toolkit.launching.progress import Progress, bar, read_progress, tail_of
-from toolkit.launching.starting import supervisor_log, supervisor_pid
+from toolkit.launching.starting import begun, supervisor_file, supervisor_log
 from toolkit.launching.viewing import page
-from toolkit.locking import held_by_others, process_lives, supervisor_of
+from toolkit.locking import held_by_others, still, supervisor_of
 from toolkit.redacting import redact
-from toolkit.reporting import Report, report
+from toolkit.reporting import Report, ended, memory_of, report
 from toolkit.show import Shown, Table
 from toolkit.strategy import Strategy
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
 
-_POLL = 0.2
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+"""Exit statuses of a supervisor that was told to stop; the last two before it could listen."""
+
+_POLL = 0.25
+"""Seconds: a bar moves four times a second at most."""
 
 views: list[Callable[[Run], None]] = []
 """What shows a run that is waited for: a notebook's kernel adds its live view."""
@@ -44,9 +49,10 @@ class Run(Shown):
         self, folder: Path, asked: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         """`asked` and `process` are known to who launched it; all else is in the folder."""
-        self.folder = folder
-        self._files = unheld(folder)
+        self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
+        self._files = unheld(self.folder)
         self._asked, self._process = asked, process
+        self._reading = threading.Lock()
         self._said: IO[bytes] | None = None
         with contextlib.suppress(OSError):
             # Open from now on: a new run that never began is removed with its folder, and its last words with it.
@@ -54,11 +60,17 @@ class Run(Shown):
             weakref.finalize(self, self._said.close)
 
     @property
+    def name(self) -> str:
+        """Its folder, from here if it lies below."""
+        here = Path.cwd()
+        return str(self.folder.relative_to(here) if here in self.folder.parents else self.folder)
+
+    @property
     def alive(self) -> bool:
         """Whether its supervisor runs."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return held_by_others(self.folder) or _begins(self.folder)
+        return held_by_others(self.folder) or begun(self._files) is not None
 
     @property
     def status(self) -> str:
@@ -68,27 +80,43 @@ class Run(Shown):
     def _status(self, progress: Progress) -> str:
         if self.alive:
             return "running" if progress.step else "starting"
-        if self._about().get("finished"):
-            return "finished"
-        return str(self._end().get("how") or ("stopped" if self.said.startswith("stopped by") else "failed"))
+        return self._end()[0]
 
     @property
     def said(self) -> str:
         """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
-        if self._about().get("finished") and not self.alive:
-            return ""
-        if message := self._end().get("message"):
-            return redact(str(message))
+        how, words = ("running", self._last_words()) if self.alive else self._end()
+        return "" if how == "finished" else words
+
+    def _end(self) -> tuple[str, str]:
+        """How it ended, and what was said of that: by the supervisor that this `Run` started, or else by the folder."""
+        code = None if self._process is None or not self._is_last else self._process.poll()
+        about = self._about()
+        if code in (None, 0) and about:
+            return ended(self._files, about)
+        how = "stopped" if code in STOPPED else "failed"
+        return how, self._last_words() or (f"{how} before it had begun" if code is not None else "")
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no other process has become the folder's supervisor since."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            found = json.loads(supervisor_file(self._files).read_bytes())
+            return self._process is not None and bool(found["pid"] == self._process.pid)
+        return True  # a new run that never began was removed with its folder
+
+    def _last_words(self) -> str:
         if self._said is None:
             return ""
-        self._said.seek(0)
-        text = self._said.read().decode(errors="replace")
+        with self._reading:
+            self._said.seek(0)
+            text = self._said.read().decode(errors="replace")
         _, found, last = ("\n" + text).rpartition("\ntoolkit: ")
         return redact(last.strip() if found else text.strip()[-2000:])
 
     @property
     def strategy(self) -> Strategy:
-        """As it was resolved, without `auto`; before that, as it was asked for."""
+        """As it was resolved, without `auto`; before that, and of code of one's own, as it was asked for."""
         about = self._about()
         if about:
             return from_dict(Strategy, about["strategy"])
@@ -111,11 +139,12 @@ class Run(Shown):
 
     @property
     def memory(self) -> dict[str, Any] | None:
-        """`memory.json`: measured peaks, rank by phase, beside the forecast. None before the end."""
-        with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(self._files.memory.read_bytes())
-            return found
-        return None
+        """`memory.json`: measured peaks, rank by phase, beside the forecast. None before the end.
+
+        Raises:
+            RunError: where it cannot be read.
+        """
+        return memory_of(self._files, self._about())
 
     def logs(self, rank: int = 0) -> str:
         """What a rank printed.
@@ -150,13 +179,15 @@ class Run(Shown):
                 while self.alive:
                     update()
                     if deadline is not None and time.monotonic() > deadline:
-                        raise RunError(f"{self.folder} still runs after {timeout:g} s. Wait again, or stop() it.")
+                        raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
                     time.sleep(_POLL)
                 update()
         except KeyboardInterrupt:
-            raise _Interrupted(f"waiting has ended; the run in {self.folder} goes on. run.stop() stops it.") from None
+            raise _Interrupted(
+                f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
+            ) from None
         if self.status == "failed":
-            raise RunError(self.said or f"the run in {self.folder} ended without a word: its supervisor was killed.")
+            raise RunError(self.said or f"the run in {self.name} ended without a word: its supervisor was killed.")
         return self
 
     def stop(self, timeout: float | None = None) -> Run:
@@ -171,13 +202,19 @@ class Run(Shown):
         if not self.alive:
             return self
         pid = self._supervisor()
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it has just ended
+        except PermissionError:
+            raise RunError(
+                f"{self.name} is another user's run: process {pid} may not be signalled from here."
+            ) from None
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.alive:
             if deadline is not None and time.monotonic() > deadline:
                 raise RunError(
-                    f"{self.folder} was asked to stop and has not ended after {timeout:g} s: {self.progress.line}."
+                    f"{self.name} was asked to stop and has not ended after {timeout:g} s: {self.progress.line}."
                 )
             time.sleep(_POLL)
         return self
@@ -189,14 +226,14 @@ class Run(Shown):
     def tables(self) -> list[Table]:
         """Its status and figures."""
         progress = self.progress
-        title = f"{self.folder}: {self._status(progress)}"
+        title = f"{self.name}: {self._status(progress)}"
         return [progress.table(title, self.said if not self.alive else "")]
 
     def _repr_html_(self) -> str:
         # Twice a second while it goes: run.json is read once for it.
         progress = self.progress
         status, steps = self._status(progress), tail_of(self._files.events).steps
-        return redact(page(str(self.folder), status, progress, steps, "" if status == "running" else self.said))
+        return redact(page(self.name, status, progress, steps, "" if status == "running" else self.said))
 
     def to_dict(self) -> dict[str, Any]:
         """Folder, status, strategy and progress."""
@@ -211,24 +248,24 @@ class Run(Shown):
         except RunError:
             return {}
 
-    def _end(self) -> dict[str, Any]:
-        """As the supervisor left it of a run that had begun."""
-        with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(self._files.end.read_bytes())
-            return found
-        return {}
-
     def _supervisor(self) -> int:
-        """Its process id, as soon as it can be told to stop."""
+        """Its process id; of a living process alone."""
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
+        if found := begun(self._files):
+            return int(found["pid"])
         found = supervisor_of(self.folder)
-        if found is None or found[0] != socket.gethostname() or not process_lives(found[1]):
-            where = f"process {found[1]} on {found[0]}" if found else "no supervisor of ours"
+        if found is None or found["host"] != socket.gethostname() or not still(found):
+            where = f"process {found['pid']} on {found['host']}" if found else "no supervisor of ours"
             raise RunError(
-                f"{self.folder} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
+                f"{self.name} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
             )
-        return found[1]
+        return int(found["pid"])
+
+    def __repr__(self) -> str:
+        """In a line, for a terminal."""
+        progress = self.progress
+        return f"<Run {self.name}: {self._status(progress)}, {progress.line}>"
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -237,17 +274,6 @@ class _Interrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """In IPython: what this means, and no frames."""
         return [f"KeyboardInterrupt: {self}"]
-
-
-def _begins(folder: Path) -> bool:
-    """Whether a supervisor was started for the folder that has not come to hold it yet."""
-    import psutil
-
-    try:
-        pid = int(supervisor_pid(unheld(folder)).read_text())
-        return str(folder) in psutil.Process(pid).cmdline() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except (OSError, ValueError, psutil.Error):
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +298,8 @@ class Runs(Shown):
             for one in self.found
         ]
         columns = ("run", "status", "sharding", "adapter", "steps", "loss")
-        notes = () if rows else (f"There is no run in {self.root}.",)
+        notes = [f"{Path(one['folder']).name}: {one['said']}" for one in self.found if one["status"] == "unreadable"]
+        notes += [] if rows else [f"There is no run in {self.root}."]
         return [Table(title=f"Runs in {self.root}", columns=columns, rows=rows, notes=notes)]
 
 
@@ -283,13 +310,24 @@ def attach(path: str | Path) -> Run:
         RunError: for a folder without a run.
     """
     folder = Path(path)
-    if not held_by_others(folder) and not _begins(folder):
+    if not held_by_others(folder) and begun(unheld(folder)) is None:
         read_run_json(folder)
     return Run(folder)
 
 
 def runs(root: str | Path = "runs") -> Runs:
     """The runs under `root`, the newest first."""
-    folders = [path.parent for path in Path(root).glob("*/run.json")]
-    found = sorted(folders, key=lambda path: (path / "run.json").stat().st_mtime, reverse=True)
-    return Runs(root=str(root), found=tuple(Run(path).to_dict() for path in found))
+    places = {path.parent for path in Path(root).glob("*/run.json")}
+    starting = {path.parents[1] for path in Path(root).glob("*/logs/supervisor.json")} - places
+    places |= {path for path in starting if begun(unheld(path)) is not None}
+    found = sorted(places, key=lambda path: (path / "logs").stat().st_mtime, reverse=True)
+    return Runs(root=str(root), found=tuple(_row(Run(path)) for path in found))
+
+
+def _row(run: Run) -> dict[str, Any]:
+    """One that cannot be read, as another version's, hides no other."""
+    try:
+        return run.to_dict()
+    except ToolkitError as error:
+        plain = {"strategy": dataclasses.asdict(Strategy()), **dataclasses.asdict(Progress())}
+        return {"folder": str(run.folder), "status": "unreadable", "said": str(error), **plain}

@@ -16,6 +16,7 @@ from toolkit.launching.supervising import supervise
 from toolkit.launching.targets import Target
 from toolkit.locking import new_token
 from toolkit.readying import versions
+from toolkit.redacting import MARK
 from toolkit.reporting import reported
 from toolkit.runtime import STRATEGY, check_ranks
 from toolkit.strategy import Loop, Strategy
@@ -50,9 +51,20 @@ def hold_session(
 
 
 def hosted(about: dict[str, Any]) -> Target | None:
-    """What a run hosts, from its `run.json`; None of the recipe's."""
+    """What a run hosts, from its `run.json`; None of the recipe's.
+
+    Raises:
+        RunError: where an argument was a secret, which the file does not hold.
+    """
     found = about.get("target")
-    return None if found is None else Target(**{**found, "arguments": tuple(found["arguments"])})
+    if found is None:
+        return None
+    if any(MARK in word for word in found["arguments"]):
+        words = " ".join(found["arguments"])
+        raise RunError(
+            f"{found['name']} was given a secret, and run.json does not say it: {words}. Launch it again with all of its arguments."
+        )
+    return Target(**{**found, "arguments": tuple(found["arguments"])})
 
 
 def check_trusted(folder: Path, target: Target, *, trusted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.folder import Folder
-from toolkit.locking import TOKEN
+from toolkit.locking import TOKEN, still
 
 
 def clear(folder: Folder, config: Mapping[str, Any]) -> None:
@@ -43,9 +44,18 @@ def supervisor_log(folder: Folder) -> Path:
     return folder.logs / "supervisor.log"
 
 
-def supervisor_pid(folder: Folder) -> Path:
-    """Its process id, before it holds the folder."""
-    return folder.logs / "supervisor.pid"
+def supervisor_file(folder: Folder) -> Path:
+    """Its process, before it holds the folder: JSON with `pid` and `started`, as in the lock."""
+    return folder.logs / "supervisor.json"
+
+
+def begun(folder: Folder) -> dict[str, Any] | None:
+    """The process that was started last as the folder's supervisor, as far as it still lives."""
+    try:
+        found: dict[str, Any] = json.loads(supervisor_file(folder).read_bytes())
+        return found if still(found) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def function_file(folder: Folder) -> Path:

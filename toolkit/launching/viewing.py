@@ -31,11 +31,11 @@ def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str
         f'<span role="status" style="background:{ground};color:{ink};border-radius:4px;padding:1px 8px">{status}</span> '
         f"{escape(progress.line)}</p>"
     )
-    whole, said_of = progress.steps or max(progress.step, 1), f"{escape(name)}: {escape(progress.line)}"
-    meter = (
-        f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" '
-        f'value="{progress.step}" max="{whole}"></progress>'
-    )
+    said_of = f"{escape(name)}: {escape(progress.line)}"
+    # Without a value the bar says that something goes on, and not how far it is.
+    known = progress.steps or status == "finished"
+    value = f'value="{progress.step}" max="{progress.steps or max(progress.step, 1)}"' if known else ""
+    meter = f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" {value}></progress>'
     words = (
         f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(said)}</pre>'
         if said

@@ -89,14 +89,14 @@ def read_record(path: str | Path) -> Record:
     folder = look(path)
     about = redact_all(read_run_json(folder.path))
     events = redact_all(read_events(folder.events))
-    status, words = _ended(folder, about)
+    status, words = ended(folder, about)
     return Record(
         path=folder.path,
         about=about,
         steps=tuple(event for event in events if "loss" in event),
         evaluations=tuple(event for event in events if "eval_loss" in event),
         checkpoints=tuple(redact_all(read_events(folder.published))),
-        memory=_memory(folder, about),
+        memory=memory_of(folder, about),
         status=status,
         words=redact(words),
         then="" if status in ("finished", "running") else redact(_then(folder)),
@@ -133,8 +133,12 @@ def _median(values: Sequence[float]) -> float:
     return float(median(values))
 
 
-def _memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of this attempt: a finished run that goes on with other flags has an older one until it finishes again."""
+def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`memory.json` of this attempt: a finished run that goes on with other flags has an older one until it finishes again.
+
+    Raises:
+        RunError: where it cannot be read.
+    """
     try:
         if folder.memory.stat().st_mtime < _started(about):
             return None
@@ -146,8 +150,8 @@ def _memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def _ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
-    """How the run is, in a word, and what is said of that."""
+def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
+    """How a run that had begun is, in a word, and what is said of that."""
     beats = list(read_beats(folder.logs).values())
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."

@@ -94,7 +94,9 @@ def _own(run: Record, target: Mapping[str, Any]) -> Section:
     if target["sha256"]:
         ran.append(("sha256 of its file", target["sha256"]))
     strategy = _fields(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
-    words = "Fields that are not listed have their defaults. What does the same again"
+    words = "Fields that are not listed have their defaults. "
+    words += f"A secret stood where it says {MARK}: give it anew. " if MARK in run.command else ""
+    words += "What does the same again"
     more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
     tables = [(Table(title="Target", columns=("field", "value"), rows=ran), ""), (strategy, "")]
     return Section(title="What was asked", words=words + more, code=run.command, tables=tables)
