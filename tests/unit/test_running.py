@@ -1,0 +1,263 @@
+"""A run seen through its folder by several processes: who may begin in it, how it ended, and who is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+import toolkit as tk
+from toolkit import folder, following, locking
+from toolkit.cli import main
+from toolkit.devices import hardware
+from toolkit.launching.detaching import _ranks, without_launchers
+from toolkit.launching.sessions import hosted
+from toolkit.launching.starting import supervisor_file, supervisor_log
+from toolkit.units import timestamp
+
+HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
+
+
+def nothing() -> None:
+    """A function to launch."""
+
+
+@contextlib.contextmanager
+def another(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of somebody else's, from when it says that it is in to the end of its standard input."""
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "in\n"
+        yield process
+        process.stdin.close()
+
+
+def own(path: Path, **target: Any) -> folder.Folder:
+    """A finished run of a script."""
+    known = {"target": SCRIPT | target, "loop": {}, "recipe": {}, "finished": timestamp()}
+    return runs.write(path, [], found=runs.about(**known))
+
+
+def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    run = runs.write(tmp_path / "run", [])
+    supervisor_log(run).symlink_to(victim)
+    with pytest.raises(tk.RunError, match="is a link that leads out of the run's folder"):
+        tk.resume(run.path)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/logs").symlink_to(tmp_path)
+    with pytest.raises(tk.RunError, match="is a link that leads out of the run's folder"):
+        tk.launch(nothing, run_dir=tmp_path / "new")
+    assert victim.read_text() == "theirs"
+    assert not (tmp_path / "function.pkl").exists()
+
+
+def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
+    """Also before its `run.json` is there, and before its supervisor holds it."""
+    path = tmp_path / "run"
+    with another(HOLD, path):
+        with pytest.raises(tk.RunError, match="is in use by a run"):
+            tk.launch(nothing, run_dir=path)
+        assert tk.attach(path).status == "starting"
+        assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
+    begins = folder.unheld(tmp_path / "begins")
+    begins.logs.mkdir(parents=True)
+    with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
+        folder.write_json(supervisor_file(begins), {"pid": process.pid, "started": locking.started(process.pid)})
+        with pytest.raises(tk.RunError, match="is in use by a run"):
+            tk.launch(nothing, run_dir=begins.path)
+        assert [one["status"] for one in tk.runs(tmp_path).found] == ["starting"]
+        assert tk.attach(begins.path).stop(timeout=20).status == "failed"
+        assert process.wait(20) == -15
+
+
+def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> None:
+    mine = {"pid": os.getpid(), "started": locking.started(os.getpid()), "host": "here"}
+    assert locking.still(mine)
+    assert not locking.still(mine | {"started": "1"})
+    run = runs.write(tmp_path / "run", [])
+    folder.write_json(supervisor_file(run), mine | {"started": "1"})
+    assert not tk.attach(run.path).alive
+
+
+def test_a_refused_resume_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the folder says of the attempt before."""
+    run = own(tmp_path / "run")
+    again = tk.resume(run.path, steps=7, restarts=2)
+    with pytest.raises(
+        tk.RunError, match=r"--steps, --restarts: only the recipe takes such flags, and .* is a run of mine"
+    ):
+        again.wait(60, progress=False)
+    assert (again.status, tk.attach(run.path).status) == ("failed", "finished")
+    assert main(["resume", str(run.path), "--trust-function", "--steps", "3"]) == 2
+    assert "--steps: only the recipe" in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_at_once_was_stopped(tmp_path: Path) -> None:
+    run = tk.launch(nothing, run_dir=tmp_path / "run").stop(timeout=60)
+    assert run.status == "stopped"
+    assert "stopped" in run.wait(progress=False).said
+
+
+def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
+    with pytest.raises(tk.RunError, match=r"is a run of the script mine\.py, and no function"):
+        tk.resume(own(tmp_path / "script").path, nothing)
+    with pytest.raises(tk.RunError, match="is a run of the recipe, and no function"):
+        tk.resume(runs.write(tmp_path / "recipe", []).path, trust_function=True)
+
+
+def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
+    run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
+    with pytest.raises(tk.RunError, match=r"was given a secret, and run\.json does not say it: --key"):
+        hosted(folder.read_run_json(run.path))
+    assert "A secret stood where it says" in str(tk.report(run.path))
+
+
+def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
+    run = runs.write(tmp_path / "run", [runs.event(1)])
+    for how in ("stopped", "failed"):
+        run.record_end(how, f"{how} as it went")
+        found = tk.attach(run.path)
+        assert (found.status, found.said) == (how, f"{how} as it went") == (how, found.report().run.words)
+    run.memory.write_text("{}")
+    os.utime(run.memory, (1, 1))
+    assert found.memory is None, "it is an older attempt's"
+
+
+def test_who_goes_elsewhere_still_sees_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own(Path("mine"))
+    run = tk.attach("mine")
+    assert repr(run) == "<Run mine: finished, step 0>"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run.status == "finished"
+    assert str(tmp_path / "mine") in repr(run)
+
+
+def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    own(tmp_path / "mine")
+    about = runs.about()
+    about["strategy"]["of_another_version"] = 1
+    runs.write(tmp_path / "other", [], found=about)
+    found = tk.runs(tmp_path)
+    assert {Path(one["folder"]).name: one["status"] for one in found.found} == {
+        "mine": "finished",
+        "other": "unreadable",
+    }
+    assert "of_another_version" in str(found)
+
+
+def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own(Path("runs/new"))
+    folder.check_new(None)
+    with pytest.raises(tk.RunError, match="holds a run already"):
+        folder.check_new("runs/new")
+
+
+def test_a_run_that_did_not_begin_takes_only_its_own_with_it(tmp_path: Path) -> None:
+    for name, left in (("alone", False), ("mine", True)):
+        with folder.enter(tmp_path / name) as run:
+            folder.write_json(run.run_json, runs.about())
+            if left:
+                (run.path / "model.pt").write_text("hours of work")
+            run.discard()
+            assert run.path.exists() == left
+
+
+def test_what_an_accelerator_left_behind_reaches_no_run() -> None:
+    left = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "1", "MASTER_PORT": "1", "TOOLKIT_RUN_DIR": "x"}
+    assert without_launchers({**left, "HOME": "/", "HF_HOME": "/cache"}) == {"HOME": "/", "HF_HOME": "/cache"}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "machine", "ranks"),
+    [("none", "8x T4", 1), ("zero3", "1x T4", 1), ("fsdp", "8x T4", 8), ("fsdp", "1x cpu", 2), ("hsdp", "1x cpu", 4)],
+)
+def test_so_many_ranks_are_launched(sharding: str, machine: str, ranks: int) -> None:
+    replicate = 2 if sharding == "hsdp" else 1
+    assert _ranks(tk.Strategy(sharding=sharding, replicate=replicate), hardware(machine)) == ranks
+
+
+def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GPT2Config
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tk.StrategyError, match=r"the ranks cannot find .* Save it into a folder"):
+        tk.launch(model=tk.describe(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=32)))
+    assert not Path("runs").exists()
+
+
+# Lines of one's own ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rank 0 of a run of one's own; the file that it logs into."""
+    monkeypatch.setenv(following.RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(following, "_last_log", {})
+    return tmp_path / "events.jsonl"
+
+
+def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for step in (1, 2, 3):
+        tk.log(step, steps=9, loss=torch.tensor(1 / step), tokens=8)
+    monkeypatch.setattr(following, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
+    tk.log(2, steps=9, loss=0.25)
+    assert [(line["step"], line["loss"]) for line in folder.read_events(rank)] == [(1, 1.0), (2, 0.25)]
+    assert tk.launching.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"bytes": 5}, "'bytes' is a name of the toolkit's own"),
+        ({"loss": "low"}, "loss='low' is no number"),
+        ({"seconds": None}, "seconds=None is no number"),
+    ],
+)
+def test_what_is_no_figure_is_refused(rank: Path, figures: dict[str, Any], said: str) -> None:
+    with pytest.raises(tk.ToolkitError, match=said):
+        tk.log(1, **figures)
+    assert not rank.exists()
+
+
+def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
+    program = "import signal, toolkit as tk; print(tk.stopping(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    environ = {name: value for name, value in os.environ.items() if name != following.RUN_DIR}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_an_interrupted_watch_says_that_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.launching import running
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with another(HOLD, tmp_path / "run"):
+        monkeypatch.setattr(running.time, "sleep", interrupt)
+        assert main(["watch", str(tmp_path / "run")]) == 130
+        monkeypatch.undo()
+    assert "waiting has ended; the run in" in capsys.readouterr().err
+
+
+def test_json_of_a_row_is_json(tmp_path: Path) -> None:
+    own(tmp_path / "mine")
+    assert json.loads(tk.runs(tmp_path).to_json())["found"][0]["status"] == "finished"
