@@ -24,6 +24,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
+from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -117,7 +118,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
         kernel_name="python3",
         timeout=None,
         record_timing=False,
-        extra_arguments=["--log-level=ERROR"],  # it warns of ports that are read by whoever may read this machine's
+        # No ports: another process may take one between when it is chosen and when the kernel listens there.
+        config=Config({"KernelManager": {"transport": "ipc", "connection_file": str(folder / ".kernel.json")}}),
         resources={"metadata": {"path": str(folder)}},
     )
     # The kernel imports this checkout's toolkit, and keeps nothing in the user's IPython.
@@ -128,7 +130,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
     except (TimeoutError, DeadKernelError):  # the second is what nbclient makes of being cancelled in a cell
         if time.monotonic() - began < limit:
             raise
-        raise TimeoutError(f"the notebook took longer than {limit:g} s, and was ended") from None
+        at = next((cell.source for cell in notebook.cells if cell.get("execution_count", 0) is None), "its end")
+        raise TimeoutError(f"the notebook took longer than {limit:g} s, and was ended at:\n{at}") from None
     notebook.metadata = nbformat.from_dict(METADATA)
     return time.monotonic() - began
 
