@@ -409,8 +409,10 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> 
         panel = made("memory", spec)
         with capture_output() as shown:
             panel._ipython_display_()
+            panel._ipython_display_()
             panel.controls["sharding"].value = "ddp"
-        controls, answer, moved = shown.outputs
+        controls, answer, _, again, moved = shown.outputs
+        assert answer.transient == again.transient == moved.transient != {}
         assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
         assert VIEW not in answer.data
         assert plain(moved.data["text/html"]) == plain(panel.twin()) != plain(answer.data["text/html"])
