@@ -107,8 +107,9 @@ for place, (role, colour) in enumerate(ROLES.items()):
     body.append(f'<rect x="{60 + 110 * place}" y="34" width="12" height="12" fill="{colour}"/>')
     body.append(f'<text x="{78 + 110 * place}" y="45">{role}</text>')
 HTML(
-    '<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="bits-t bits-d" viewBox="0 0 760 166" width="760" '
-    'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13" fill="#1f2937">'
+    '<svg class="toolkit-picture" xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="bits-t bits-d" '
+    'viewBox="0 0 760 166" width="760" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" '
+    'font-size="13" fill="#1f2937">'
     f'<title id="bits-t">Where the bits go</title><desc id="bits-d">{". ".join(said)}.</desc>'
     '<rect width="760" height="166" rx="8" fill="#fff"/>'
     f'<text x="12" y="22" font-size="15" font-weight="600">Where the bits go</text>{"".join(body)}</svg>'

@@ -82,8 +82,8 @@ BLUE, PALE, RED, GREY, INK = "#1649ff", "#dbe4ff", "#a21600", "#4b5563", "#1f293
 def draw(name, title, told, height, body):
     """An SVG with a title and a description, on a white ground of its own."""
     return HTML(
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" width="760" '
-        f'viewBox="0 0 760 {height}" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" '
+        f'<svg class="toolkit-picture" xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" '
+        f'width="760" viewBox="0 0 760 {height}" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" '
         f'font-size="12"><title id="{name}-t">{title}</title><desc id="{name}-d">{told}</desc>'
         f'<rect width="760" height="{height}" rx="8" fill="#fff"/>'
         f'<text x="12" y="24" font-size="15" font-weight="600" fill="{INK}">{title}</text>{"".join(body)}</svg>'

@@ -26,7 +26,7 @@ from toolkit.runtime import accelerator
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, train
-from toolkit.units import format_bytes, format_seconds
+from toolkit.units import format_bytes, format_step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,9 @@ class Trial(Shown):
             (name, *_beside(foretold, measured))
             for name, (foretold, measured) in {"peak": (self.foretold_bytes, self.peak_bytes), **phases}.items()
         ]
-        notes = (f"A step took {_time(self.seconds)}. x: the forecast as a multiple of what was measured.",)
+        notes = (
+            f"A step took {format_step_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",
+        )
         title = (
             f"Highest memory, sharding {self.forecast.strategy.sharding}, precision {self.forecast.strategy.precision}"
         )
@@ -135,9 +137,9 @@ class Trials(Shown):
         rows = []
         for name, trial in self.trials.items():
             foretold = self.foretold_seconds(name)
-            took = ("–", _time(trial.seconds), "–")
+            took = ("–", format_step_seconds(trial.seconds), "–")
             if foretold is not None:
-                took = (_time(foretold), took[1], f"{foretold / trial.seconds:.2f}")
+                took = (format_step_seconds(foretold), took[1], f"{foretold / trial.seconds:.2f}")
             rows.append((name, *_beside(trial.foretold_bytes, trial.peak_bytes), *took))
         notes = ["x: the forecast as a multiple of what was measured."]
         if all(trial.forecast.timing is None for trial in self.trials.values()):
@@ -147,11 +149,6 @@ class Trials(Shown):
             )
         columns = ("setting", "peak, forecast", "measured", "x", "a step, forecast", "measured", "x")
         return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
-
-
-def _time(seconds: float) -> str:
-    """To the hundredth, where settings differ by tenths."""
-    return f"{seconds:.2f} s" if 1 <= seconds < 10 else format_seconds(seconds)
 
 
 def _beside(foretold: int | None, measured: int) -> tuple[str, str, str]:

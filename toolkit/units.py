@@ -62,6 +62,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
+def format_step_seconds(seconds: float) -> str:
+    """As `format_seconds`, but to the hundredth where steps and settings differ by tenths: `"2.35 s"`."""
+    return f"{seconds:.2f} s" if 1 <= seconds < 10 else format_seconds(seconds)
+
+
 def timestamp() -> str:
     """Now, to the second, with its offset from UTC (ISO 8601)."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -97,12 +97,14 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     until_step(view, before + 2)
 
     # The button, also while the kernel waits: the step ends, a checkpoint is published, no process is left, and no button.
-    until_step(notebook.start(WAIT), 1)
+    waited = notebook.start(WAIT)
+    until_step(waited, 1)
     asked = time.monotonic()
     view.get_by_role("button", name="Stop").click()
     expect(view).to_contain_text("stopped by SIGTERM. Published")
     assert time.monotonic() - asked < 30
     notebook.ended(WAIT)
+    expect(waited).to_contain_text("stopped by SIGTERM. Published")
     found = tk.attach(run)
     assert found.status == "stopped"
     assert left_of(run) == []

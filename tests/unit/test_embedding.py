@@ -11,7 +11,10 @@ from toolkit.drawing import Bar, bars, curve, figure, portable
 from toolkit.show import Table
 from toolkit.units import MiB
 
-FOREIGN = '<svg xmlns="http://www.w3.org/2000/svg"><title>of another library</title></svg>'
+FOREIGN = (
+    '<svg role="img" xmlns="http://www.w3.org/2000/svg"><title>an icon</title><svg role="img"><path/></svg></svg>'
+    """<script>const icon = '<svg class="icon" role="img"></svg>';</script>"""
+)
 
 
 def test_pictures_become_images_that_hold_them() -> None:
@@ -37,3 +40,16 @@ def test_pictures_become_images_that_hold_them() -> None:
     for svg, image in zip(drawn, images, strict=True):
         rest = rest.replace(svg, image)
     assert found == rest
+
+
+def test_a_kernel_shows_what_is_not_ours_as_it_is() -> None:
+    from IPython.display import HTML
+
+    from toolkit.notebook import _html
+
+    isolated = HTML(FOREIGN, metadata={"isolated": True})
+    assert _html(isolated) == (FOREIGN, {"isolated": True})
+    drawn = curve({"loss": [(1, 2.0), (2, 1.0)]}, title="Loss", x="step", y="loss")
+    assert _html(HTML(FOREIGN + drawn, metadata={"isolated": True})) == (portable(FOREIGN + drawn), {"isolated": True})
+    assert _html(HTML(FOREIGN + drawn)) == FOREIGN + portable(drawn)
+    assert _html(HTML()) is None

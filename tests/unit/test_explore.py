@@ -16,6 +16,7 @@ from toolkit.cli import main
 from toolkit.engines.job import engine_of, resolve
 from toolkit.errors import ToolkitError
 from toolkit.explaining import contrast, precisions, timeline
+from toolkit.notebook.asking import command
 from toolkit.phases import PHASES
 
 LOOP = tk.Loop(seq_len=64, micro_batch=2)
@@ -336,6 +337,34 @@ def test_who_waits_is_told(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) 
     assert panel.sentence in said[-1]
 
 
+def test_a_shell_is_told_what_it_can_find(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with GPUs, as their driver names them: the catalog's name, or none."""
+    from toolkit.notebook import asking
+
+    known = tk.hardware("2x H100-80GB")
+    there = dataclasses.replace(known, device=dataclasses.replace(known.device, name="NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(asking, "hardware", lambda name=None: there if name is None else tk.hardware(name))
+    panel = tk.explore("memory", spec, None, tk.Strategy(sharding="zero3"), LOOP)
+    assert "--hardware" not in command("memory", panel.asked)
+    panel.set(devices=4)
+    assert "--hardware '4x H100-80GB'" in command("memory", panel.asked)
+    panel.set(devices=2, device="L4")
+    assert "--hardware '2x L4'" in command("memory", panel.asked)
+    words = made("memory", spec, hardware=there).asked.machine_words
+    assert (words, tk.hardware(words).device.name) == ("2x H100-80GB", "H100-80GB")
+    unknown = dataclasses.replace(there, device=dataclasses.replace(there.device, name="NVIDIA X1", card=None))
+    assert "'2x <NVIDIA X1, which the catalog lacks>'" in command(
+        "memory", made("memory", spec, hardware=unknown).asked
+    )
+
+
+def test_a_config_that_is_in_no_file_is_called_none(spec: tk.ModelSpec) -> None:
+    from transformers import GPT2Config
+
+    asked = made("memory", tk.describe(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512))).asked
+    assert "toolkit forecast '<where its config is saved>'" in command("memory", asked)
+
+
 def test_two_strategies_have_controls_of_their_own(spec: tk.ModelSpec) -> None:
     panel = made("compare", spec, against=tk.Strategy(sharding="ddp"))
     panel.controls["against_sharding"].value = "fsdp"
@@ -380,8 +409,10 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> 
         panel = made("memory", spec)
         with capture_output() as shown:
             panel._ipython_display_()
+            panel._ipython_display_()
             panel.controls["sharding"].value = "ddp"
-        controls, answer, moved = shown.outputs
+        controls, answer, _, again, moved = shown.outputs
+        assert answer.transient == again.transient == moved.transient != {}
         assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
         assert VIEW not in answer.data
         assert plain(moved.data["text/html"]) == plain(panel.twin()) != plain(answer.data["text/html"])

@@ -39,6 +39,9 @@ WIDTH = 760
 
 INK, QUIET, GRID, LIMIT = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
 
+MARK = "toolkit-picture"
+"""The class of every picture of ours, and of nobody else's."""
+
 LETTER = 8.0
 """What a letter takes at most on average, in a font of 13: of wide ones too."""
 
@@ -69,7 +72,7 @@ def svg(title: str, description: str, body: Sequence[str], height: float) -> str
     digest = hashlib.sha256("".join([description, *body]).encode()).hexdigest()[:8]
     name = f"toolkit-{digest}-{next(_DRAWN)}"
     return redact(
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" '
+        f'<svg class="{MARK}" xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" style="max-width:100%;height:auto" '
         "font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\">"
         f'<title id="{name}-t">{escape(title)}</title><desc id="{name}-d">{escape(description)}</desc>'

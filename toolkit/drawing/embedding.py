@@ -6,7 +6,10 @@ import re
 from base64 import b64encode
 from html import escape, unescape
 
-_PICTURE = re.compile(r'<svg\b[^>]*? role="img".*?</svg>', re.DOTALL)
+from toolkit.drawing.elements import MARK
+
+# None of ours has another inside.
+_PICTURE = re.compile(f'<svg class="{MARK}".*?</svg>', re.DOTALL)
 _BOX = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
 _NAME = re.compile(r"toolkit-[0-9a-f]{8}-\d+")
 _WORDS = re.compile(r"<(title|desc) [^>]*>(.*?)</\1>", re.DOTALL)
@@ -14,6 +17,8 @@ _WORDS = re.compile(r"<(title|desc) [^>]*>(.*?)</\1>", re.DOTALL)
 
 def portable(html: str) -> str:
     """`html` with every picture of ours as an image that holds it, with its title and description as the image's words.
+
+    Pictures of others stay as they are.
 
     What is lost is what rests on a pointer: the words of a bar's part stand in the table beside it, too.
     """

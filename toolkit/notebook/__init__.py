@@ -32,8 +32,11 @@ def _show(run: Any) -> None:
     show(run)
 
 
-def _html(shown: Any) -> str:
-    """What is saved is also opened where inline SVG is taken for an attack."""
+def _html(shown: Any) -> Any:
+    """What is saved is also opened where inline SVG is taken for an attack. All but our pictures is handed through."""
     from toolkit.drawing import portable
 
-    return portable(shown._repr_html_())
+    found = shown._repr_html_()
+    data, *metadata = found if isinstance(found, tuple) else (found,)
+    data = portable(data) if isinstance(data, str) else data
+    return (data, *metadata) if metadata else data

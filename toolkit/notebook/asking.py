@@ -63,6 +63,8 @@ class Asked:
     here: Hardware
     named: str
     """What `here` is called."""
+    implied: bool
+    """Whether a shell, too, begins from `here` where no machine is named."""
     base: Strategy
     second: Strategy
     batch: Loop
@@ -90,7 +92,7 @@ class Asked:
         Raises:
             ToolkitError: for a model, a machine or a run that is not known.
         """
-        folder = None if run is None else str(getattr(run, "folder", run))
+        folder, implied = None if run is None else str(getattr(run, "folder", run)), on is None
         seen = read_seen(folder) if folder is not None else None
         if seen is not None:
             model, strategy, loop = seen.model if model is None else model, strategy or seen.strategy, loop or seen.loop
@@ -112,6 +114,7 @@ class Asked:
             models={spec.name: spec for spec in specs},
             here=machine,
             named=_called(machine, on),
+            implied=implied,
             base=base,
             second=second,
             batch=batch,
@@ -139,16 +142,12 @@ class Asked:
 
     @property
     def machine_words(self) -> str:
-        """As `hardware` takes it."""
+        """As `hardware` takes it: a device by its name in the catalog, where it has one."""
         count, nodes = self._nodes()
-        device = self.here.device
-        word = (
-            self.values["device"]
-            if self.values["device"] != self.named
-            else "cpu"
-            if device.kind == "cpu"
-            else device.name
-        )
+        own, word = self.here.device, str(self.values["device"])
+        if word == self.named:
+            missing = "cpu" if own.kind == "cpu" else f"<{own.name}, which the catalog lacks>"
+            word = next((key for key, card in CARDS.items() if card == own.card), missing)
         return (f"{nodes} nodes x " if nodes > 1 else "") + f"{count}x {word}"
 
     def _nodes(self) -> tuple[int, int]:
@@ -226,7 +225,7 @@ def _choice(name: str, asked: Asked, kind: str) -> Choice:
         told, values = "what is trained", tuple(asked.models)
         return Choice(name=name, label="model", told=told, values=values, value=value)
     if name == "device":
-        values = tuple(dict.fromkeys((asked.named, HERE, *CARDS) if asked.named == HERE else (asked.named, *CARDS)))
+        values = tuple(dict.fromkeys((asked.named, *CARDS)))
         told = "the device of a rank, by its maker's data sheet where it is only named"
         return Choice(name=name, label="device", told=told, values=values, value=value)
     if name == "devices":
@@ -263,10 +262,8 @@ def command(kind: str, asked: Asked) -> str:
     """The same question in a shell."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
     words = ["toolkit", verb, *_model_word(asked)]
-    moved = asked.run is None or any(
-        asked.values[name] != value for name, value in asked.began.items() if name.startswith("device")
-    )
-    words += ["--hardware", asked.machine_words] if moved else []
+    stays = asked.implied and all(asked.values[name] == asked.began[name] for name in ("device", "devices"))
+    words += [] if stays else ["--hardware", asked.machine_words]
     strategy, second = asked.fields(asked.base), asked.fields(asked.second, SECOND)
     # What a run was need not be said: the shell, too, begins from it.
     plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), Loop())
@@ -284,11 +281,11 @@ def command(kind: str, asked: Asked) -> str:
 
 
 def _model_word(asked: Asked) -> list[str]:
-    """What a shell can name; a config that was made in Python has no name there."""
+    """What a shell can name; a config that was made in Python has no name there before it is saved."""
     name = asked.spec.name
     if name == EMBEDDED or (asked.run is not None and asked.values["model"] == asked.began["model"]):
         return []
-    return ["config.json" if asked.spec.source is None and not Path(name).exists() else name]
+    return ["<where its config is saved>" if asked.spec.source is None and not Path(name).exists() else name]
 
 
 def _otherwise(fields: Mapping[str, Any], plain: Strategy | Loop) -> Iterator[tuple[str, Any]]:

@@ -66,7 +66,8 @@ class Explorer:
         self.controls: dict[str, Any] = {}
         self.panel: Any = None
         """The widget that holds the controls; None where they cannot be made."""
-        self._handles: list[Any] = []
+        self._shown: Any = None
+        """The display of all cells that show the answer; None before the first does."""
         self._answer()
         if all(importlib.util.find_spec(name) for name in NEEDED):
             from toolkit.notebook.panels import Panel
@@ -100,8 +101,8 @@ class Explorer:
             self._answer()
         if self.panel is not None:
             self.panel.say(self.sentence)
-        for handle in self._handles:
-            handle.update(_html(self.twin()))
+        if self._shown is not None:
+            self._shown.update(_html(self.twin()))
 
     def _answer(self) -> None:
         """A refusal is an answer like another: a panel shows no traceback."""
@@ -145,7 +146,11 @@ class Explorer:
         hint = "Controls show while the notebook's kernel runs: run this cell. Below is where they stood."
         bundle = {view: self._repr_mimebundle_()[view], "text/html": f"<p>{hint}</p>", "text/plain": hint}
         display(bundle, raw=True)
-        self._handles.append(display({"text/html": self.twin(), "text/plain": repr(self)}, raw=True, display_id=True))
+        answer = {"text/html": self.twin(), "text/plain": repr(self)}
+        if self._shown is None:
+            self._shown = display(answer, raw=True, display_id=True)
+        else:
+            self._shown.display(answer, raw=True)
 
 
 WIDE = 60

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.drawing import portable
-from toolkit.errors import ToolkitError
 from toolkit.launching import Run
 
 EVERY = 0.5
 """Seconds between two updates: a page that redraws more often stutters."""
 
+
+@dataclass(frozen=True)
+class _View:
+    """What a run's thread brings up to date: all outputs that show it are one display, and one message moves them all."""
+
+    handle: Any
+    removes: list[Callable[[], None]] = field(default_factory=list)
+    """Each takes a button away."""
+
+
 _shown: dict[str, int] = {}
 """Folder → number of the cell whose output shows it already."""
+
+_followed: dict[str, _View] = {}
+"""Folder → view, while its run goes."""
+
+_lock = threading.Lock()
+"""Held while that changes: a view that is added to a thread which ends would never hear of the end."""
 
 
 def show(run: Run) -> None:
@@ -27,36 +45,62 @@ def show(run: Run) -> None:
     from IPython.display import HTML, display
 
     shell: Any = get_ipython()
-    cell = int(getattr(shell, "execution_count", 0))
-    if _shown.get(str(run.folder)) == cell and not run.alive:
+    cell, folder = int(getattr(shell, "execution_count", 0)), str(run.folder.absolute())
+    if _shown.get(folder) == cell and not run.alive:
         return
-    _shown[str(run.folder)] = cell
+    _shown[folder] = cell
     # Asked before the page is made: what ends in between is shown as running, and at once brought up to date.
-    alive = run.alive
-    remove = _button(run) if alive else None
-    if alive and remove is None:
+    if not run.alive:
+        display(HTML(run._repr_html_()))
+        return
+    remove = _button(run)
+    if remove is None:
         display(HTML("<p><code>run.stop()</code> stops it. For a button: <code>pip install ipywidgets</code></p>"))
-    handle: Any = display(HTML(run._repr_html_()), display_id=True)
-    if alive:
-        threading.Thread(target=_follow, args=(run, handle, remove), name=f"live {run.folder}", daemon=True).start()
+    page = HTML(run._repr_html_())
+    with _lock:
+        view = _followed.get(folder)
+        if view is not None:
+            view.handle.display(page)
+        else:
+            view = _followed[folder] = _View(display(page, display_id=True))
+            threading.Thread(target=_follow, args=(folder, run, view), name=f"live {folder}", daemon=True).start()
+        view.removes.extend([remove] if remove is not None else [])
 
 
-def _follow(run: Run, handle: Any, remove: Callable[[], None] | None) -> None:
+def _follow(folder: str, run: Run, view: _View) -> None:
+    """Until it has ended, whatever is in the way meanwhile: a line that is being written, a disk that does not answer."""
+    before, alive = "", True
+    while alive:
+        with contextlib.suppress(Exception):
+            alive = run.alive
+        if not alive:
+            with _lock:
+                del _followed[folder]
+        page = _page(run, last=not alive)
+        # The last is sent also where it is no other: a view that has come since may show what was before.
+        if page and (page != before or not alive):
+            with contextlib.suppress(Exception):
+                _update(view, page)
+                before = page
+        if alive:
+            time.sleep(EVERY)
+    for remove in view.removes:
+        with contextlib.suppress(Exception):
+            remove()
+
+
+def _page(run: Run, *, last: bool) -> str:
+    """The run as it stands; nothing where that cannot be read, and why not where it was the last time."""
+    try:
+        return portable(run._repr_html_())
+    except Exception as error:
+        return f"<p>{html.escape(f'{run.folder} has ended, and cannot be shown: {error}')}</p>" if last else ""
+
+
+def _update(view: _View, page: str) -> None:
     from IPython.display import HTML
 
-    before, ended = "", threading.Event()
-    while True:
-        alive = run.alive
-        with contextlib.suppress(ToolkitError, OSError):  # a line that is being written
-            page = portable(run._repr_html_())
-            if page != before:
-                handle.update(HTML(page))
-                before = page
-        if not alive:
-            break
-        ended.wait(EVERY)
-    if remove is not None:
-        remove()
+    view.handle.update(HTML(page))
 
 
 def _button(run: Run) -> Callable[[], None] | None:
@@ -66,7 +110,8 @@ def _button(run: Run) -> Callable[[], None] | None:
     opens it. None where ipywidgets is not installed.
     """
     try:
-        from ipywidgets import Button, Layout
+        from ipywidgets import HTML as Words
+        from ipywidgets import Button, Layout, VBox
     except ImportError:
         return None
     from IPython.display import HTML, display
@@ -78,26 +123,32 @@ def _button(run: Run) -> Callable[[], None] | None:
         button_style="danger",
         layout=Layout(width="auto"),
     )
+    said = Words()
+    # Not as wide as the page.
+    box = VBox([made, said], layout=Layout(align_items="flex-start"))
     # ipykernel 7 hands a widget's messages to the shell that made it, which hears none while a cell runs, as run.wait() does.
     # Without that note they go where JupyterLab sends them: to a shell of their own.
     with contextlib.suppress(AttributeError):
         del made.comm._reply_subshell_id
 
     def stop(_: Any) -> None:
-        made.disabled, made.description = True, "Stopping…"
-        threading.Thread(target=_stop, args=(run,), name=f"stop {run.folder}", daemon=True).start()
+        made.disabled, made.description, said.value = True, "Stopping…", ""
+        threading.Thread(target=ask, name=f"stop {run.folder}", daemon=True).start()
+
+    def ask() -> None:
+        try:
+            run.stop()
+        except Exception as error:
+            said.value = f'<p role="alert">{html.escape(str(error))}</p>'
+            made.disabled, made.description = False, "Stop"
 
     made.on_click(stop)
-    shown = {**made._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
+    shown = {**box._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
     handle: Any = display(shown, raw=True, display_id=True)
 
     def remove() -> None:
         handle.update(HTML(""))
-        made.close()
+        for widget in (box, made, said):
+            widget.close()
 
     return remove
-
-
-def _stop(run: Run) -> None:
-    with contextlib.suppress(ToolkitError):  # it may have ended meanwhile, and the view says how
-        run.stop()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.show import Table
-from toolkit.units import format_seconds
 
 ROWS = 12
 """Rows of a table in which a long run's lines are told."""
@@ -45,11 +44,6 @@ def told(
         places = [round(place * (len(lines) - 1) / (ROWS - 1)) for place in range(ROWS)]
     notes = [f"{ROWS} of {len(lines):,}; all are in {file}."] if len(lines) > ROWS else []
     return Table(title=title, columns=columns, rows=[row(lines[place]) for place in places], notes=notes)
-
-
-def spell_seconds(seconds: float) -> str:
-    """Of a step: a few seconds have a fraction that tells."""
-    return f"{seconds:.2f} s" if 1 <= seconds < 10 else format_seconds(seconds)
 
 
 def spell_number(value: float | None) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 from toolkit.drawing import curve
 from toolkit.reporting.memory import compared, ratio
-from toolkit.reporting.parts import Section, spell_number, spell_seconds, told
+from toolkit.reporting.parts import Section, spell_number, told
 from toolkit.reporting.record import Record, pace, step_seconds, throughput
 from toolkit.show import Table
 from toolkit.training import Step
-from toolkit.units import format_bytes, format_count, format_seconds
+from toolkit.units import format_bytes, format_count, format_seconds, format_step_seconds
 
 SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", spell_number),
@@ -64,7 +64,7 @@ def speed(run: Record) -> Table:
     forecast, seconds, rate = run.forecast or {}, step_seconds(run.steps), throughput(run.steps)
     rows = []
     for name, foretold, measured, spell in (
-        ("a step", forecast.get("step_seconds"), seconds, spell_seconds),
+        ("a step", forecast.get("step_seconds"), seconds, format_step_seconds),
         ("tokens/s", forecast.get("tokens_per_second"), rate, "{:,.0f}".format),
     ):
         if measured is not None:
@@ -108,7 +108,7 @@ def _rates(run: Record, tokens: int) -> Table:
     rows = [
         ("tokens", format_count(tokens)),
         ("time in steps", format_seconds(seconds)),
-        ("the median step", spell_seconds(step_seconds(run.steps))),
+        ("the median step", format_step_seconds(step_seconds(run.steps))),
         ("tokens/s, over all", f"{tokens / seconds:,.0f}"),
         ("tokens/s, of the median step", f"{throughput(run.steps) or 0:,.0f}"),
     ]
