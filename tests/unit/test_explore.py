@@ -425,7 +425,8 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> 
     [
         ({"kind": "compare2"}, r"explore 'compare2': expected one of .* Did you mean 'compare'"),
         ({"hardware": "2x H1000"}, "hardware '2x H1000' is unknown"),
-        ({"run": "nowhere"}, "holds no run"),
+        ({"kind": "timeline", "run": "nowhere"}, "holds no run"),
+        ({"run": "nowhere"}, "run: memory shows no run beside the forecast"),
         ({"model": "no/such-model"}, "no/such-model"),
     ],
 )

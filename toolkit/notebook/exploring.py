@@ -51,6 +51,9 @@ KINDS: dict[str, tuple[Callable[[Asked], Shown], str]] = {
 }
 """What can be explored: the function that answers, and a heading."""
 
+BESIDE = ("timeline", "precision")
+"""Those that show a run beside its forecast."""
+
 
 class Explorer:
     """A panel: `controls` by name, `value` (the answer to where they stand), `twin()` (the same as static HTML)."""
@@ -205,4 +208,6 @@ def explore(
     """
     if kind not in KINDS:
         raise StrategyError(f"explore {kind!r}: expected one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    if run is not None and kind not in BESIDE:
+        raise StrategyError(f"run: {kind} shows no run beside the forecast. Ask {' or '.join(BESIDE)}.")
     return Explorer(kind, Asked.begin(kind, model, hardware, strategy, loop, against=against, run=run))
