@@ -74,7 +74,7 @@ def test_views_of_one_run_are_brought_up_to_date_together(run: Run, shown: Captu
     display, last = pages(shown, update=True)[-1]
     assert {display} == {display for display, _ in pages(shown, update=False)}
     assert "step 39 of 20" in last
-    assert ">failed<" in last  # its supervisor left no word
+    assert ">stopped<" in last
     assert [one["data"]["text/html"] for one in shown._outputs[-3:]] == [""] * 3  # their buttons
     live.show(Run(run.folder))
     assert len(pages(shown, update=False)) == 3  # nothing new in this cell

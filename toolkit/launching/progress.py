@@ -142,7 +142,7 @@ def read_progress(folder: Path) -> Progress:
         step=int(last["step"]),
         loss=last["loss"],
         tokens_per_second=median(speeds) if speeds else None,
-        left_seconds=pace * (total - int(last["step"])) if pace and total else None,
+        left_seconds=pace * max(0, total - int(last["step"])) if pace and total else None,
         bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks),
     )
 

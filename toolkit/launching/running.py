@@ -125,7 +125,8 @@ class Run(Shown):
     @property
     def progress(self) -> Progress:
         """How far it is, against what was forecast."""
-        return read_progress(self.folder)
+        found = read_progress(self.folder)
+        return found if self.alive else dataclasses.replace(found, left_seconds=None)
 
     @property
     def metrics(self) -> Any:

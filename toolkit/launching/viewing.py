@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -24,8 +23,6 @@ _LOOKS = {
 def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], said: str) -> str:
     """One piece of HTML without a script: headline, bar, curve of the loss, memory of each rank, and the figures as a table."""
     ink, ground = _LOOKS[status]
-    if status not in ("starting", "running"):
-        progress = replace(progress, left_seconds=None)
     head = (
         f'<p style="margin:0 0 .4em"><strong>{escape(name)}</strong> '
         f'<span role="status" style="background:{ground};color:{ink};border-radius:4px;padding:1px 8px">{status}</span> '
