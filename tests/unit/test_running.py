@@ -100,6 +100,9 @@ def test_a_refused_resume_is_no_success(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         again.wait(60, progress=False)
     assert (again.status, tk.attach(run.path).status) == ("failed", "finished")
+    with (run.path / "lock").open("a") as lock:  # as a shell's `toolkit resume` leaves it
+        lock.write(json.dumps({"pid": 1, "started": "9" * 15, "host": "here", "role": "supervisor"}) + "\n")
+    assert again.status == "finished"
     assert main(["resume", str(run.path), "--trust-function", "--steps", "3"]) == 2
     assert "--steps: only the recipe" in capsys.readouterr().err
 

@@ -99,10 +99,11 @@ class Run(Shown):
 
     @property
     def _is_last(self) -> bool:
-        """Whether no other process has become the folder's supervisor since."""
+        """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            found = json.loads(supervisor_file(self._files).read_bytes())
-            return self._process is not None and bool(found["pid"] == self._process.pid)
+            ours, other = json.loads(supervisor_file(self._files).read_bytes()), supervisor_of(self.folder) or {}
+            later = int(other.get("started") or 0) > int(ours["started"] or 0)
+            return self._process is not None and bool(ours["pid"] == self._process.pid) and not later
         return True  # a new run that never began was removed with its folder
 
     def _last_words(self) -> str:
