@@ -50,10 +50,10 @@ class Progress:
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.bytes_per_rank:
-            beside = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
-            if self.forecast_bytes:
-                beside += f", {format_bytes(self.forecast_bytes)} forecast"
-            parts.append(f"{format_bytes(max(self.bytes_per_rank))} a rank{beside}")
+            limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+            parts.append(f"{format_bytes(max(self.bytes_per_rank))}{limit} a rank")
+            if self.forecast_bytes and self.bytes_are == "allocated":  # a forecast counts no Python
+                parts.append(f"{format_bytes(self.forecast_bytes)} forecast")
         if self.left_seconds:
             parts.append(f"{format_seconds(self.left_seconds)} left")
         return ", ".join(parts)
