@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import traceback
 from collections.abc import Iterable
 
@@ -21,8 +20,8 @@ class ToolkitError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """In IPython: the line that asked, and the message. What would stand between are frames of this package."""
-        ours = os.path.dirname(__file__) + os.sep
-        asked = [frame for frame in traceback.extract_tb(self.__traceback__) if not frame.filename.startswith(ours)]
+        cells = ("<ipython-input", "ipykernel_")
+        asked = [one for one in traceback.extract_tb(self.__traceback__) if any(mark in one.filename for mark in cells)]
         line = [f"----> {asked[-1].line}"] if asked and asked[-1].line else []
         return [*line, f"{type(self).__name__}: {self}"]
 

@@ -446,6 +446,6 @@ def refuse_links(path: Path) -> None:
 
 def _no_run(path: Path) -> RunError:
     return RunError(
-        f"{path} holds no run: {path / 'run.json'} does not exist. Name the folder of a run to go on with; one that was "
-        "stopped before it had begun is started again with `toolkit train`."
+        f"{path} holds no run: {path / 'run.json'} does not exist. Name a run's folder, as `toolkit runs` lists them; one that "
+        "was stopped before it had begun is started anew."
     )

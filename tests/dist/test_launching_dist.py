@@ -138,6 +138,7 @@ def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
         run.wait()
     assert run.status == "failed"
     assert not left_of(tmp_path / "run")
+    assert "raise ValueError" in run.logs(1), "what it printed stays"
 
 
 def test_a_script_is_a_run(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
         folder.write_json(supervisor_file(begins), {"pid": process.pid, "started": locking.started(process.pid)})
         with pytest.raises(tk.RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
+        assert len(tk.runs(tmp_path)) == 1
         assert [one["status"] for one in tk.runs(tmp_path).found] == ["starting"]
         assert tk.attach(begins.path).stop(timeout=20).status == "failed"
         assert process.wait(20) == -15
@@ -120,6 +121,27 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
         tk.resume(runs.write(tmp_path / "recipe", []).path, trust_function=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            {"target": lambda steps: None},
+            r"cannot be called so: missing a required argument: 'steps'\. Give its arguments: args=",
+        ),
+        ({"target": 42}, "target 42: expected a module's name"),
+        ({"target": nothing, "processes": "two"}, "processes 'two': expected a number"),
+        ({"target": "no_such.py"}, "there is no such script"),
+    ],
+)
+def test_a_refused_launch_leaves_nothing(
+    words: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tk.ToolkitError, match=said):
+        tk.launch(**words)
+    assert not Path("runs").exists()
+
+
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
     with pytest.raises(tk.RunError, match=r"was given a secret, and run\.json does not say it: --key"):
@@ -141,6 +163,8 @@ def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
 def test_who_goes_elsewhere_still_sees_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own(Path("mine"))
+    own(Path("runs/other"))
+    assert [tk.attach("other").name, *(run.name for run in tk.runs())] == ["runs/other"] * 2  # as `runs()` names it
     run = tk.attach("mine")
     assert repr(run) == "<Run mine: finished, step 0>"
     (tmp_path / "elsewhere").mkdir()
@@ -259,6 +283,18 @@ def test_an_interrupted_watch_says_that_the_run_goes_on(
         assert main(["watch", str(tmp_path / "run")]) == 130
         monkeypatch.undo()
     assert "waiting has ended; the run in" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
+    """Steps of an older attempt are not those that it does."""
+    run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
+    os.utime(run.events, (1, 1))
+    with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
+        folder.write_json(supervisor_file(run), {"pid": process.pid, "started": locking.started(process.pid)})
+        found = tk.attach(run.path)
+        assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
+        os.utime(run.events)
+        assert found.status == "running"
 
 
 def test_json_of_a_row_is_json(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def launch(flags: argparse.Namespace) -> Shown:
         target = Target(kind="function", name=flags.target, sha256=flags.sha256)
     else:
         target = named(flags.target, flags.arguments)
+    if ours := [word for word in flags.arguments if word in OURS]:
+        print(f"{', '.join(ours)} goes to {target.name}: flags of the toolkit stand before it", file=sys.stderr)
     check_new(flags.run_dir)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     hold_session(path, target, strategy, 1 if flags.processes is None else flags.processes, hardware())
@@ -154,6 +156,9 @@ def _resume_own(
     hold_session(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
 
+
+OURS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in dataclasses.fields(Strategy))}
+"""Flags of `launch`."""
 
 CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")
 """Flags that say how a run is looked after, and nothing of what it trains."""

@@ -6,7 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from toolkit.drawing.elements import GRID, LETTER, LIMIT, QUIET, WIDTH, colour, ink_on, lay_out, line, svg, text, ticks
+from toolkit.drawing.elements import (
+    GRID,
+    INK,
+    LETTER,
+    LIMIT,
+    QUIET,
+    WIDTH,
+    colour,
+    ink_on,
+    lay_out,
+    line,
+    svg,
+    text,
+    ticks,
+)
 from toolkit.redacting import redact
 from toolkit.units import format_bytes
 
@@ -43,6 +57,7 @@ def bars(
     totals = [sum(row.parts.values()) for row in rows]
     highest = max([*totals, 0.0])
     near = limit is not None and limit <= 4 * highest
+    ink = LIMIT if limit is not None and highest > limit else INK  # red is what does not fit
     top = max(highest, limit if limit is not None and near else 0.0) or 1.0
     said = f"{limit_label or 'limit'} {spell(limit)}" if limit is not None else ""
     left = min(max((len(row.label) for row in rows), default=0) * LETTER + 14, 250.0)
@@ -58,13 +73,13 @@ def bars(
         body += _bar(row, spell(total), first + PITCH * number, left, width / top, spell)
     if limit is not None and near:
         x = left + width * limit / top
-        body.append(line(x, first - 6, x, bottom, LIMIT, ' stroke-width="2" stroke-dasharray="5 3"'))
+        body.append(line(x, first - 6, x, bottom, ink, ' stroke-width="2" stroke-dasharray="5 3"'))
         anchor = "end" if x > left + width / 2 else "start"
-        body.append(text(x, first - 11, said, size=12, colour=LIMIT, anchor=anchor, weight=600))
+        body.append(text(x, first - 11, said, size=12, colour=ink, anchor=anchor, weight=600))
     elif limit is not None:
         share = f"{highest / limit:.1%}" if highest >= limit / 1000 else "less than 0.1%"
         beyond = f"{said}: beyond the picture, {share} of it is used"
-        body.append(text(left + width, first - 11, beyond, size=12, colour=LIMIT, anchor="end", weight=600))
+        body.append(text(left + width, first - 11, beyond, size=12, colour=ink, anchor="end", weight=600))
     told = [f"{row.label}: {spell(total)} ({_in_words(row, spell)})" for row, total in zip(rows, totals, strict=True)]
     if limit is not None:
         told.append(f"The line marks the limit: {said}" if near else f"The limit is far above: {said}")

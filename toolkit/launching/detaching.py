@@ -21,7 +21,7 @@ from toolkit.launching.restarting import Care
 from toolkit.launching.running import Run
 from toolkit.launching.sessions import check_trusted, hosted
 from toolkit.launching.starting import begun, function_file, supervisor_file, supervisor_log
-from toolkit.launching.targets import RECIPE, Target, named, ship
+from toolkit.launching.targets import RECIPE, Target, check_call, named, ship
 from toolkit.locking import TOKEN, held_by_others, started
 from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.readying import Recipe
@@ -61,6 +61,12 @@ def launch(
     Raises:
         ToolkitError: for what can be known to be wrong before a process starts; what only the run finds out, `wait` raises.
     """
+    if processes is not None and type(processes) is not int:
+        raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
+    if target != RECIPE and isinstance(target, str):
+        named(target)
+    elif not isinstance(target, str):
+        check_call(target, args, kwargs or {})
     found = _sorted(strategy, fields, recipe=target == RECIPE)
     asked, machine = found["strategy"], hardware()
     ranks = _ranks(asked, machine) if processes is None else processes

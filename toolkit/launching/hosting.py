@@ -35,6 +35,7 @@ def host(path: Path, target: Target) -> int:
             try:
                 _run(folder, target)
             except ToolkitError as error:
+                traceback.print_exc()
                 folder.record_error(rank, error)
                 return error.exit_code
             except SystemExit as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +17,9 @@ from typing import Any
 
 from toolkit.show import Table
 from toolkit.units import format_bytes, format_seconds
+
+LINE_SECONDS = 10.0
+"""From one line to the next, where there is no terminal for a bar."""
 
 RECENT = 20
 """Steps whose median says how fast it goes."""
@@ -116,6 +121,17 @@ def tail_of(path: Path) -> Tail:
     return Tail(path)
 
 
+def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
+    """Bytes of the rank that held most, and what they are: allocated on CUDA, resident on a CPU."""
+    ranks = event.get("bytes") or ()
+    allocated = max((int(rank.get("allocated") or 0) for rank in ranks), default=0)
+    return (
+        (allocated, "allocated")
+        if allocated
+        else (max((int(rank.get("rss") or 0) for rank in ranks), default=0), "resident")
+    )
+
+
 def read_progress(folder: Path) -> Progress:
     """From `run.json` and `events.jsonl`, as far as they are there."""
     about: dict[str, Any] = {}
@@ -138,7 +154,7 @@ def read_progress(folder: Path) -> Progress:
     ranks = last.get("bytes") or ()
     return Progress(
         **{**known, "steps": total},
-        bytes_are="allocated" if any(rank.get("allocated") for rank in ranks) else "resident",
+        bytes_are=held_bytes(last)[1],
         step=int(last["step"]),
         loss=last["loss"],
         tokens_per_second=median(speeds) if speeds else None,
@@ -149,15 +165,21 @@ def read_progress(folder: Path) -> Progress:
 
 @contextlib.contextmanager
 def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar in a terminal; what comes back brings it up to date."""
+    """A progress bar in a terminal, and elsewhere a line now and then; what comes back brings it up to date."""
     from tqdm import tqdm
 
-    with tqdm(total=None, unit="step", disable=not shown) as made:
+    drawn, said = shown and sys.stderr.isatty(), 0.0
+    words = "{l_bar}{bar}| {n_fmt} of {total_fmt}{postfix}"
+    with tqdm(total=None, unit="step", disable=not drawn, bar_format=words) as made:
 
         def update() -> None:
-            if shown:
+            nonlocal said
+            if drawn:
                 now = read_progress(folder)
                 made.total, made.n = now.steps or None, now.step
                 made.set_postfix_str(now.line.partition(", ")[2], refresh=True)
+            elif shown and time.monotonic() >= said + LINE_SECONDS:
+                said = time.monotonic()
+                print(f"{folder.name}: {read_progress(folder).line}", file=sys.stderr)
 
         yield update

@@ -9,19 +9,18 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import RunError, ToolkitError
 from toolkit.flags import from_dict
-from toolkit.folder import read_events, read_run_json, unheld
-from toolkit.launching.progress import Progress, bar, read_progress, tail_of
+from toolkit.folder import RUNS, read_events, read_run_json, unheld
+from toolkit.launching.progress import Progress, bar, held_bytes, read_progress, tail_of
 from toolkit.launching.starting import begun, supervisor_file, supervisor_log
 from toolkit.launching.viewing import page
 from toolkit.locking import held_by_others, still, supervisor_of
@@ -79,8 +78,15 @@ class Run(Shown):
 
     def _status(self, progress: Progress) -> str:
         if self.alive:
-            return "running" if progress.step else "starting"
+            return "running" if progress.step and not self._is_new else "starting"
         return self._end()[0]
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether its steps so far are those of an earlier attempt."""
+        with contextlib.suppress(OSError):
+            return self._files.events.stat().st_mtime < supervisor_file(self._files).stat().st_mtime
+        return False
 
     @property
     def said(self) -> str:
@@ -131,8 +137,15 @@ class Run(Shown):
 
     @property
     def metrics(self) -> Any:
-        """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed."""
-        steps = [event for event in read_events(self._files.events) if "loss" in event]
+        """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed.
+
+        `bytes` are those of the rank that held most as the step began.
+        """
+        steps = [
+            {**event, "bytes": held_bytes(event)[0]} if "bytes" in event else event
+            for event in read_events(self._files.events)
+            if "loss" in event
+        ]
         with contextlib.suppress(ImportError):
             import pandas
 
@@ -177,7 +190,7 @@ class Run(Shown):
         for view in views if progress else ():
             view(self)
         try:
-            with bar(self.folder, shown=progress and not views and sys.stderr.isatty()) as update:
+            with bar(self.folder, shown=progress and not views) as update:
                 while self.alive:
                     update()
                     if deadline is not None and time.monotonic() > deadline:
@@ -280,11 +293,20 @@ class _Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, kw_only=True)
 class Runs(Shown):
-    """The runs in a folder, the newest first."""
+    """The runs in a folder, the newest first: a sequence of `Run`s."""
 
     root: str
     found: tuple[dict[str, Any], ...]
     """A row a run: `Run.to_dict()`."""
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Iterator[Run]:
+        return (Run(Path(one["folder"])) for one in self.found)
+
+    def __getitem__(self, place: int) -> Run:
+        return Run(Path(self.found[place]["folder"]))
 
     def tables(self) -> list[Table]:
         """Name, status, strategy, how far it came."""
@@ -308,11 +330,15 @@ class Runs(Shown):
 def attach(path: str | Path) -> Run:
     """A run that this process did not launch, or no longer knows: it may go on or have ended.
 
+    `path` is its folder, or its name under `runs/`.
+
     Raises:
         RunError: for a folder without a run.
     """
     folder = Path(path)
-    if not held_by_others(folder) and begun(unheld(folder)) is None:
+    if not folder.exists() and (Path(RUNS) / folder).exists():
+        folder = Path(RUNS) / folder  # as `runs()` names it
+    if not held_by_others(folder) and not supervisor_file(unheld(folder)).exists():
         read_run_json(folder)
     return Run(folder)
 
@@ -320,9 +346,8 @@ def attach(path: str | Path) -> Run:
 def runs(root: str | Path = "runs") -> Runs:
     """The runs under `root`, the newest first."""
     places = {path.parent for path in Path(root).glob("*/run.json")}
-    starting = {path.parents[1] for path in Path(root).glob("*/logs/supervisor.json")} - places
-    places |= {path for path in starting if begun(unheld(path)) is not None}
-    found = sorted(places, key=lambda path: (path / "logs").stat().st_mtime, reverse=True)
+    places |= {path.parents[1] for path in Path(root).glob("*/logs/supervisor.json")}  # also those that never began
+    found = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
     return Runs(root=str(root), found=tuple(_row(Run(path)) for path in found))
 
 

@@ -36,7 +36,8 @@ def hold_session(
     """
     check_ranks(machine, ranks)
     resolve(strategy, Loop(), None, ranks, machine.device)
-    with enter(path, resume=resume, token=new_token()) as folder, reported(path):
+    with enter(path, resume=resume, token=new_token()) as entered, reported(path):
+        folder = dataclasses.replace(entered, created=False)  # what it printed tells more than a message, and stays
         old = read_run_json(path) if resume else {}
         attempts = [
             *old.get("attempts", []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -62,13 +63,14 @@ def ship(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[s
 
     Raises:
         MissingLibrary: without cloudpickle.
-        RunError: for what cannot be shipped, with the name of the variable that holds it.
+        RunError: for what cannot be called with these arguments, or not be shipped, with the name of the variable that holds it.
     """
     try:
         import cloudpickle
     except ImportError as error:
         raise MissingLibrary("launching a function needs cloudpickle: pip install cloudpickle") from error
-    name = getattr(function, "__qualname__", type(function).__name__)
+    check_call(function, args, kwargs)
+    name = _name(function)
     try:
         shipped = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever a value's own code raises
@@ -80,6 +82,30 @@ def ship(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[s
     with open(descriptor, "wb") as opened:
         opened.write(data)
     return Target(kind="function", name=name, sha256=hashlib.sha256(data).hexdigest())
+
+
+def check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what is no function, and arguments that it does not take.
+
+    Raises:
+        RunError: with what it takes.
+    """
+    if not callable(function):
+        raise RunError(f"target {function!r}: expected a module's name, a script's path or a function.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise RunError(
+            f"{_name(function)}{signature} cannot be called so: {error}. Give its arguments: args=(…,), kwargs={{…}}."
+        ) from error
+
+
+def _name(function: Callable[..., object]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def unship(file: Path, sha256: str) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
@@ -136,8 +162,6 @@ def _cannot(
 
 def _referred(function: Callable[..., object]) -> dict[str, Any]:
     """Names of globals and closures in a function's code, with their values."""
-    import inspect
-
     try:
         found = inspect.getclosurevars(function)
     except (TypeError, ValueError):

@@ -103,7 +103,10 @@ class Asked:
         specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or Strategy(sharding="zero3" if machine.ranks > 1 else "none")
-        second, batch = against or dataclasses.replace(base, sharding=_another(base), replicate=1), loop or Loop()
+        second, batch = (
+            against or dataclasses.replace(base, sharding=_another(base, machine.ranks), replicate=1),
+            loop or Loop(),
+        )
         standing = {"model": specs[0].name, "device": _called(machine, on), "devices": machine.ranks}
         for name in NAMES[kind]:
             if name.startswith(SECOND):
@@ -203,9 +206,9 @@ class Asked:
         return from_dict(Loop, self.fields(self.batch))
 
 
-def _another(strategy: Strategy) -> str:
-    """A sharding to hold against this one."""
-    return "fsdp" if strategy.sharding != "fsdp" else "zero3"
+def _another(strategy: Strategy, ranks: int) -> str:
+    """A sharding to hold against this one; FSDP needs two ranks."""
+    return "fsdp" if strategy.sharding != "fsdp" and ranks > 1 else "zero3" if strategy.sharding != "zero3" else "ddp"
 
 
 def _called(machine: Hardware, on: Hardware | str | None) -> str:

@@ -16,7 +16,7 @@ GROUPS = {"": "", "first": "The first", "second": "Against"}
 MOMENT = 0.4
 """Seconds after which a person wonders whether anything happens."""
 
-BUSY = "The model is traced for this: a few seconds, and only this once."
+BUSY = "The model is traced for this, once: some seconds, of a large one with an adapter half a minute."
 
 UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-path:inset(50%);white-space:nowrap"
 """Takes no room on a page, and is read aloud all the same."""
