@@ -100,6 +100,8 @@ def test_every_cell_was_executed_and_none_failed(source: Path) -> None:
     assert {output.output_type for output in outputs} <= {"display_data", "execute_result", "stream"}
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
     assert path.stat().st_size < LARGEST
+    # What nobody trusts is shown without its SVG elements: pictures are images.
+    assert not any("<svg" in str(output.get("data", {}).get("text/html", "")) for output in outputs)
 
 
 def test_the_notebook_names_no_machine(source: Path) -> None:
