@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
-SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "2")
+SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "8")
 PARAMETERS = 5_048_576 * 4
 
 
@@ -85,10 +85,10 @@ def test_measured_memory_adds_up(compared: dict[str, Any]) -> None:
 def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: str) -> None:
     """Peak and every phase of a step, of the fullest rank; what is forecast is not fitted to any run.
 
-    Of so small a model within 3%: gloo's threads let go of their copies a moment earlier or later. In the second step
-    ZeRO-3 keeps the largest parameter once more than in all that follow, which is 5% here.
+    The batch is large enough that logits are the highest moment of a forward: while parameters are gathered gloo's threads
+    let go of their copies a moment earlier or later, and a machine that does much else makes that 6% of a batch of two.
     """
-    near = 0.06 if sharding == "zero3" else 0.03
+    near = 0.03
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
     measured, foretold = row["measured"], row["forecast"]["device"]
     assert foretold["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=near)
