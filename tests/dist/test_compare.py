@@ -171,7 +171,7 @@ def test_accelerate_launch_runs_the_recipe_with_a_config_file(
     command += ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "-m", "toolkit.finetune"]
     command += ["--run-dir", name, *SIZE, "--no-save"]
     if name == "hsdp":  # four ranks: the same global batch in half as large micro-batches
-        command += ["--micro-batch", "1"]
+        command += ["--micro-batch", "4"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environ)
     assert done.returncode == 0, done.stderr[-4000:]
