@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,9 +93,10 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    value = value.item() if hasattr(value, "item") else value
     if name in OURS:
         raise ToolkitError(f"log: {name!r} is a name of the toolkit's own. Give the figure another one.")
+    with contextlib.suppress(ValueError, RuntimeError):  # of several elements
+        value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int | float):
         raise ToolkitError(f"log: {name}={value!r} is no number. Give a number, or a tensor of one element.")
     return value

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,9 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
         ({"target": 42}, "target 42: expected a module's name"),
         ({"target": nothing, "processes": "two"}, "processes 'two': expected a number"),
         ({"target": "no_such.py"}, "there is no such script"),
+        ({"args": (1,)}, "args: the recipe takes its fields by name"),
+        ({"target": nothing, "strategy": "ddp", "kwargs": {"lock": 1}}, "got an unexpected keyword argument 'lock'"),
+        ({"target": print, "args": (threading.Lock(),)}, "its argument 1 is a lock"),
     ],
 )
 def test_a_refused_launch_leaves_nothing(

@@ -75,7 +75,7 @@ def launch(flags: argparse.Namespace) -> Shown:
 
 def runs(flags: argparse.Namespace) -> Shown:
     """The runs in a folder, the newest first: how far each is, and how it ended."""
-    from toolkit.launching.running import runs
+    from toolkit.launching import runs
 
     return runs(flags.root)
 

@@ -2,8 +2,9 @@
 
 from toolkit.launching.detaching import launch, resume
 from toolkit.launching.failing import RankDied, RankHung
+from toolkit.launching.finding import Runs, attach, runs
 from toolkit.launching.restarting import Care, persevere
-from toolkit.launching.running import Run, Runs, attach, runs
+from toolkit.launching.running import Run
 from toolkit.launching.stopping import Stopped
 from toolkit.launching.supervising import supervise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import resolve
-from toolkit.errors import RunError, StrategyError, nearest
+from toolkit.errors import RunError, StrategyError, ToolkitError, nearest
 from toolkit.flags import from_dict, spell, to_flags
 from toolkit.folder import RUNS, check_new, new_path, read_run_json, refuse_links, unheld, write_json
 from toolkit.following import RUN_DIR
@@ -63,10 +64,7 @@ def launch(
     """
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
-    if target != RECIPE and isinstance(target, str):
-        named(target)
-    elif not isinstance(target, str):
-        check_call(target, args, kwargs or {})
+    _check_target(target, args, kwargs or {})
     found = _sorted(strategy, fields, recipe=target == RECIPE)
     asked, machine = found["strategy"], hardware()
     ranks = _ranks(asked, machine) if processes is None else processes
@@ -77,11 +75,15 @@ def launch(
     _claim(path)
     words = ["--run-dir", str(path), "--processes", str(ranks)]
     if target == RECIPE:
-        if args or kwargs:
-            raise StrategyError("args: the recipe takes its fields by name: launch(steps=20, data='chat.jsonl').")
         command = ["train", *words, *to_flags(found["recipe"], asked, found["loop"], found["care"])]
     else:
-        made = _target(target, args, kwargs, path)
+        try:
+            made = _target(target, args, kwargs or {}, path)
+        except ToolkitError:
+            with contextlib.suppress(OSError):  # as far as they are empty
+                path.rmdir()
+                Path(RUNS).rmdir()
+            raise
         hashed = ["--sha256", made.sha256] if made.sha256 else []
         command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
     return _started(path, command, asked)
@@ -180,14 +182,22 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
 
 
-def _target(
-    target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any] | None, path: Path
-) -> Target:
+def _check_target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What can be said of it before there is a folder."""
     if not isinstance(target, str):
-        return ship(target, args, kwargs or {}, function_file(unheld(path)))
-    if kwargs:
+        check_call(target, args, kwargs)
+    elif target == RECIPE and (args or kwargs):
+        raise StrategyError("args: the recipe takes its fields by name: launch(steps=20, data='chat.jsonl').")
+    elif kwargs:
         raise StrategyError("kwargs: a module or script takes a command line. Give it as args=('--name', 'value').")
-    return named(target, [str(word) for word in args])
+    elif target != RECIPE:
+        named(target)
+
+
+def _target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Target:
+    if isinstance(target, str):
+        return named(target, [str(word) for word in args])
+    return ship(target, args, kwargs, function_file(unheld(path)))
 
 
 def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:

@@ -1,4 +1,4 @@
-"""`Run`: a run seen through its folder, from whatever process; `attach()` and `runs()` find them again."""
+"""`Run`: a run seen through its folder, from whatever process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import RunError, ToolkitError
+from toolkit.errors import RunError
 from toolkit.flags import from_dict
-from toolkit.folder import RUNS, read_events, read_run_json, unheld
+from toolkit.folder import read_events, read_run_json, unheld
 from toolkit.launching.progress import Progress, bar, held_bytes, read_progress, tail_of
 from toolkit.launching.starting import begun, supervisor_file, supervisor_log
 from toolkit.launching.viewing import page
@@ -289,72 +288,3 @@ class _Interrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """In IPython: what this means, and no frames."""
         return [f"KeyboardInterrupt: {self}"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runs(Shown):
-    """The runs in a folder, the newest first: a sequence of `Run`s."""
-
-    root: str
-    found: tuple[dict[str, Any], ...]
-    """A row a run: `Run.to_dict()`."""
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def __iter__(self) -> Iterator[Run]:
-        return (Run(Path(one["folder"])) for one in self.found)
-
-    def __getitem__(self, place: int) -> Run:
-        return Run(Path(self.found[place]["folder"]))
-
-    def tables(self) -> list[Table]:
-        """Name, status, strategy, how far it came."""
-        rows = [
-            (
-                Path(one["folder"]).name,
-                one["status"],
-                one["strategy"]["sharding"],
-                one["strategy"]["adapter"],
-                f"{one['step']} of {one['steps'] or '?'}",
-                "–" if one["loss"] is None else f"{one['loss']:.4f}",
-            )
-            for one in self.found
-        ]
-        columns = ("run", "status", "sharding", "adapter", "steps", "loss")
-        notes = [f"{Path(one['folder']).name}: {one['said']}" for one in self.found if one["status"] == "unreadable"]
-        notes += [] if rows else [f"There is no run in {self.root}."]
-        return [Table(title=f"Runs in {self.root}", columns=columns, rows=rows, notes=notes)]
-
-
-def attach(path: str | Path) -> Run:
-    """A run that this process did not launch, or no longer knows: it may go on or have ended.
-
-    `path` is its folder, or its name under `runs/`.
-
-    Raises:
-        RunError: for a folder without a run.
-    """
-    folder = Path(path)
-    if not folder.exists() and (Path(RUNS) / folder).exists():
-        folder = Path(RUNS) / folder  # as `runs()` names it
-    if not held_by_others(folder) and not supervisor_file(unheld(folder)).exists():
-        read_run_json(folder)
-    return Run(folder)
-
-
-def runs(root: str | Path = "runs") -> Runs:
-    """The runs under `root`, the newest first."""
-    places = {path.parent for path in Path(root).glob("*/run.json")}
-    places |= {path.parents[1] for path in Path(root).glob("*/logs/supervisor.json")}  # also those that never began
-    found = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
-    return Runs(root=str(root), found=tuple(_row(Run(path)) for path in found))
-
-
-def _row(run: Run) -> dict[str, Any]:
-    """One that cannot be read, as another version's, hides no other."""
-    try:
-        return run.to_dict()
-    except ToolkitError as error:
-        plain = {"strategy": dataclasses.asdict(Strategy()), **dataclasses.asdict(Progress())}
-        return {"folder": str(run.folder), "status": "unreadable", "said": str(error), **plain}
