@@ -30,6 +30,8 @@ from toolkit.strategy import Strategy
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
 
+LIVE = STATUSES[:2]
+
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of a supervisor that was told to stop; the last two before it could listen."""
 
@@ -73,12 +75,14 @@ class Run(Shown):
     @property
     def status(self) -> str:
         """One of `STATUSES`."""
-        return self._status(self.progress)
+        return self._look()[0]
 
-    def _status(self, progress: Progress) -> str:
+    def _look(self) -> tuple[str, Progress]:
+        """Status and figures at one moment: whether it lives, which takes its lock for an instant, is asked once."""
+        found = read_progress(self.folder)
         if self.alive:
-            return "running" if progress.step and not self._is_new else "starting"
-        return self._end()[0]
+            return "running" if found.step and not self._is_new else "starting", found
+        return self._end()[0], dataclasses.replace(found, left_seconds=None)
 
     @property
     def _is_new(self) -> bool:
@@ -131,8 +135,7 @@ class Run(Shown):
     @property
     def progress(self) -> Progress:
         """How far it is, against what was forecast."""
-        found = read_progress(self.folder)
-        return found if self.alive else dataclasses.replace(found, left_seconds=None)
+        return self._look()[1]
 
     @property
     def metrics(self) -> Any:
@@ -239,21 +242,18 @@ class Run(Shown):
 
     def tables(self) -> list[Table]:
         """Its status and figures."""
-        progress = self.progress
-        title = f"{self.name}: {self._status(progress)}"
-        return [progress.table(title, self.said if not self.alive else "")]
+        status, progress = self._look()
+        return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.said)]
 
     def _repr_html_(self) -> str:
         # Twice a second while it goes: run.json is read once for it.
-        progress = self.progress
-        status, steps = self._status(progress), tail_of(self._files.events).steps
+        (status, progress), steps = self._look(), tail_of(self._files.events).steps
         return redact(page(self.name, status, progress, steps, "" if status == "running" else self.said))
 
     def to_dict(self) -> dict[str, Any]:
         """Folder, status, strategy and progress."""
-        progress = self.progress
-        said = self.said if not self.alive else ""
-        about = {"folder": str(self.folder), "status": self._status(progress), "said": said}
+        status, progress = self._look()
+        about = {"folder": str(self.folder), "status": status, "said": "" if status in LIVE else self.said}
         return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
 
     def _about(self) -> dict[str, Any]:
@@ -278,8 +278,8 @@ class Run(Shown):
 
     def __repr__(self) -> str:
         """In a line, for a terminal."""
-        progress = self.progress
-        return f"<Run {self.name}: {self._status(progress)}, {progress.line}>"
+        status, progress = self._look()
+        return f"<Run {self.name}: {status}, {progress.line}>"
 
 
 class _Interrupted(KeyboardInterrupt):

@@ -45,7 +45,7 @@ def show(run: Run) -> None:
     from IPython.display import HTML, display
 
     shell: Any = get_ipython()
-    cell, folder = int(getattr(shell, "execution_count", 0)), str(run.folder.absolute())
+    cell, folder = int(getattr(shell, "execution_count", 0)), str(run.folder)
     if _shown.get(folder) == cell and not run.alive:
         return
     _shown[folder] = cell
