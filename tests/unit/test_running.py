@@ -20,8 +20,10 @@ from toolkit import folder, following, locking
 from toolkit.cli import main
 from toolkit.devices import hardware
 from toolkit.launching.detaching import _ranks, without_launchers
+from toolkit.launching.progress import Progress
 from toolkit.launching.sessions import hosted
 from toolkit.launching.starting import supervisor_file, supervisor_log
+from toolkit.launching.viewing import page
 from toolkit.units import timestamp
 
 HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
@@ -251,6 +253,11 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tk.log(2, steps=9, loss=0.25)
     assert [(line["step"], line["loss"]) for line in folder.read_events(rank)] == [(1, 1.0), (2, 0.25)]
     assert tk.launching.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("status", "known"), [("running", False), ("stopped", True), ("finished", True)])
+def test_only_what_goes_on_has_a_bar_without_an_end(status: str, known: bool) -> None:
+    assert ('value="3" max="3"' in page("mine", status, Progress(step=3), [], "")) == known
 
 
 @pytest.mark.parametrize(
