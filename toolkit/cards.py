@@ -32,29 +32,33 @@ class Card:
     host_gib: int
     """Host memory for each GPU of `machine`."""
     machine: str
+    measured_half: float | None = None
+    """What its fastest matrix product was seen to reach, in the unit of `tflops_half`; None where no source was found."""
 
 
 CARDS = {
-    "T4": Card(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge"),
+    "T4": Card(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6),
     "V100-16GB": Card(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge"),
     "V100-32GB": Card(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge"),
     "RTX-3090": Card(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
-    "RTX-4090": Card(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation"),
-    "RTX-5090": Card(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation"),
+    "RTX-4090": Card(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
+    "RTX-5090": Card(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
     "L4": Card(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge"),
     "A10G": Card(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
     "L40S": Card(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
-    "A100-40GB": Card(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge"),
-    "A100-80GB": Card(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge"),
-    "H100-80GB": Card(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge"),
-    "H200-141GB": Card(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge"),
+    "A100-40GB": Card(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
+    "A100-80GB": Card(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
+    "H100-80GB": Card(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5),
+    "H200-141GB": Card(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5),
     "B200-180GB": Card(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge"),
-    "MI300X-192GB": Card(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5"),
+    "MI300X-192GB": Card(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
 }
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
 and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
 product (Turing, Volta, GA102, Ada and Blackwell architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of
-the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs."""
+the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs. Fastest products:
+T4, Jia et al. 2019 (arXiv:1903.07486); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench; A100, H100, MI300X,
+github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip."""
 
 
 def card_key(name: str, word: str) -> str:

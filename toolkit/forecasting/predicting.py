@@ -165,10 +165,10 @@ def _unknown(job: Job) -> tuple[str, ...]:
     if job.device.card is None:
         found.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
     else:
-        found.append("Time is a roofline over data-sheet peaks, within about a quarter; it has not been calibrated.")
+        found.append("Time is a roofline over the card's speeds, within about a quarter; no run has calibrated it.")
     if job.device.kind == "cuda":
         found.append(
-            "CUDA's context, libraries' workspaces and the allocator's fragmentation are not in it: 5 to 10% more."
+            "CUDA's context and the allocator's fragmentation are not in it: a fifth more in the median of published runs."
         )
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed

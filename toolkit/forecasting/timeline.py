@@ -22,7 +22,8 @@ Event = tuple[str, int, str]
 `LOGITS` where it is theirs. `gradient`: bytes
 and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation included;
 `back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`, `end`: of the
-whole. `flops`: operations in a dtype; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
+whole. `flops`: operations in a dtype, as papers count them; `skipped`: those of them that a causal attention kernel leaves
+out; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,9 @@ class Stretch(NamedTuple):
     size: int
     name: str
     flops: tuple[tuple[str, int], ...] = ()
-    """Operations, by torch's name of the dtype."""
+    """Operations, by torch's name of the dtype, as papers count them."""
+    skipped: tuple[tuple[str, int], ...] = ()
+    """Those of them that a kernel leaves out where attention is causal."""
     moved: int = 0
     """Bytes read and written by what is no matrix product."""
     calls: int = 0
@@ -205,6 +208,7 @@ def _condensed(
     """From event to event; what a layer made counts as often as `times` says where it is let go."""
     rise = net = moved = calls = logits_rise = logits = 0
     flops: list[tuple[str, int]] = []
+    skipped: list[tuple[str, int]] = []
     for what, size, name in events:
         if what in ("+", "-"):
             change = size if what == "+" else -size * times.get((name, size), 1)
@@ -214,12 +218,14 @@ def _condensed(
                 rise, logits_rise = net, logits
         elif what == "flops":
             flops.append((name, size))
+        elif what == "skipped":
+            skipped.append((name, size))
         elif what == "moved":
             moved += size
         elif what == "calls":
             calls += size
         elif what in WHOLE or heeds(what, name):
-            yield Stretch(rise, net, logits_rise, logits, what, size, name, tuple(flops), moved, calls)
+            yield Stretch(rise, net, logits_rise, logits, what, size, name, tuple(flops), tuple(skipped), moved, calls)
             rise = net = moved = calls = logits_rise = logits = 0
-            flops = []
-    yield Stretch(rise, net, logits_rise, logits, "", 0, "", tuple(flops), moved, calls)
+            flops, skipped = [], []
+    yield Stretch(rise, net, logits_rise, logits, "", 0, "", tuple(flops), tuple(skipped), moved, calls)

@@ -1,7 +1,7 @@
 """How long a step takes: a roofline over the traced operators, and what of the communication nothing hides.
 
-Known error: the shares of a data sheet's peak below are what large models reach in eager mode, within about a quarter;
-no run has calibrated them.
+Known error: the shares below are what large models reach in eager mode, within about a quarter
+(`benchmarks/results/published.md`); no run of the toolkit's own on a GPU has calibrated them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from toolkit.engines.states import parameters_of
 from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF
 
-MATMUL, MEMORY, LINK = 0.65, 0.75, 0.8
-"""Shares of the peak that large matrix products, memory and links reach."""
+FASTEST, MATMUL, MEMORY, LINK = 0.8, 0.8, 0.75, 0.8
+"""Shares: of a data sheet's peak that the fastest product reaches where nobody measured it; of that one's speed that a
+step's products reach; of their peaks that memory and links reach."""
 
 HOST = 150
 """GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
@@ -45,7 +46,7 @@ class Timing:
 
 
 def operations(job: Job, step: Sequence[Stretch]) -> int:
-    """Of a step of one rank, recomputation included."""
+    """Of a step of one rank, recomputation included, attention as if it were not causal: as papers count them."""
     return job.loop.accumulation * sum(size for one in step for _, size in one.flops)
 
 
@@ -98,7 +99,8 @@ def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
     total = 0.0
     for one in stretches:
         if one.calls:
-            products = sum(size / (_peak(card, dtype) * MATMUL) for dtype, size in one.flops)
+            done = (*one.flops, *((dtype, -size) for dtype, size in one.skipped))
+            products = sum(size / (_fastest(card, dtype) * MATMUL) for dtype, size in done)
             total += max(products + one.moved / (card.memory * 1e9 * MEMORY), one.calls * CALL)
     return total
 
@@ -106,6 +108,13 @@ def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
 def _peak(card: Card, dtype: str) -> float:
     """Operations a second."""
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
+
+
+def _fastest(card: Card, dtype: str) -> float:
+    """Operations a second of the fastest product."""
+    if dtype != "float32" and card.measured_half is not None:
+        return card.measured_half * 1e12
+    return _peak(card, dtype) * FASTEST
 
 
 class Sent(NamedTuple):

@@ -57,7 +57,7 @@ def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
         outer = model if way.adapter is None else put_on(model, stacks, spec, way.adapter)
         outer.train()
         ends = _ends(outer, model)
-        tracker = Tracker(ends[2])
+        tracker = Tracker(ends[2], device=way.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             model.tie_weights()

@@ -15,13 +15,19 @@ from torch.utils.flop_counter import flop_registry
 from toolkit.forecasting.timeline import LOGITS, Event
 from toolkit.units import dtype_name
 
+STILL = {torch.ops.aten._unsafe_view, torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+"""Operators that read and write no byte, and that torch does not call views."""
+
+SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
+
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every storage that is made while it is active, and when it goes."""
 
-    def __init__(self, head: str | None = None) -> None:
-        """`head`: name of the module that makes the logits."""
+    def __init__(self, head: str | None = None, *, device: str = "cpu") -> None:
+        """`head`: name of the module that makes the logits; `device`: whose kernels are meant, `cpu` or `cuda`."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self._head = head
         self._at_logits = False
         self.events: list[Event] = []
@@ -72,18 +78,28 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
+        if func is SOFTMAX_BACKWARD and self._device == "cuda":
+            self._within(args[0])
         self._count(func, args, kwargs, made)
         return made
 
+    def _within(self, like: torch.Tensor) -> None:
+        """CUDA's kernel multiplies into a tensor of its own, which no fake one shows (aten/src/ATen/native/cuda/SoftMax.cu)."""
+        size = like.numel() * like.element_size()
+        self.events += [("+", size, ""), ("-", size, "")]
+
     def _count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
-        if func.is_view:
+        # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
+        if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
             return
         self._work["calls", ""] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func._overloadpacket in flop_registry:
             operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
             self._work["flops", dtype_name(tensors[0].dtype)] += operations
+            if _causal(func, args, kwargs):
+                self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
         else:
             results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             self._work["moved", ""] += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *results))
@@ -102,3 +118,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(("-", size, part or ("" if self.layer else layer)))
 
         self._alive[key] = weakref.ref(storage, gone)
+
+
+def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is an attention kernel that a causal mask spares half of its products."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))
+    return False

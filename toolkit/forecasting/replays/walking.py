@@ -9,7 +9,7 @@ from toolkit.engines.job import Holdings, Job, engine_of
 from toolkit.engines.states import checkpoint_bytes, parameters_of, quantizable
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.timeline import Stretch
-from toolkit.units import BYTES_OF, ceil_div
+from toolkit.units import BYTES_OF, KiB, MiB, ceil_div
 
 
 class Moves(Protocol):
@@ -24,9 +24,22 @@ class Moves(Protocol):
 
 def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> None:
     """The micro-batches of a step, forward and backward: as many as are unlike."""
+    ledger.hold("workspace", cublas(job))
     for _ in range(min(job.loop.accumulation, 2 if moves.grows else 1)):
         ledger.enter("forward")
         _walk(ledger, step, moves)
+
+
+def cublas(job: Job) -> int:
+    """Bytes that cuBLAS keeps, of the thread that runs forwards and of the one that runs backwards.
+
+    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`; of AMD's GPUs the catalog knows a gfx94.
+    """
+    if job.device.kind != "cuda":
+        return 0
+    if job.device.capability is None:
+        return 2 * 128 * MiB
+    return 2 * (32 * MiB if job.device.capability[0] in (9, 10, 12) else 8 * MiB + 128 * KiB)
 
 
 def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:

@@ -1,0 +1,269 @@
+"""The runs that `published.py` forecasts, as those who made them published them; and those that cannot be forecast yet.
+
+Configurations are written out from the models' cards. Where a publication leaves something open, the row says what is assumed.
+`published_t4.json` holds rows of fitcheck-llm 0.3.1 (pypi.org, its source distribution's data/measurements; Anas Bouzid, MIT):
+every run of LoRA over 16-bit weights whose kernels the toolkit would take too, each configuration once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import toolkit as tk
+from toolkit.units import GiB, MiB
+
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+MISTRAL_7B = {**LLAMA_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 32768}
+YI_34B = {
+    "hidden_size": 7168,
+    "intermediate_size": 20480,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 56,
+    "num_key_value_heads": 8,
+    "vocab_size": 64000,
+    "max_position_embeddings": 4096,
+}
+LLAMA_2_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+LLAMA_3_70B = {**LLAMA_2_70B, "vocab_size": 128256, "max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A run that somebody published, and what this toolkit would run in its place."""
+
+    what: str
+    source: str
+    assumed: str
+    """What of it our run does otherwise, or what is not said."""
+    config: Any
+    """A transformers config."""
+    hardware: str
+    strategy: tk.Strategy
+    loop: tk.Loop
+    memory: float | None = None
+    """Bytes a GPU, as the allocator counts them where the publication says so."""
+    process: float | None = None
+    """Bytes that the process took of the GPU, all in all."""
+    kept: int = 0
+    """Bytes that the loop there holds through its backward and step, and the toolkit's does not."""
+    host: float | None = None
+    """Bytes of a node's host."""
+    speed: float | None = None
+    """Tokens a second and GPU."""
+    tflops: float | None = None
+    """10^12 operations a second and GPU, recomputation included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """A published run that needs what the toolkit does not have yet."""
+
+    what: str
+    said: str
+    needs: str
+    source: str
+
+
+def runs() -> Iterator[Published]:
+    """What can be forecast: first the runs of two libraries' own documentation and a paper, then others' series."""
+    yield Published(
+        what="Llama 3 70B, FSDP2, 64 x A100 80 GB",
+        source=TITAN,
+        assumed="sequence 8,192 as in its configuration",
+        config=llama(LLAMA_3_70B),
+        hardware="8 nodes x 8x A100-80GB",
+        strategy=tk.Strategy(sharding="fsdp", precision="bf16", activation_checkpointing="full"),
+        loop=tk.Loop(seq_len=8192, micro_batch=1),
+        speed=331,
+    )
+    yield from peft()
+    yield Published(
+        what="GPT-2 10B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB",
+        source="Ren et al. 2021 (ZeRO-Offload), abstract",
+        assumed="50 layers of 4,096, sequence 1,024, micro-batch 10, 51 of them a step; it fitted into 32 GB there: "
+        "DeepSpeed adds gradients up in fp32 on the device here, which the paper's did not",
+        config=gpt2(50, 4096),
+        hardware="1x V100-32GB",
+        strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer"),
+        loop=tk.Loop(seq_len=1024, micro_batch=10, accumulation=51),
+        tflops=40,
+    )
+    yield from t4()
+    yield from answer_ai()
+
+
+def llama(config: Mapping[str, int]) -> Any:
+    """A config with a head of its own."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**config, tie_word_embeddings=False)
+
+
+def gpt2(layers: int, hidden: int) -> Any:
+    """The shapes of the ZeRO-Offload paper."""
+    from transformers import GPT2Config
+
+    return GPT2Config(n_layer=layers, n_embd=hidden, n_head=hidden // 128, n_positions=1024)
+
+
+TITAN = "torchtitan, docs/performance.md"
+TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+
+
+def peft() -> Iterator[Published]:
+    """70B on two GPUs, in device memory and with offload."""
+    assumed = (
+        "micro-batch 2, accumulation 2, sequence 2,048, FlashAttention-2 as in its script; FSDP1, reentrant checkpointing, "
+        "dropout and the loss of transformers in early 2024 there, which copied the logits once more; the page does not say "
+        "whether the context and what the allocator reserves are in its figure; here they are not"
+    )
+    for offload, memory, host in (("none", 35.6e9, None), ("cpu", 19.6e9, 107e9)):
+        yield Published(
+            what=f"Llama 2 70B, QLoRA, FSDP, 2 GPUs{', offloaded' if host else ''}",
+            source="PEFT, docs/source/accelerate/fsdp.md",
+            assumed=assumed,
+            config=llama(LLAMA_2_70B),
+            hardware="2x A100-80GB",
+            strategy=tk.Strategy(
+                sharding="fsdp",
+                precision="bf16_pure",
+                adapter="qlora",
+                lora_rank=8,
+                attention="flash_attention_2",
+                offload=offload,
+            ),
+            loop=tk.Loop(seq_len=2048, micro_batch=2, accumulation=2),
+            memory=memory,
+            host=host,
+        )
+
+
+def t4() -> Iterator[Published]:
+    """The allocator's own peak, torch 2.10 to 2.14 and transformers 5."""
+    from transformers import LlamaConfig, Qwen2Config
+
+    for row in json.loads((Path(__file__).parent / "published_t4.json").read_text()):
+        kind = Qwen2Config if row["model"].startswith("Qwen/") else LlamaConfig
+        tokens = row["micro_batch"] * row["seq_len"]
+        name = row["model"].partition("/")[2]
+        yield Published(
+            what=f"{name}, LoRA, {row['attention']}, {row['micro_batch']} x {row['seq_len']:,}, T4",
+            source="fitcheck-llm 0.3.1, data/measurements",
+            assumed="its loop keeps the fp16 logits until the step ends, which is added here; adapters compute in fp32 there",
+            config=kind(**row["config"], max_position_embeddings=8192),
+            hardware="1x T4",
+            strategy=tk.Strategy(
+                sharding="none",
+                precision="fp16",
+                adapter="lora",
+                lora_rank=row["lora_rank"],
+                lora_targets=row["lora_targets"],
+                attention=row["attention"],
+            ),
+            loop=tk.Loop(seq_len=row["seq_len"], micro_batch=row["micro_batch"], max_grad_norm=0),
+            memory=row["peak_allocated_mib"] * MiB,
+            process=row["process_mib"] * MiB,
+            kept=2 * tokens * row["config"]["vocab_size"],
+        )
+
+
+ANSWER_AI: tuple[tuple[str, str, str, str, str, int, int, int | None, float | None], ...] = (
+    # model, adapter, sharding, offload, hardware, micro-batch, sequence, seconds for 1,024 samples, GiB allocated
+    ("Llama 2 7B", "lora", "fsdp", "none", "2x RTX-3090", 1, 512, None, 8.28),
+    ("Llama 2 7B", "lora", "fsdp", "none", "2x RTX-3090", 1, 2048, None, 9.16),
+    ("Llama 2 7B", "lora", "fsdp", "none", "2x RTX-3090", 4, 2048, 1366, None),
+    ("Llama 2 7B", "lora", "fsdp", "none", "2x RTX-3090", 6, 2048, 1199, None),
+    ("Llama 2 7B", "qlora", "fsdp", "none", "2x RTX-3090", 4, 2048, 998, None),
+    ("Llama 2 7B", "qlora", "fsdp", "none", "2x RTX-3090", 10, 2048, 936, None),
+    ("Llama 2 7B", "lora", "ddp", "none", "2x RTX-3090", 4, 2048, 881, None),
+    ("Llama 2 7B", "qlora", "ddp", "none", "2x RTX-3090", 8, 2048, 875, None),
+    ("Yi 34B", "qlora", "fsdp", "none", "2x RTX-3090", 2, 2048, 5041, None),
+    ("Yi 34B", "qlora", "fsdp", "cpu", "2x RTX-3090", 4, 2048, 4830, None),
+    ("Llama 2 70B", "qlora", "fsdp", "cpu", "2x RTX-3090", 2, 2048, 11795, None),
+    ("Llama 2 7B", "lora", "ddp", "none", "2x RTX-4090", 4, 2048, 437, None),
+    ("Llama 2 7B", "lora", "fsdp", "none", "2x RTX-4090", 6, 2048, 481, None),
+    ("Llama 2 7B", "lora", "fsdp", "cpu", "2x RTX-4090", 10, 2048, 482, None),
+    ("Llama 2 7B", "qlora", "ddp", "none", "2x RTX-4090", 8, 2048, 450, None),
+    ("Llama 2 7B", "qlora", "fsdp", "none", "2x RTX-4090", 10, 2048, 466, None),
+    ("Llama 2 7B", "qlora", "fsdp", "cpu", "2x RTX-4090", 12, 2048, 464, None),
+    ("Yi 34B", "qlora", "fsdp", "none", "2x RTX-4090", 2, 2048, 2072, None),
+    ("Yi 34B", "qlora", "fsdp", "cpu", "2x RTX-4090", 4, 2048, 2061, None),
+    ("Llama 2 70B", "qlora", "fsdp", "cpu", "2x RTX-4090", 2, 2048, 4399, None),
+    ("Mistral 7B", "qlora", "fsdp", "cpu", "2x RTX-4090", 12, 2048, 483, None),
+    ("Mistral 7B", "qlora", "fsdp", "cpu", "2x RTX-4090", 1, 24576, 7809, None),
+    ("Llama 2 70B", "qlora", "fsdp", "none", "2x A100-40GB", 1, 2048, 3277, None),
+    ("Llama 2 70B", "qlora", "fsdp", "none", "4x A100-40GB", 4, 2048, 1266, None),
+    ("Llama 2 70B", "qlora", "fsdp", "none", "8x A100-40GB", 4, 2048, 672, None),
+    ("Llama 2 70B", "qlora", "fsdp", "none", "4x H100-80GB", 8, 2048, 667, None),
+)
+"""The runs of the source on GPUs that the catalog knows, with all that it says of them. Its other memory figures are what
+the allocator reserved, and the two runs at sequence 2,048 and micro-batch 1 have two times each."""
+
+MODELS = {"Llama 2 7B": LLAMA_7B, "Yi 34B": YI_34B, "Llama 2 70B": LLAMA_2_70B, "Mistral 7B": MISTRAL_7B}
+
+
+def answer_ai() -> Iterator[Published]:
+    """LoRA and QLoRA on workstations and in the cloud, early 2024."""
+    for model, adapter, sharding, offload, hardware, batch, length, seconds, allocated in ANSWER_AI:
+        gpus = int(hardware.partition("x")[0])
+        offloaded = ", offloaded" if offload == "cpu" else ""
+        yield Published(
+            what=f"{model}, {adapter}, {sharding}{offloaded}, {batch} x {length:,}, {hardware}",
+            source="AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md",
+            assumed="rank 64 on the six projections of its script; FSDP1 and dropout there, and transformers of that time; the "
+            "3090s had a limit of 280 W and slow PCIe",
+            config=llama(MODELS[model]),
+            hardware=hardware,
+            strategy=tk.Strategy(
+                sharding=sharding,
+                precision="bf16_pure",
+                adapter=adapter,
+                offload=offload,
+                lora_rank=64,
+                lora_targets="k_proj,q_proj,v_proj,up_proj,down_proj,gate_proj",
+            ),
+            loop=tk.Loop(seq_len=length, micro_batch=batch),
+            memory=allocated * GiB if allocated else None,
+            speed=1024 * length / seconds / gpus if seconds else None,
+        )
+
+
+BEYOND = (
+    Beyond(
+        what="Llama 3 8B, FSDP2, 64 x A100 80 GB",
+        said="2,973 tokens/s a GPU",
+        needs="selective checkpointing of operators",
+        source=TITAN,
+    ),
+    Beyond(
+        what="Llama 3.1 8B, FSDP2, 8 x H100 of 96 GB",
+        said="82.4 GiB, 5,762 tokens/s a GPU",
+        needs="selective checkpointing of operators",
+        source=TITAN_H100,
+    ),
+    Beyond(
+        what="Llama 3.1 405B, 16,384 x H100",
+        said="30.84M GPU hours",
+        needs="tensor and pipeline parallelism",
+        source="meta-llama/Llama-3.1-405B, model card",
+    ),
+)
