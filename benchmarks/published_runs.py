@@ -43,6 +43,14 @@ LLAMA_2_70B = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+LLAMA_2_13B = {
+    **LLAMA_7B,
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+}
+LLAMA_34B = {**LLAMA_2_70B, "intermediate_size": 22016, "num_hidden_layers": 48}
 LLAMA_3_70B = {**LLAMA_2_70B, "vocab_size": 128256, "max_position_embeddings": 8192}
 
 
@@ -108,6 +116,8 @@ def runs() -> Iterator[Published]:
         tflops=40,
     )
     yield from t4()
+    yield from accelerate_blog()
+    yield from fms()
     yield from answer_ai()
 
 
@@ -183,6 +193,56 @@ def t4() -> Iterator[Published]:
             memory=row["peak_allocated_mib"] * MiB,
             process=row["process_mib"] * MiB,
             kept=2 * tokens * row["config"]["vocab_size"],
+        )
+
+
+def accelerate_blog() -> Iterator[Published]:
+    """ZeRO-3 beside FSDP, both under Accelerate."""
+    for sharding, speed in (("fsdp", 3158.7), ("zero3", 3094.5)):
+        yield Published(
+            what=f"Granite 7B, {sharding}, 8 x 4,096, 4x A100-80GB",
+            source="huggingface.co/blog/deepspeed-to-fsdp-and-back",
+            assumed="sequence 4,096, which its tokens a second, step time and batch give; activation checkpointing, which is not "
+            "said and without which it does not fit",
+            config=llama(LLAMA_7B),
+            hardware="4x A100-80GB",
+            strategy=tk.Strategy(sharding=sharding, precision="bf16", activation_checkpointing="full"),
+            loop=tk.Loop(seq_len=4096, micro_batch=8),
+            speed=speed,
+        )
+
+
+FMS: tuple[tuple[str, dict[str, int], str, str, int, str, int], ...] = (
+    # size, config, sharding, activation checkpointing, micro-batch, hardware, tokens a second and GPU
+    ("7B", LLAMA_7B, "hsdp", "none", 2, "16 nodes x 8x A100-80GB", 3700),
+    ("13B", LLAMA_2_13B, "hsdp", "none", 1, "16 nodes x 8x A100-80GB", 1700),
+    ("34B", LLAMA_34B, "fsdp", "full", 2, "16 nodes x 8x A100-80GB", 700),
+    ("34B", LLAMA_34B, "fsdp", "full", 8, "16 nodes x 8x A100-80GB", 772),
+    ("70B", LLAMA_2_70B, "fsdp", "full", 6, "16 nodes x 8x A100-80GB", 380),
+    ("7B", LLAMA_7B, "hsdp", "none", 2, "12 nodes x 8x H100-80GB", 7500),
+    ("34B", LLAMA_34B, "fsdp", "full", 2, "12 nodes x 8x H100-80GB", 1550),
+)
+
+
+def fms() -> Iterator[Published]:
+    """Pretraining on 96 and 128 GPUs."""
+    for size, config, sharding, checkpointing, batch, hardware, speed in FMS:
+        nodes = int(hardware.partition(" ")[0])
+        yield Published(
+            what=f"Llama 2 {size}, {sharding}, {batch} x 4,096, {hardware}",
+            source="github.com/foundation-model-stack/fms-fsdp, README, of today and of early 2024",
+            assumed="gradients are reduced in bf16 there, in fp32 here; the catalog's H100s have a faster network; whether torch "
+            "compiled is not said; from its two runs on H100 comes the H100's sustained share in the catalog",
+            config=llama(config),
+            hardware=hardware,
+            strategy=tk.Strategy(
+                sharding=sharding,
+                precision="bf16",
+                activation_checkpointing=checkpointing,
+                replicate=nodes if sharding == "hsdp" else 1,
+            ),
+            loop=tk.Loop(seq_len=4096, micro_batch=batch),
+            speed=speed,
         )
 
 

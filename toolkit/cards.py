@@ -34,6 +34,8 @@ class Card:
     machine: str
     measured_half: float | None = None
     """What its fastest matrix product was seen to reach, in the unit of `tflops_half`; None where no source was found."""
+    sustained: float = 0.8
+    """Of the fastest product's speed, what a training step's products reach: less where power limits a long run."""
 
 
 CARDS = {
@@ -48,9 +50,9 @@ CARDS = {
     "L40S": Card(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
     "A100-40GB": Card(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
     "A100-80GB": Card(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
-    "H100-80GB": Card(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5),
-    "H200-141GB": Card(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5),
-    "B200-180GB": Card(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge"),
+    "H100-80GB": Card(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55),
+    "H200-141GB": Card(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55),
+    "B200-180GB": Card(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
     "MI300X-192GB": Card(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
 }
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
@@ -58,7 +60,8 @@ and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandw
 product (Turing, Volta, GA102, Ada and Blackwell architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of
 the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs. Fastest products:
 T4, Jia et al. 2019 (arXiv:1903.07486); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench; A100, H100, MI300X,
-github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip."""
+github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip. Hopper's sustained share:
+by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes; the B200's is taken as the same."""
 
 
 def card_key(name: str, word: str) -> str:

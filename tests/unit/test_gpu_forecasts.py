@@ -41,7 +41,7 @@ def test_work_is_what_the_device_does() -> None:
         assert made.device.type == "cpu"
         torch.empty_like(made)
         torch.ops.aten._unsafe_view(made, [256 * 256])
-        made.T
+        _ = made.T
         assert not tracker._work
         made.mul(2)
     assert tracker._work == {("calls", ""): 1, ("moved", ""): 2 * made.nbytes}

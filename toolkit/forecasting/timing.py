@@ -17,9 +17,8 @@ from toolkit.engines.states import parameters_of
 from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF
 
-FASTEST, MATMUL, MEMORY, LINK = 0.8, 0.8, 0.75, 0.8
-"""Shares: of a data sheet's peak that the fastest product reaches where nobody measured it; of that one's speed that a
-step's products reach; of their peaks that memory and links reach."""
+FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
+"""Shares of a data sheet's peak: what the fastest product reaches where nobody measured it, what memory reaches, and links."""
 
 HOST = 150
 """GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
@@ -100,7 +99,7 @@ def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
     for one in stretches:
         if one.calls:
             done = (*one.flops, *((dtype, -size) for dtype, size in one.skipped))
-            products = sum(size / (_fastest(card, dtype) * MATMUL) for dtype, size in done)
+            products = sum(size / _sustained(card, dtype) for dtype, size in done)
             total += max(products + one.moved / (card.memory * 1e9 * MEMORY), one.calls * CALL)
     return total
 
@@ -110,11 +109,11 @@ def _peak(card: Card, dtype: str) -> float:
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
 
 
-def _fastest(card: Card, dtype: str) -> float:
-    """Operations a second of the fastest product."""
+def _sustained(card: Card, dtype: str) -> float:
+    """Operations a second of a training step's products."""
     if dtype != "float32" and card.measured_half is not None:
-        return card.measured_half * 1e12
-    return _peak(card, dtype) * FASTEST
+        return card.measured_half * 1e12 * card.sustained
+    return _peak(card, dtype) * FASTEST * card.sustained
 
 
 class Sent(NamedTuple):
