@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from machine import about, write_results
 
+from toolkit.durable import read_events
 from toolkit.engines.job import engine_of
-from toolkit.folder import read_events
 from toolkit.show import Table
 from toolkit.strategy import Strategy
 from toolkit.units import MiB

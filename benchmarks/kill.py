@@ -31,7 +31,7 @@ from typing import Any
 from machine import RESULTS, about
 from striking import KINDS, Attempt, Victim, command
 
-from toolkit.folder import append_line, read_events
+from toolkit.durable import append_line, read_events
 from toolkit.show import Table
 
 PLAN = ("sharding", "ranks", "steps", "seed")

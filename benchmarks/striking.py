@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 from toolkit.checkpoints import complete, read_manifest
+from toolkit.durable import read_events
 from toolkit.errors import CheckpointError
-from toolkit.folder import read_events
 
 KINDS = ("rank", "ranks", "launcher", "supervisor")
 FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "samples")

@@ -43,7 +43,7 @@ from IPython.display import HTML
 
 from toolkit.comparing import read_run
 from toolkit.drawing import Bar, bars, curve, figure
-from toolkit.folder import read_events
+from toolkit.durable import read_events
 from toolkit.show import Table
 from toolkit.units import format_bytes, format_count, format_seconds
 

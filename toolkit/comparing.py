@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.devices import Hardware
+from toolkit.durable import read_events
 from toolkit.engines.job import engine_of
 from toolkit.flags import to_flags
-from toolkit.folder import check_place, enter, new_path, read_events, read_run_json
+from toolkit.folder import check_place, enter, new_path, read_run_json
 from toolkit.launching import supervise
 from toolkit.locking import new_token
 from toolkit.phases import PHASES

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from toolkit.checkpoints import complete
 from toolkit.checkpoints.manifest import folder_name
 from toolkit.devices import Hardware
+from toolkit.durable import cut_events, last_step, write_json
 from toolkit.errors import RunError, StrategyError
 from toolkit.flags import flag, from_dict
-from toolkit.folder import Folder, cut_events, last_step, read_run_json, write_json
+from toolkit.folder import Folder, read_run_json
 from toolkit.readying import Ready, Recipe, versions
 from toolkit.redacting import MARK
 from toolkit.strategy import SHARDINGS, Loop, sharding_word

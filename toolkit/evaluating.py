@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from toolkit.data import Rows, eval_batches
+from toolkit.durable import read_events
 from toolkit.engines.job import Prepared
-from toolkit.folder import Folder, read_events
+from toolkit.folder import Folder
 from toolkit.lifetime import StopSignal
 from toolkit.readying import Recipe
 from toolkit.runtime import on_any_rank

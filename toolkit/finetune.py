@@ -24,13 +24,14 @@ from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restor
 from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on
 from toolkit.data import batches, sample_ids, spell_samples
 from toolkit.devices import hardware
+from toolkit.durable import write_json
 from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
 from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError
 from toolkit.evaluating import Evaluator
 from toolkit.exporting import save, spelled, verify
 from toolkit.flags import Parser, add_flags, from_dict, given
-from toolkit.folder import Folder, enter, read_run_json, write_json
+from toolkit.folder import Folder, enter, read_run_json
 from toolkit.following import follow
 from toolkit.heartbeat import Beat
 from toolkit.keeping import Keeper

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data import hash_ids
+from toolkit.durable import append_line, cut_events
 from toolkit.engines.job import Job, Prepared
 from toolkit.errors import ToolkitError
-from toolkit.folder import Folder, append_line, cut_events
+from toolkit.folder import Folder
 from toolkit.lifetime import StopSignal
 from toolkit.training import Step, Wish, nothing, train
 from toolkit.units import format_bytes

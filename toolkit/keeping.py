@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from toolkit.checkpoints import complete, folder_name
-from toolkit.folder import Folder, append_line
+from toolkit.durable import append_line
+from toolkit.folder import Folder
 from toolkit.lifetime import StopSignal
 from toolkit.measuring import Window
 from toolkit.readying import Recipe

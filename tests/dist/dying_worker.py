@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import folder, locking
+from toolkit import durable, folder, locking
 from toolkit.errors import ToolkitError
 from toolkit.heartbeat import Beat
 from toolkit.launching import Care, Stopped, persevere
@@ -34,10 +34,10 @@ def main(path: Path) -> None:
                 while rank == 0:
                     pass
                 time.sleep(120)
-    attempts = len(folder.read_events(run.path / "attempts.jsonl"))
-    folder.append_line(run.path / "attempts.jsonl", {"number": attempts})
-    folder.write_json(run.run_json, {"finished": None})
-    folder.cut_events(run.events, 0)
+    attempts = len(durable.read_events(run.path / "attempts.jsonl"))
+    durable.append_line(run.path / "attempts.jsonl", {"number": attempts})
+    durable.write_json(run.run_json, {"finished": None})
+    durable.cut_events(run.events, 0)
     with Beat(run.beat(0), 0) as beat:
         for step in range(1, DIES_AT[attempts]):
             run.append_event({"step": step})

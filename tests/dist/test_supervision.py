@@ -21,7 +21,7 @@ import tiny
 
 from toolkit import report
 from toolkit.checkpoints import complete
-from toolkit.folder import read_events
+from toolkit.durable import read_events
 from toolkit.heartbeat import read_beats
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]

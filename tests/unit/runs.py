@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit import folder
+from toolkit import durable, folder
 from toolkit.devices import hardware
 from toolkit.engines.job import Holdings, resolve
 from toolkit.forecasting import Forecast
@@ -107,13 +107,13 @@ def write(
 ) -> folder.Folder:
     """A run's folder, that nobody holds any more."""
     with folder.enter(path) as run:
-        folder.write_json(run.run_json, found or about())
+        durable.write_json(run.run_json, found or about())
         run.logs.mkdir()
         for line in events:
             run.append_event(line)
         for step in (10, 20):
             costs = {"bytes": 70 * MiB, "stall_seconds": 0.1, "write_seconds": 0.5}
-            folder.append_line(run.published, {"step": step, "attempt": 0, "checkpoint": f"step-{step:08d}", **costs})
+            durable.append_line(run.published, {"step": step, "attempt": 0, "checkpoint": f"step-{step:08d}", **costs})
         if memory:
-            folder.write_json(run.memory, memory)
+            durable.write_json(run.memory, memory)
     return run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import folder, locking
+from toolkit import durable, folder, locking
 from toolkit.errors import RunError
 
 HOLD = """
@@ -46,7 +46,7 @@ def told(process: subprocess.Popen[str]) -> str:
 def old_run(path: Path) -> Path:
     """A folder as a run leaves it."""
     with folder.enter(path) as run:
-        folder.write_json(run.run_json, {"seed": 0})
+        durable.write_json(run.run_json, {"seed": 0})
     return path
 
 
@@ -125,16 +125,16 @@ def test_new_paths_differ(tmp_path: Path) -> None:
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """A value that JSON cannot hold leaves the old file, and no draft."""
     path = tmp_path / "memory.json"
-    folder.write_json(path, {"peak": 1.5, "norms": [float("inf"), (1, float("nan"))]})
+    durable.write_json(path, {"peak": 1.5, "norms": [float("inf"), (1, float("nan"))]})
     before = path.read_text()
     assert json.loads(before) == {"peak": 1.5, "norms": [None, [1, None]]}
     with pytest.raises(TypeError):
-        folder.write_json(path, {"peak": object()})
+        durable.write_json(path, {"peak": object()})
     path.with_name("folder.json").mkdir()
     with pytest.raises(
         RunError, match=r"folder\.json cannot be written: .* bytes are needed, .* are free\)\. Make room"
     ):
-        folder.write_json(path.with_name("folder.json"), {})
+        durable.write_json(path.with_name("folder.json"), {})
     assert path.read_text() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.json", "memory.json"]
 
@@ -176,21 +176,21 @@ def test_a_rank_has_its_last_words_on_a_full_disk(tmp_path: Path) -> None:
 def test_events_are_read_and_cut(tmp_path: Path) -> None:
     """A torn last line does not count, and the cut removes it."""
     with folder.enter(tmp_path / "run") as run:
-        assert folder.read_events(run.events) == []
-        assert folder.cut_events(run.events, 2) == []
+        assert durable.read_events(run.events) == []
+        assert durable.cut_events(run.events, 2) == []
         for step in range(1, 5):
             run.append_event({"step": step, "loss": 7.0 / step})
         run.append_event({"step": 4, "eval_loss": float("nan")})
         with open(run.events, "ab") as file:
             file.write(b'{"step": 5, "lo')
-        read = folder.read_events(run.events)
+        read = durable.read_events(run.events)
         assert [event["step"] for event in read] == [1, 2, 3, 4, 4]
         assert read[1] == {"step": 2, "loss": 3.5}
         assert read[-1] == {"step": 4, "eval_loss": None}
-        assert folder.cut_events(run.events, 3) == read[:3]
+        assert durable.cut_events(run.events, 3) == read[:3]
         run.append_event({"step": 4, "attempt": 2})
         assert run.events.read_bytes().count(b"\n") == 4
-        assert folder.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
+        assert durable.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
 
 
 @pytest.mark.parametrize("line", ["{torn", "[1, 2]", "7"])
@@ -199,7 +199,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     with pytest.raises(RunError, match=r"events\.jsonl, line 2: .* Repair or remove"):
-        folder.cut_events(path, 1)
+        durable.cut_events(path, 1)
 
 
 def test_a_rank_leaves_its_error(tmp_path: Path) -> None:
@@ -250,14 +250,14 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path) -> None:
     """What comes later would be glued to it, and no line behind it could be read."""
     path = tmp_path / "events.jsonl"
     code = (
-        "import resource, signal, sys; from pathlib import Path; from toolkit.folder import append_line\n"
+        "import resource, signal, sys; from pathlib import Path; from toolkit.durable import append_line\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); path = Path(sys.argv[1]); append_line(path, {'step': 1})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5,) * 2)\n"
         "append_line(path, {'step': 2})"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
     assert f"RunError: {path} cannot be written: " in done.stderr
-    assert folder.read_events(path) == [{"step": 1}]
+    assert durable.read_events(path) == [{"step": 1}]
     assert path.read_bytes().endswith(b"}\n")
 
 

@@ -16,8 +16,8 @@ from IPython.utils.capture import CapturedIO, capture_output
 from ipywidgets.widgets.widget import _instances
 from runs import event, write
 
+from toolkit.durable import append_line
 from toolkit.errors import RunError
-from toolkit.folder import append_line
 from toolkit.launching import Run
 from toolkit.notebook import live
 

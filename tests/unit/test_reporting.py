@@ -15,7 +15,7 @@ import pytest
 import runs
 
 import toolkit as tk
-from toolkit import cli, folder
+from toolkit import cli, durable, folder
 from toolkit.continuing import how_to_go_on
 from toolkit.errors import RunError
 from toolkit.heartbeat import Beat
@@ -246,7 +246,7 @@ def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None
     run.record_end("failed", "an old failure")
     later = runs.about()
     later["attempts"][0]["started"] = "2099-01-01T00:00:00+0000"
-    folder.write_json(run.run_json, later)
+    durable.write_json(run.run_json, later)
     found = tk.report(run.path)
     assert "an old failure" not in str(found)
     assert found.run.measured is None

@@ -16,7 +16,7 @@ import pytest
 import runs
 
 import toolkit as tk
-from toolkit import folder, following, locking
+from toolkit import durable, folder, following, locking
 from toolkit.cli import main
 from toolkit.devices import hardware
 from toolkit.launching.detaching import _ranks, without_launchers
@@ -77,7 +77,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     begins = folder.unheld(tmp_path / "begins")
     begins.logs.mkdir(parents=True)
     with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
-        folder.write_json(supervisor_file(begins), {"pid": process.pid, "started": locking.started(process.pid)})
+        durable.write_json(supervisor_file(begins), {"pid": process.pid, "started": locking.started(process.pid)})
         with pytest.raises(tk.RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
         assert len(tk.runs(tmp_path)) == 1
@@ -91,7 +91,7 @@ def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> N
     assert locking.still(mine)
     assert not locking.still(mine | {"started": "1"})
     run = runs.write(tmp_path / "run", [])
-    folder.write_json(supervisor_file(run), mine | {"started": "1"})
+    durable.write_json(supervisor_file(run), mine | {"started": "1"})
     assert not tk.attach(run.path).alive
 
 
@@ -203,7 +203,7 @@ def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch:
 def test_a_run_that_did_not_begin_takes_only_its_own_with_it(tmp_path: Path) -> None:
     for name, left in (("alone", False), ("mine", True)):
         with folder.enter(tmp_path / name) as run:
-            folder.write_json(run.run_json, runs.about())
+            durable.write_json(run.run_json, runs.about())
             if left:
                 (run.path / "model.pt").write_text("hours of work")
             run.discard()
@@ -251,7 +251,7 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tk.log(step, steps=9, loss=torch.tensor(1 / step), tokens=8)
     monkeypatch.setattr(following, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
     tk.log(2, steps=9, loss=0.25)
-    assert [(line["step"], line["loss"]) for line in folder.read_events(rank)] == [(1, 1.0), (2, 0.25)]
+    assert [(line["step"], line["loss"]) for line in durable.read_events(rank)] == [(1, 1.0), (2, 0.25)]
     assert tk.launching.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
 
 
@@ -301,7 +301,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
     with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
-        folder.write_json(supervisor_file(run), {"pid": process.pid, "started": locking.started(process.pid)})
+        durable.write_json(supervisor_file(run), {"pid": process.pid, "started": locking.started(process.pid)})
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

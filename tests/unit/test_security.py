@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from toolkit import cli, folder, redacting
+from toolkit import cli, durable, folder, redacting
 from toolkit.checkpoints.manifest import Manifest, read_manifest
 from toolkit.continuing import continued
 from toolkit.data.encoding import Encoder
@@ -105,8 +105,8 @@ def test_secrets_are_in_no_file_message_or_result(
         def to_dict(self) -> dict[str, Any]:
             return {"a": SECRET}
 
-    folder.write_json(tmp_path / "x.json", {"a": (SECRET, {"b": HUB}), "n": float("nan")})
-    folder.append_line(tmp_path / "events.jsonl", {"error": SECRET})
+    durable.write_json(tmp_path / "x.json", {"a": (SECRET, {"b": HUB}), "n": float("nan")})
+    durable.append_line(tmp_path / "events.jsonl", {"error": SECRET})
     with folder.enter(tmp_path / "run") as run:
         run.record_error(0, RuntimeError(f"Bearer {SECRET}"))
     result = Result()
@@ -392,7 +392,7 @@ def test_trusted_code_is_run_recorded_exported_and_never_resumed_by_the_folder_a
         assert says in capfd.readouterr().err
     assert not canary.exists()
     assert cli.main([*again, *trust, "--data", str(data)]) == 0, capfd.readouterr().err
-    assert [event["step"] for event in folder.read_events(run / "events.jsonl")] == [1, 2, 3]
+    assert [event["step"] for event in durable.read_events(run / "events.jsonl")] == [1, 2, 3]
 
 
 HUB_SCRIPT = """

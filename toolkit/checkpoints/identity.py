@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cache import cache_folder
 from toolkit.checkpoints.hashing import sha256_of_all
+from toolkit.durable import write_whole
 from toolkit.errors import CheckpointError
-from toolkit.folder import write_whole
 from toolkit.model import ModelSpec, local_weights
 from toolkit.redacting import MARK, redact_all
 

@@ -22,9 +22,9 @@ from toolkit.checkpoints.layout import GENERATOR, Layout, lay_out
 from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, file_name, folder_name
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.writer import Writer
+from toolkit.durable import sync_folder, write_whole
 from toolkit.engines.job import Prepared, engine_of
 from toolkit.errors import CheckpointError, StrategyError
-from toolkit.folder import sync_folder, write_whole
 from toolkit.redacting import redact_all
 from toolkit.units import format_bytes, timestamp
 

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.durable import sync_folder
 from toolkit.errors import RunError
-from toolkit.folder import sync_folder
 from toolkit.units import format_bytes
 
 

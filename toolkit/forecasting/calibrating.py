@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from toolkit.durable import read_events
 from toolkit.errors import RunError
-from toolkit.folder import read_events, read_run_json
+from toolkit.folder import read_run_json
 from toolkit.forecasting.timing import Timing
 
 if TYPE_CHECKING:

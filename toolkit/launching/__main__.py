@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import redacting
+from toolkit.durable import write_json
 from toolkit.errors import RunError
-from toolkit.folder import write_json
 from toolkit.lifetime import LAUNCHER, die_with_parent, redact_streams
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
+from toolkit.durable import write_json
 from toolkit.engines.job import resolve
 from toolkit.errors import RunError, StrategyError, ToolkitError, nearest
 from toolkit.flags import from_dict, spell, to_flags
-from toolkit.folder import RUNS, check_new, new_path, read_run_json, refuse_links, unheld, write_json
+from toolkit.folder import RUNS, check_new, new_path, read_run_json, refuse_links, unheld
 from toolkit.following import RUN_DIR
 from toolkit.forecasting import Candidate
 from toolkit.launching.restarting import Care

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import errors
+from toolkit.durable import last_step
 from toolkit.errors import OutOfMemory, RunError, ToolkitError
-from toolkit.folder import Folder, last_step
+from toolkit.folder import Folder
 from toolkit.heartbeat import Heartbeat, read_beats
 from toolkit.launching.starting import failures_of, launcher_log
 from toolkit.shrinking import aborted_for_memory, killed_for_memory

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoints import complete
+from toolkit.durable import last_step
 from toolkit.errors import OutOfMemory, StrategyError
 from toolkit.flags import amount, check_choices, choice, from_dict, spell
-from toolkit.folder import Folder, last_step, read_run_json
+from toolkit.folder import Folder, read_run_json
 from toolkit.heartbeat import IN_A_STEP, read_beats
 from toolkit.launching.failing import RankDied
 from toolkit.launching.supervising import supervise

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.durable import read_events
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
-from toolkit.folder import read_events, read_run_json, unheld
+from toolkit.folder import read_run_json, unheld
 from toolkit.launching.progress import Progress, bar, held_bytes, read_progress, tail_of
 from toolkit.launching.starting import begun, supervisor_file, supervisor_log
 from toolkit.launching.viewing import page

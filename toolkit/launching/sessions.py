@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.devices import Hardware
+from toolkit.durable import write_json
 from toolkit.engines.job import engine_of, resolve
 from toolkit.errors import RunError
 from toolkit.flags import differing
-from toolkit.folder import enter, read_run_json, write_json
+from toolkit.folder import enter, read_run_json
 from toolkit.launching.supervising import supervise
 from toolkit.launching.targets import Target
 from toolkit.locking import new_token

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from toolkit.durable import read_events
 from toolkit.errors import ToolkitError
-from toolkit.folder import Folder, read_events
+from toolkit.folder import Folder
 from toolkit.launching.failing import Known, RankHung, failure
 from toolkit.launching.starting import clear, ranks_here, start
 from toolkit.launching.stopping import Stop, Stopped

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.continuing import how_to_go_on
+from toolkit.durable import read_events
 from toolkit.errors import RunError, StrategyError
 from toolkit.flags import differing, from_dict, spell, to_flags
-from toolkit.folder import Folder, look, read_events, read_run_json
+from toolkit.folder import Folder, look, read_run_json
 from toolkit.heartbeat import Heartbeat, read_beats
 from toolkit.locking import held_by_others
 from toolkit.readying import Recipe

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.drawing import figure
+from toolkit.durable import write_whole
 from toolkit.errors import RunError
-from toolkit.folder import write_whole
 from toolkit.redacting import redact
 from toolkit.reporting.page import html_page
 from toolkit.reporting.parts import Section
