@@ -685,8 +685,8 @@ title = f"T5-large's shape ({format_count(spec.elements)}), 512 tokens; an epoch
 show(picture, title, ("sharding", "largest micro-batch", "peak", "a step", "an epoch"), rows)
 
 # %% [markdown]
-# The bytes of such a forecast are usually within a percent or two; the seconds are a roofline from data sheets, right
-# to about a quarter. Now the same experiment for real, small enough for this machine: a T5 of 8M parameters, and a
+# The bytes of such a forecast are usually within a percent or two; the seconds are a roofline over the card's speeds,
+# mostly right to a quarter. Now the same experiment for real, small enough for this machine: a T5 of 8M parameters, and a
 # limit that we set ourselves. Each trains with the largest batch that its forecast allows, and what it took is
 # **measured**.
 

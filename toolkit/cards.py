@@ -1,4 +1,4 @@
-"""GPUs that can be named where there are none: what each holds, and how fast it is by its maker's data sheet."""
+"""GPUs that can be named where there are none: what each holds, and how fast it is by its data sheet and by measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.units import GiB
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of the catalog. Speeds are peaks, dense, of a data sheet; bandwidths in GB/s, one direction of a link."""
+    """A GPU of the catalog. Speeds are a data sheet's peaks, dense; bandwidths in GB/s, one direction of a link."""
 
     gib: float
     """Total memory, as CUDA reports it."""
@@ -35,17 +35,17 @@ class Card:
     measured_half: float | None = None
     """What its fastest matrix product was seen to reach, in the unit of `tflops_half`; None where no source was found."""
     sustained: float = 0.8
-    """Of the fastest product's speed, what a training step's products reach: less where power limits a long run."""
+    """Of the fastest product's speed, what a training step's products reach."""
 
 
 CARDS = {
-    "T4": Card(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6),
+    "T4": Card(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
     "V100-16GB": Card(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge"),
     "V100-32GB": Card(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge"),
     "RTX-3090": Card(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
     "RTX-4090": Card(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
     "RTX-5090": Card(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
-    "L4": Card(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge"),
+    "L4": Card(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge", sustained=0.55),
     "A10G": Card(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
     "L40S": Card(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
     "A100-40GB": Card(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
@@ -61,7 +61,8 @@ product (Turing, Volta, GA102, Ada and Blackwell architecture white papers; L4, 
 the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs. Fastest products:
 T4, Jia et al. 2019 (arXiv:1903.07486); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench; A100, H100, MI300X,
 github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip. Hopper's sustained share:
-by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes; the B200's is taken as the same."""
+by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes; the B200's is taken as the same. The T4's,
+by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
 
 
 def card_key(name: str, word: str) -> str:

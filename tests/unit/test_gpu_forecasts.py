@@ -1,5 +1,6 @@
 """What a forecast for a GPU knows beside what a fake processor shows, and that published runs on one took as much."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from toolkit import Loop, Strategy, describe, hardware
 from toolkit.engines.job import Job, resolve
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.replays import walking
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
 from toolkit.units import KiB, MiB
@@ -47,26 +49,68 @@ def test_work_is_what_the_device_does() -> None:
     assert tracker._work == {("calls", ""): 1, ("moved", ""): 2 * made.nbytes}
 
 
-def test_a_softmaxs_backward_multiplies_into_a_tensor_of_its_own_on_a_gpu() -> None:
-    import torch
+def within(kernel: Any) -> int:
+    """What the peak of a backward on a GPU is above that of its outputs and inputs alone."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     highest = {}
     for device in ("cpu", "cuda"):
         tracker = Tracker(device=device)
         with FakeTensorMode(), tracker:
-            grad, output = torch.ones(64, 64), torch.ones(64, 64)
-            torch.ops.aten._softmax_backward_data(grad, output, -1, torch.float32)
+            made = kernel()
+        del made
         alive = peak = 0
         for what, size, _ in tracker.events:
             alive += size if what == "+" else -size if what == "-" else 0
             peak = max(peak, alive)
         highest[device] = peak
-    assert highest["cuda"] - highest["cpu"] == 64 * 64 * 4
+    return highest["cuda"] - highest["cpu"]
+
+
+def softmax() -> Any:
+    import torch
+
+    return torch.ops.aten._softmax_backward_data(torch.ones(64, 64), torch.ones(64, 64), -1, torch.float32)
+
+
+def embedding(tokens: int) -> Any:
+    import torch
+
+    return torch.ops.aten.embedding_dense_backward(
+        torch.ones(tokens, 32), torch.ones(tokens, dtype=torch.long), 100, -1, False
+    )
+
+
+def flash(groups: int) -> Any:
+    import torch
+
+    made = {"dtype": torch.bfloat16}
+    query, key, sums = (
+        torch.ones(2, 4, 100, 64, **made),
+        torch.ones(2, 4 // groups, 100, 64, **made),
+        torch.ones(2, 4, 100),
+    )
+    none, seed = torch.ones(0), torch.ones(2, dtype=torch.long)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(query, query, key, key, query, sums, none, none, 100, 100, 0.0, True, seed, seed)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [
+        (softmax, 64 * 64 * 4),
+        (lambda: embedding(3072), 0),
+        (lambda: embedding(4000), (100 + 400) * 32 * 4),
+        (lambda: flash(1), 2 * 4 * 128 * (64 + 1) * 4),
+        (lambda: flash(2), 2 * 4 * 128 * (64 + 1) * 4 + 2 * (2 * 4 * 100 * 64 * 2)),
+    ],
+)
+def test_a_backward_takes_memory_for_itself_on_a_gpu(kernel: Any, size: int) -> None:
+    assert within(kernel) == size
 
 
 def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
-    """Papers count them all the same; only the time knows."""
+    """They are counted all the same; only the time knows. A large batch is a small one, scaled."""
     job = small(seq_len=4096)
     step = whole_step(job, traced(job, masked=False))
     skipped = sum(size for one in step for _, size in one.skipped)
@@ -80,6 +124,8 @@ def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
     assert slow is not None
     assert fast.step_seconds < slow.step_seconds
     assert operations(job, step) == operations(job, bare)
+    wide = dataclasses.replace(job, loop=dataclasses.replace(job.loop, micro_batch=8))
+    assert sum(size for one in whole_step(wide, traced(wide, masked=False)) for _, size in one.skipped) == 8 * skipped
     eager = small(seq_len=4096, attention="eager")
     assert not any(one.skipped for one in whole_step(eager, traced(eager, masked=False)))
 
@@ -93,6 +139,20 @@ def test_cublas_keeps_a_workspace_for_each_thread(card: str, each: int) -> None:
     trace = traced(job, masked=False)
     ledger = replay(job, trace, whole_step(job, trace), checkpoints=False, kind=Ledger)
     assert ledger.held["workspace"] == 2 * each
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
+def test_workspaces_come_with_the_first_product_and_stay(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = small(card="H100")
+    strategy = Strategy(sharding=sharding, precision="bf16")
+    job = resolve(strategy, dataclasses.replace(one.loop, accumulation=2), one.spec, 2, one.device)
+    trace = traced(job, masked=False)
+    step = whole_step(job, trace)
+    known = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
+    monkeypatch.setattr(walking, "blas_workspaces", lambda job: 0)
+    without = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
+    more = {phase: known[phase] - without[phase] for phase in known}
+    assert more == {"load": 0, "prepare": 0} | dict.fromkeys(("forward", "backward", "step", "save"), 64 * MiB)
 
 
 def rows() -> list[Any]:
@@ -113,4 +173,4 @@ def test_runs_that_others_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     compared = importlib.import_module("published").compared
     for run in rows():
         row = compared(run)
-        assert row["forecast"]["memory"] == pytest.approx(row["published"]["memory"], rel=0.015), run.what
+        assert row["forecast"]["memory"] == pytest.approx(row["published"]["memory"], rel=0.01), run.what

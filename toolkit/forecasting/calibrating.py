@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.durable import read_events
 from toolkit.errors import RunError
@@ -29,15 +30,17 @@ class Lesson:
 
     run: Path
     more_bytes: int
-    """Its peak above its forecast: workspaces, and what no trace sees."""
+    """Its peak above its forecast: what no trace sees."""
     device: str
     """`cpu` or `cuda`."""
     card: object
-    """The catalog's figures of its device, or None."""
+    """What tells its device from the catalog's others, or None: speeds do not, which are mended as they are better known."""
     reserved_ratio: float | None
     """Reserved over allocated, at the most of each; None on CPU."""
     operations_per_second: float
     """Of a rank, over the whole step."""
+    slower: float | None
+    """How many times its own forecast a step took; None where that knew of no speed."""
 
 
 def read_run(path: Path) -> Lesson:
@@ -60,14 +63,20 @@ def read_run(path: Path) -> Lesson:
         raise RunError(f"{path} teaches nothing: events.jsonl has no step. Name the folder of a finished run.")
     worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
     reserved = worst.get("reserved_bytes")
+    took, foretold = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
     return Lesson(
         run=path,
         more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
         device=forecast["hardware"]["device"]["kind"],
-        card=forecast["hardware"]["device"]["card"],
+        card=_identity(forecast["hardware"]["device"]["card"]),
         reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
-        operations_per_second=forecast["operations"] / statistics.median(seconds[WINDOW:] or seconds),
+        operations_per_second=forecast["operations"] / took,
+        slower=took / foretold if foretold else None,
     )
+
+
+def _identity(card: Mapping[str, Any] | None) -> object:
+    return None if card is None else (card["gib"], card["capability"] and tuple(card["capability"]))
 
 
 def calibrated(forecast: F, lesson: Lesson) -> F:
@@ -77,15 +86,17 @@ def calibrated(forecast: F, lesson: Lesson) -> F:
         RunError: for a run on another kind of device.
     """
     device = forecast.hardware.device
-    # As JSON spells it.
-    card = json.loads(json.dumps(dataclasses.asdict(device.card))) if device.card else None
-    if (device.kind, card) != (lesson.device, lesson.card):
+    card = dataclasses.asdict(device.card) if device.card else None
+    if (device.kind, _identity(card)) != (lesson.device, lesson.card):
         raise RunError(f"{lesson.run} ran on another kind of device than {device.name}. Name a run on that kind.")
     more = lesson.more_bytes
     peak = forecast.peak_bytes + more
     part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
     parts = {**forecast.parts, part: forecast.parts[part] + more}
-    seconds = forecast.operations / lesson.operations_per_second
+    if forecast.timing is not None and lesson.slower is not None:
+        seconds = forecast.timing.step_seconds * lesson.slower
+    else:
+        seconds = forecast.operations / lesson.operations_per_second
     tokens = forecast.loop.micro_batch * forecast.loop.accumulation * forecast.ranks * forecast.loop.seq_len
     mfu = forecast.timing.mfu if forecast.timing else None
     if mfu is not None and forecast.timing is not None:

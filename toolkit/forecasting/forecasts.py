@@ -106,9 +106,9 @@ class Forecast(Shown):
     def calibrate(self, run: str | Path) -> Forecast:
         """The same, corrected by what a run with a forecast of its own really took.
 
-        Bytes by what the run's peak was above its own forecast (workspaces and all else that no trace sees), what the allocator
-        reserves by what it reserved there (fragmentation), time by the operations a second that the run achieved: a run whose
-        layers and batch are as large tells most.
+        Bytes by what the run's peak was above its own forecast (all that no trace sees), what the allocator reserves by what it
+        reserved there (fragmentation), time by how much longer than forecast a step took, or, on a device whose speed nobody
+        knows, by the operations a second that the run achieved: a run whose layers and batch are as large tells most.
 
         Args:
             run: folder of a run on the same kind of device.

@@ -165,10 +165,10 @@ def _unknown(job: Job) -> tuple[str, ...]:
     if job.device.card is None:
         found.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
     else:
-        found.append("Time is a roofline over the card's speeds, within about a quarter; no run has calibrated it.")
+        found.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
     if job.device.kind == "cuda":
         found.append(
-            "CUDA's context and the allocator's fragmentation are not in it: a fifth more in the median of published runs."
+            "CUDA's context and the allocator's fragmentation are not in it: 9 to 52% more in published runs on a T4."
         )
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed

@@ -22,7 +22,7 @@ Event = tuple[str, int, str]
 `LOGITS` where it is theirs. `gradient`: bytes
 and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation included;
 `back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`, `end`: of the
-whole. `flops`: operations in a dtype, as papers count them; `skipped`: those of them that a causal attention kernel leaves
+whole. `flops`: operations in a dtype, as torch counts them; `skipped`: those of them that a causal attention kernel leaves
 out; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
 
 
@@ -93,7 +93,7 @@ class Stretch(NamedTuple):
     size: int
     name: str
     flops: tuple[tuple[str, int], ...] = ()
-    """Operations, by torch's name of the dtype, as papers count them."""
+    """Operations, by torch's name of the dtype, as torch counts them."""
     skipped: tuple[tuple[str, int], ...] = ()
     """Those of them that a kernel leaves out where attention is causal."""
     moved: int = 0

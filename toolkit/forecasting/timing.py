@@ -1,7 +1,7 @@
 """How long a step takes: a roofline over the traced operators, and what of the communication nothing hides.
 
-Known error: the shares below are what large models reach in eager mode, within about a quarter
-(`benchmarks/results/published.md`); no run of the toolkit's own on a GPU has calibrated them.
+Known error: most published runs lie within a quarter, those of small products on a T4 and over slow PCIe do not
+(`benchmarks/results/published.md`); no run of the toolkit's own on a GPU has calibrated it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from toolkit.forecasting.timeline import Stretch
 from toolkit.units import BYTES_OF
 
 FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
-"""Shares of a data sheet's peak: what the fastest product reaches where nobody measured it, what memory reaches, and links."""
+"""Shares of a data sheet's peak: what the fastest product reaches where nobody measured it, what memory reaches, and links.
+
+Round numbers, chosen beside published runs on A100s."""
 
 HOST = 150
 """GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
@@ -45,7 +47,7 @@ class Timing:
 
 
 def operations(job: Job, step: Sequence[Stretch]) -> int:
-    """Of a step of one rank, recomputation included, attention as if it were not causal: as papers count them."""
+    """Of a step of one rank, as torch's `FlopCounterMode` counts: recomputation included, attention as if it were not causal."""
     return job.loop.accumulation * sum(size for one in step for _, size in one.flops)
 
 
@@ -111,9 +113,9 @@ def _peak(card: Card, dtype: str) -> float:
 
 def _sustained(card: Card, dtype: str) -> float:
     """Operations a second of a training step's products."""
-    if dtype != "float32" and card.measured_half is not None:
-        return card.measured_half * 1e12 * card.sustained
-    return _peak(card, dtype) * FASTEST * card.sustained
+    if dtype == "float32":
+        return _peak(card, dtype) * FASTEST
+    return (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
 
 
 class Sent(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.forecasting.timeline import LOGITS, Event
-from toolkit.units import dtype_name
+from toolkit.units import dtype_name, round_up
 
-STILL = {torch.ops.aten._unsafe_view, torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+aten = torch.ops.aten
+
+STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 """Operators that read and write no byte, and that torch does not call views."""
-
-SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,17 +80,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
-        if func is SOFTMAX_BACKWARD and self._device == "cuda":
-            self._within(args[0])
-        self._count(func, args, kwargs, made)
+        scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
+        if scratch:
+            self.events += [("+", scratch, ""), ("-", scratch, "")]
+        self._count(func, args, kwargs, made, scratch)
         return made
 
-    def _within(self, like: torch.Tensor) -> None:
-        """CUDA's kernel multiplies into a tensor of its own, which no fake one shows (aten/src/ATen/native/cuda/SoftMax.cu)."""
-        size = like.numel() * like.element_size()
-        self.events += [("+", size, ""), ("-", size, "")]
-
-    def _count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, made: Any, scratch: int) -> None:
         """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
         # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
         if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
@@ -98,11 +96,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._overloadpacket in flop_registry:
             operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
             self._work["flops", dtype_name(tensors[0].dtype)] += operations
-            if _causal(func, args, kwargs):
+            if _causal(func, args, kwargs):  # half, less a share of the blocks that the diagonal cuts
                 self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
         else:
             results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-            self._work["moved", ""] += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *results))
+            self._work["moved", ""] += 2 * scratch + sum(tensor.nbytes for tensor in (*tensors, *results))
 
     def _note(self, storage: Any, part: str) -> None:
         if storage in self._known:
@@ -120,9 +118,51 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.ref(storage, gone)
 
 
+@lru_cache
+def _place(func: Any) -> int | None:
+    """Where among an operator's arguments `is_causal` stands; None of what is no attention kernel."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
+
+
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether it is an attention kernel that a causal mask spares half of its products."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))
-    return False
+    place = _place(func)
+    if place is None:
+        return False
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+def _softmax_backward(grad: torch.Tensor, *_: Any) -> int:
+    """Gradient times output (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)."""
+    return grad.nbytes
+
+
+def _flash_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
+    """The query's gradient in fp32, and grouped heads' own (transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`)."""
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, 128)
+    grouped = 2 * batch * heads * key.shape[2] * width * key.element_size() if key.shape[1] != heads else 0
+    return 4 * rows * (round_up(width, 32) + 1) + grouped
+
+
+def _efficient_backward(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
+    """The query's gradient in fp32 (transformers/cuda/mem_eff_attention/kernel_backward.h, `workspace_size`)."""
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, 64)
+    return 4 * rows * (1 if query.dtype == torch.float32 else round_up(width, 64) + 1)
+
+
+def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, words: int, *_: Any) -> int:
+    """Partial sums in fp32 (aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu), from 3,072 tokens on."""
+    tokens = indices.numel()
+    return 4 * (min(tokens, words) + tokens // 10) * grad.shape[-1] if tokens > 3072 else 0
+
+
+SCRATCH: dict[Any, Callable[..., int]] = {
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
+"""Bytes that CUDA's kernels take for themselves while they run, which no fake tensor shows."""

@@ -229,7 +229,7 @@ def _choice(name: str, asked: Asked, kind: str) -> Choice:
         return Choice(name=name, label="model", told=told, values=values, value=value)
     if name == "device":
         values = tuple(dict.fromkeys((asked.named, *CARDS)))
-        told = "the device of a rank, by its maker's data sheet where it is only named"
+        told = "the device of a rank, from the catalog where it is only named"
         return Choice(name=name, label="device", told=told, values=values, value=value)
     if name == "devices":
         told = "how many devices, one rank each; more than eight are on nodes of eight"

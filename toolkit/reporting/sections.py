@@ -194,8 +194,10 @@ def _machine(run: Record) -> Section:
     versions = [(name, version or "not installed") for name, version in about.get("versions", {}).items()]
     machine, rows = about.get("hardware") or {}, []
     if device := machine.get("device"):
-        count = f"{machine.get('nodes', 1)} node(s) with {machine.get('count', 1)} each"
-        rows = [("device", f"{device['name']} ({device['kind']})"), ("devices", count)]
+        nodes, count = machine.get("nodes", 1), machine.get("count", 1)
+        rows = [("device", f"{device['name']} ({device['kind']})")]
+        if device["kind"] != "cpu":  # which all ranks share
+            rows.append(("devices", str(count) if nodes == 1 else f"{nodes * count}, {count} on each of {nodes} nodes"))
         rows.append(("memory of a device", format_bytes(device["total_bytes"])))
         rows.append(("memory of the host", format_bytes(machine["host_bytes"])))
     tables = [

@@ -24,16 +24,18 @@ class Moves(Protocol):
 
 def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> None:
     """The micro-batches of a step, forward and backward: as many as are unlike."""
-    ledger.hold("workspace", cublas(job))
-    for _ in range(min(job.loop.accumulation, 2 if moves.grows else 1)):
+    for number in range(min(job.loop.accumulation, 2 if moves.grows else 1)):
         ledger.enter("forward")
+        if number == 0:
+            ledger.hold("workspace", blas_workspaces(job))
         _walk(ledger, step, moves)
 
 
-def cublas(job: Job) -> int:
+def blas_workspaces(job: Job) -> int:
     """Bytes that cuBLAS keeps, of the thread that runs forwards and of the one that runs backwards.
 
-    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`; of AMD's GPUs the catalog knows a gfx94.
+    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`. Of AMD's GPUs the catalog knows a gfx94, whose
+    rocBLAS has the most; where hipBLASLt is taken instead it is less.
     """
     if job.device.kind != "cuda":
         return 0
