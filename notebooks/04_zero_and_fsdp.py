@@ -45,7 +45,7 @@ from toolkit.comparing import read_run
 from toolkit.drawing import Bar, bars, curve, figure
 from toolkit.durable import read_events
 from toolkit.show import Table
-from toolkit.units import format_bytes, format_count, format_seconds
+from toolkit.units import format_bytes, format_count, format_seconds, format_step_seconds
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -676,7 +676,7 @@ rows = [
         word,
         batch[word],
         format_bytes(one.peak_bytes),
-        format_seconds(one.timing.step_seconds),
+        format_step_seconds(one.timing.step_seconds),
         format_seconds(epoch[word]),
     )
     for word, one in found.items()
@@ -711,7 +711,7 @@ for word in filter(None, T5_RUNS.split(",")):
     assert peak <= ROOM * (1.25 if GPU else 1)  # CUDA's libraries take workspaces that no forecast knows
     assert result.losses[-1] < result.losses[0]
     step = statistics.median(event["seconds"] for event in read_events(run.folder / "events.jsonl"))
-    took = format_seconds(step), format_seconds(epoch_seconds(PAIRS, batch[word], RANKS, step))
+    took = format_step_seconds(step), format_seconds(epoch_seconds(PAIRS, batch[word], RANKS, step))
     rows.append((word, batch[word], format_bytes(peak), f"{result.losses[0]:.3f} → {result.losses[-1]:.3f}", *took))
 columns = ("sharding", "micro-batch", "peak of a rank", "loss", "a step (median)", f"an epoch of {PAIRS:,} pairs")
 table(f"A T5 of {format_count(tk.describe(T5).elements)} within {T5_LIMIT} MiB a rank (measured)", columns, rows)
@@ -750,7 +750,7 @@ picture = bars(
 )
 rows = [
     (*key, "fits" if one.fits else "no", format_bytes(one.peak_bytes), format_bytes(one.host_bytes))
-    + ((format_seconds(one.timing.step_seconds),) if one.fits else ("–",))
+    + ((format_step_seconds(one.timing.step_seconds),) if one.fits else ("–",))
     for key, one in tried.items()
 ]
 columns = ("sharding", "offload", "", "peak of a GPU", "host memory", "a step")

@@ -13,7 +13,7 @@ from toolkit.forecasting import Forecast
 from toolkit.forecasting.ledger import PARTS
 from toolkit.forecasting.timing import collectives
 from toolkit.show import Shown, Table
-from toolkit.units import format_bytes, format_seconds
+from toolkit.units import format_bytes, format_step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Difference:
         if self.unit == "bytes":
             return format_bytes(value)
         if self.unit == "seconds":
-            return format_seconds(value)
+            return format_step_seconds(value)
         return f"{value:.3g}" if self.unit == "operations" else f"{value:,.0f}"
 
 

@@ -9,7 +9,7 @@ from toolkit.engines.job import Holdings, Job, engine_of, on_device
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.timing import collectives, offloads
-from toolkit.units import BYTES_OF, format_bytes, format_count, format_seconds
+from toolkit.units import BYTES_OF, format_bytes, format_count, format_step_seconds
 
 EQUAL = 0.01
 """Differences up to this share of the larger value are none."""
@@ -219,5 +219,5 @@ def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
     bare = [sum(s.size * s.times for s in collectives(side.job) if s.hidden == "nothing") for side in (less, more)]
     if bare[1] > bare[0]:
         why.append(f"{format_bytes(bare[1])} of what it sends nothing hides")
-    said = f"A step of {more.label} takes {format_seconds(many)} instead of {format_seconds(few)}"
+    said = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"
     yield f"{said}: {', and '.join(why)}." if why else f"{said}."

@@ -18,7 +18,7 @@ from toolkit.forecasting.timing import Timing
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
-from toolkit.units import format_bytes, format_seconds
+from toolkit.units import format_bytes, format_step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,5 +190,5 @@ class Forecast(Shown):
             if self.timing.mfu is not None:
                 found.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))
             found.insert(0, ("tokens/s", f"{self.timing.tokens_per_second:,.0f}"))
-            found.insert(0, ("time", format_seconds(self.timing.step_seconds)))
+            found.insert(0, ("time", format_step_seconds(self.timing.step_seconds)))
         return found

@@ -111,7 +111,7 @@ def _attention(
 
     Flash attention takes half precision without a mask, from compute capability 8.0 on; the memory-efficient kernel what has
     a mask or is fp32, but no grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta
-    kernels say.
+    kernels say. cuDNN's, which torch may prefer on Hopper and Blackwell, is taken to keep as much; nobody has measured it here.
     """
     import torch
     from torch.nn import functional

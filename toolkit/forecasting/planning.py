@@ -16,7 +16,7 @@ from toolkit.forecasting.predicting import forecast_job
 from toolkit.model import ModelSpec, describe
 from toolkit.show import Shown, Table
 from toolkit.strategy import SHARDINGS, Loop, Strategy
-from toolkit.units import format_bytes, format_seconds
+from toolkit.units import format_bytes, format_step_seconds
 
 MARGIN = 0.95
 """Share of a rank's memory that a plan may need: fragmentation, and what a forecast does not know, take the rest."""
@@ -95,7 +95,7 @@ class Plan(Shown):
                     place,
                     *_words(one),
                     f"{timing.tokens_per_second:,.0f}" if timing else "–",
-                    format_seconds(timing.step_seconds) if timing else "–",
+                    format_step_seconds(timing.step_seconds) if timing else "–",
                     format_bytes(one.forecast.peak_bytes),
                     f"{one.forecast.peak_bytes / one.forecast.limit_bytes:.0%}",
                 )
