@@ -138,7 +138,7 @@ def peft() -> Iterator[Published]:
         "micro-batch 2, accumulation 2, sequence 2,048, FlashAttention-2 as in its script; FSDP1, reentrant checkpointing, "
         "dropout and the loss of transformers in early 2024 there, which copied the logits once more; the page does not say "
         "whether the context and what the allocator reserves are in its figure, here they are not; AnswerDotAI/fsdp_qlora reserved "
-        "14.92 GiB where it says 18.25"
+        "14.92 GiB in nearly the same offloaded run"
     )
     for offload, memory, host in (("none", 35.6e9, None), ("cpu", 19.6e9, 107e9)):
         yield Published(
