@@ -21,6 +21,9 @@ from toolkit.forecasting import forecast_job
 from toolkit.show import Table
 from toolkit.units import format_bytes
 
+STEP = ("forward", "backward", "step")
+"""The phases whose highest is compared."""
+
 
 def compared(run: Published) -> dict[str, Any]:
     """The publication's figures and ours."""
@@ -28,21 +31,21 @@ def compared(run: Published) -> dict[str, Any]:
     machine = tk.hardware(run.hardware)
     job = resolve(run.strategy, run.loop, spec, machine.ranks, machine.device)
     found = forecast_job(job, machine, one_document=True)
-    time, phases = found.timing, found.phases
+    time = found.timing
+    step = {phase: found.phases[phase] + (0 if phase == "forward" else run.kept) for phase in STEP}
     ours = {
-        "memory": max(phases["forward"], max(phases["backward"], phases["step"]) + run.kept),
+        "memory": max(step.values()),
         "host": found.host_bytes,
         "speed": time.tokens_per_second / machine.ranks if time else None,
         "tflops": found.operations / time.step_seconds / 1e12 if time else None,
     }
-    phase, needed = found.peak_phase, found.peak_bytes
     return {
         "what": run.what,
         "source": run.source,
         "assumed": run.assumed,
-        "published": {**{name: getattr(run, name) for name in (*ours, "phases", "process")}},
-        "forecast": {**ours, "kept": run.kept, "phases": dict(phases), "fits": found.fits},
-        "lacks": None if found.fits else (phase, needed, found.limit_bytes),
+        "published": {name: getattr(run, name) for name in (*ours, "phases", "process")},
+        "forecast": {**ours, "step": step, "phases": dict(found.phases)},
+        "lacks": None if found.fits else (found.peak_phase, found.peak_bytes, found.limit_bytes),
         "strategy": dataclasses.asdict(found.strategy),
         "loop": dataclasses.asdict(found.loop),
     }
@@ -76,28 +79,19 @@ def figures(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, ...]], list
 def by_phase(rows: Sequence[dict[str, Any]]) -> str:
     """How near each phase's peak is, where the publication tells it."""
     told = []
-    for phase in ("forward", "backward", "step"):
-        ratios = [
-            (row["forecast"]["phases"][phase] + (0 if phase == "forward" else row["forecast"]["kept"])) / said[phase]
-            for row in rows
-            if (said := row["published"]["phases"])
-        ]
+    for phase in STEP:
+        ratios = [row["forecast"]["step"][phase] / said[phase] for row in rows if (said := row["published"]["phases"])]
         told.append(f"{phase} {min(ratios):.3f} to {max(ratios):.3f}")
     return f"Phase by phase, where the publication tells it: {', '.join(told)}."
 
 
 def too_large(rows: Sequence[dict[str, Any]]) -> Table:
     """All of them ran: what a forecast would not have let begin."""
-    found = [
-        (row["what"], phase, _bytes(need), _bytes(has))
-        for row in rows
-        if row["lacks"]
-        for phase, need, has in [row["lacks"]]
-    ]
+    found = [(row["what"], *row["lacks"]) for row in rows if row["lacks"]]
     return Table(
         title=f"{len(rows)} ran; of {len(found)} the forecast says that they do not fit",
         columns=("run", "phase", "needs", "a GPU has"),
-        rows=found,
+        rows=[(what, phase, _bytes(need), _bytes(has)) for what, phase, need, has in found],
         notes=(
             "QLoRA under FSDP: the toolkit packs the whole model on every GPU before it is sharded, as transformers loads it; that "
             "script loaded shard by shard.",

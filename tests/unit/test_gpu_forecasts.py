@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit import Loop, Strategy, describe, hardware
+from toolkit.cards import CARDS
 from toolkit.engines.job import Job, resolve
 from toolkit.forecasting.ledger import Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
@@ -15,11 +16,6 @@ from toolkit.forecasting.replays import walking
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
 from toolkit.units import KiB, MiB
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") -> Job:
@@ -153,6 +149,11 @@ def test_workspaces_come_with_the_first_product_and_stay(sharding: str, monkeypa
     without = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
     more = {phase: known[phase] - without[phase] for phase in known}
     assert more == {"load": 0, "prepare": 0} | dict.fromkeys(("forward", "backward", "step", "save"), 64 * MiB)
+
+
+def test_memory_tells_the_catalogs_cards_apart() -> None:
+    """By it `calibrate` knows a run's."""
+    assert len({card.gib for card in CARDS.values()}) == len(CARDS)
 
 
 def rows() -> list[Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from toolkit.durable import read_events
 from toolkit.errors import RunError
@@ -33,8 +32,8 @@ class Lesson:
     """Its peak above its forecast: what no trace sees."""
     device: str
     """`cpu` or `cuda`."""
-    card: object
-    """What tells its device from the catalog's others, or None: speeds do not, which are mended as they are better known."""
+    card_gib: float | None
+    """Memory by the catalog, which tells its cards apart (speeds are mended); None of a device that it does not know."""
     reserved_ratio: float | None
     """Reserved over allocated, at the most of each; None on CPU."""
     operations_per_second: float
@@ -68,15 +67,11 @@ def read_run(path: Path) -> Lesson:
         run=path,
         more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
         device=forecast["hardware"]["device"]["kind"],
-        card=_identity(forecast["hardware"]["device"]["card"]),
+        card_gib=card["gib"] if (card := forecast["hardware"]["device"]["card"]) else None,
         reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
         operations_per_second=forecast["operations"] / took,
         slower=took / foretold if foretold else None,
     )
-
-
-def _identity(card: Mapping[str, Any] | None) -> object:
-    return None if card is None else (card["gib"], card["capability"] and tuple(card["capability"]))
 
 
 def calibrated(forecast: F, lesson: Lesson) -> F:
@@ -86,8 +81,7 @@ def calibrated(forecast: F, lesson: Lesson) -> F:
         RunError: for a run on another kind of device.
     """
     device = forecast.hardware.device
-    card = dataclasses.asdict(device.card) if device.card else None
-    if (device.kind, _identity(card)) != (lesson.device, lesson.card):
+    if (device.kind, device.card and device.card.gib) != (lesson.device, lesson.card_gib):
         raise RunError(f"{lesson.run} ran on another kind of device than {device.name}. Name a run on that kind.")
     more = lesson.more_bytes
     peak = forecast.peak_bytes + more

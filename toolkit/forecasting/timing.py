@@ -96,7 +96,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
 
 
 def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
-    """Products at the device's peak, all else at its memory's; never faster than the host can say it."""
+    """Products at what the device sustains, all else at its memory's speed; never faster than the host can say it."""
     total = 0.0
     for one in stretches:
         if one.calls:

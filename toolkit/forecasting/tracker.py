@@ -76,7 +76,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         # Under autocast the head casts its weight before it makes logits.
-        weight = func is torch.ops.aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
+        weight = func is aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
