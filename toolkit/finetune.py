@@ -41,7 +41,7 @@ from toolkit.locking import run_token, supervised
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Ready, Recipe, foretold, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
-from toolkit.runtime import agree, end, job, launched, on_any_rank
+from toolkit.runtime import agree, job, launched, on_any_rank
 from toolkit.shrinking import is_out_of_memory, out_of_memory
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, Wish, adamw, warmup_cosine
@@ -127,11 +127,11 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
             accelerator.print(
                 f"stopped after step {stopped}, as asked" + ("" if supervised() else f". {how_to_go_on(folder)}")
             )
-            end(accelerator)  # still listening: the launcher signals the others when the first has ended
+            accelerator.end_training()  # still listening: the launcher signals the others when the first has ended
             return 128 + (stop.number or signal.SIGTERM)
     window.close()
     _publish(ours, tokenizer, folder, window, held, ready, recipe)
-    end(accelerator)
+    accelerator.end_training()
     return 0
 
 

@@ -6,12 +6,12 @@ import dataclasses
 import importlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from toolkit.devices import Hardware, hardware
+from toolkit.engines import process_exit
 from toolkit.engines.job import Job, engine_of, resolve
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
@@ -29,9 +29,6 @@ _jobs: WeakKeyDictionary[Accelerator, Job] = WeakKeyDictionary()
 
 STRATEGY = "TOOLKIT_STRATEGY"
 """The environment variable with the fields of a Strategy that an Accelerate config file cannot hold, as JSON."""
-
-LET_GO = 0.1
-"""Seconds: in 200 of 200 trials 0.02 were enough, and without them a rank of two hung in about one of ten."""
 
 
 def accelerator(
@@ -80,6 +77,7 @@ def accelerator(
         project_dir=project_dir,
     )
     _jobs[made] = job
+    process_exit.arrange()
     return made
 
 
@@ -120,23 +118,6 @@ def check_trackers(names: str | None) -> None:
                 f"tracker {name!r} needs its library, which is not installed. Install it with `pip install {name}`, "
                 f"or choose one that is: {', '.join(installed) or 'none'}."
             )
-
-
-def end(accelerator: Accelerator) -> None:
-    """`accelerator.end_training()`, when gloo's threads have let go of the last collective's tensors."""
-    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        let_go()
-    accelerator.end_training()
-
-
-def let_go() -> None:
-    """Give gloo's threads a moment to let go of the last collective's tensors, for which they need the GIL.
-
-    What destroys the process group (DDP's reducer, in its destructor) joins them with the GIL held, so that a rank would
-    now and then never end; and a thread that asks for the GIL after the interpreter began to end aborts the process
-    ("terminate called without an active exception"). No call says when the threads are idle.
-    """
-    time.sleep(LET_GO)
 
 
 def job(accelerator: Accelerator) -> Job:

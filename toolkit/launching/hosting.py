@@ -17,6 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from toolkit.engines import process_exit
 from toolkit.errors import ToolkitError
 from toolkit.folder import Folder, enter
 from toolkit.following import RUN_DIR
@@ -70,8 +71,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from toolkit.runtime import let_go
-
     code = main(sys.argv[1:])
-    let_go()
+    process_exit.settle()  # a script may use plain Accelerate
     sys.exit(code)
