@@ -18,7 +18,7 @@ def training_function(ending: str) -> None:
     accelerator = tk.accelerator(None, tk.Loop(micro_batch=2))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, 1))
-    model.config = SimpleNamespace(hidden_size=WIDTH)  # Accelerate derives DeepSpeed's bucket sizes from it
+    model.config = SimpleNamespace(hidden_size=WIDTH)  # type: ignore[assignment]  # Accelerate derives DeepSpeed's bucket sizes from it
     data = torch.utils.data.TensorDataset(torch.randn(2 * STEPS * accelerator.num_processes, WIDTH))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -85,7 +85,6 @@ def worker(config: dict[str, Any]) -> None:
     from toolkit.model import describe
     from toolkit.preparing import prepare
     from toolkit.runtime import accelerator as make
-    from toolkit.runtime import end
     from toolkit.strategy import Loop, Strategy
 
     case = config["case"]
@@ -108,7 +107,7 @@ def worker(config: dict[str, Any]) -> None:
     every = gather_object([found])
     if accelerator.is_main_process:
         write(config, every)
-    end(accelerator)
+    accelerator.end_training()
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:

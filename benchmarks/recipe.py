@@ -88,7 +88,6 @@ def rank(strategy: Strategy, loop: Loop, recipe: Recipe, path: Path, *, start: i
     from toolkit.lifetime import StopSignal
     from toolkit.readying import get_ready
     from toolkit.runtime import accelerator as make
-    from toolkit.runtime import end
 
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -112,4 +111,4 @@ def rank(strategy: Strategy, loop: Loop, recipe: Recipe, path: Path, *, start: i
                 stop=stop,
                 start=start,
             )
-    end(accelerator)
+    accelerator.end_training()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from toolkit.redacting import redact
+
+T = TypeVar("T")
 
 
 class ToolkitError(Exception):
@@ -77,3 +80,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     spelled = {str(one).lower(): one for one in known}
     found = difflib.get_close_matches(str(word).lower(), spelled, n=1, cutoff=0.5)
     return f" Did you mean {spelled[found[0]]!r}?" if found else ""
+
+
+def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:
+    """`find(*arguments)`, or `default` where that raises: an unknown part of a message never costs the message."""
+    try:
+        return find(*arguments)
+    except Exception:
+        return default

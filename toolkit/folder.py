@@ -126,8 +126,14 @@ class Folder:
 
     def errors(self) -> dict[int, dict[str, Any]]:
         """Rank → the exception that ended it, as `record_error` left it."""
-        found = self.logs.glob("rank-*.error.json")
-        return {int(path.name.split(".")[0].removeprefix("rank-")): json.loads(path.read_text()) for path in found}
+        kinds = {"type": str, "message": str, "time": int | float}
+        found = {}
+        for path in self.logs.glob("rank-*.error.json"):
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # what cannot be read says nothing
+                error = json.loads(path.read_bytes())
+                if isinstance(error, dict) and all(isinstance(error.get(name), kind) for name, kind in kinds.items()):
+                    found[int(path.name.split(".")[0].removeprefix("rank-"))] = error
+        return found
 
     @contextlib.contextmanager
     def room_for_error(self, rank: int) -> Iterator[None]:

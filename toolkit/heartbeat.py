@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,24 @@ class Beat:
 
 
 def read_beats(logs: Path) -> dict[int, Heartbeat]:
-    """Rank → its last heartbeat, of those that have written one into `logs`."""
+    """Rank → its last heartbeat, of those that have written one into `logs`. Files of another content are left out."""
     found = {}
     for path in logs.glob("rank-*.beat"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # just being written
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # just being written
             beat = Heartbeat(**json.loads(path.read_bytes()))
+            _check(beat)
             found[beat.rank] = beat
     return found
+
+
+def _check(beat: Heartbeat) -> None:
+    """Raise ValueError for a field of another type, and for a number that is no process id."""
+    for field in fields(beat):
+        kind = type(getattr(beat, field.name))
+        if kind.__name__ != field.type and (kind, field.type) != (int, "float"):
+            raise ValueError(f"{field.name}: expected {field.type}, found {kind.__name__}")
+    if not 0 < beat.pid < 2**31:
+        raise ValueError(f"pid: expected a process id, found {beat.pid}")
 
 
 def _rss() -> int:

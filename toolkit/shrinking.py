@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.adapting import require_libraries
 from toolkit.devices import Device, hardware, host_memory
 from toolkit.engines.job import resolve
-from toolkit.errors import OutOfMemory, ToolkitError
+from toolkit.errors import OutOfMemory, ToolkitError, value_or
 from toolkit.flags import from_dict, spell
 from toolkit.folder import Folder, read_run_json
 from toolkit.heartbeat import Heartbeat
@@ -78,6 +78,10 @@ def _last_held(beat: Heartbeat | None) -> str:
 
 def advice(folder: Folder, beat: Heartbeat | None) -> str:
     """The smallest change that could fit, as a command line that goes on with the run."""
+    return value_or("What to change is not known: run.json cannot be read.", _advice, folder, beat)
+
+
+def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     if not folder.run_json.exists():
         return "Take a smaller model, or a machine with more memory."
     was = read_run_json(folder.path)

@@ -14,7 +14,6 @@ from toolkit.devices import hardware
 from toolkit.drawing import Bar, bars
 from toolkit.engines.job import on_device
 from toolkit.errors import RunError, StrategyError
-from toolkit.finetune import assembled, seed_everything
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.ledger import PARTS
 from toolkit.measuring import Memory
@@ -192,6 +191,9 @@ def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: 
 
 def _run(ready: Ready, recipe: Recipe, window: measuring.Window) -> tuple[tuple[Step, ...], Audit, Memory]:
     """As a rank of `finetune` does, without what keeps a run."""
+    # Here: `python -m toolkit.finetune` warns if `import toolkit` has imported that module already.
+    from toolkit.finetune import assembled, seed_everything
+
     made = accelerator(ready.job.strategy, ready.job.loop, ready.job.spec)
     seed_everything(ready.job.loop.seed)
     ours, _, loader, schedule = assembled(made, ready, recipe, start=0)

@@ -335,25 +335,3 @@ def test_ranks_are_at_most_the_devices() -> None:
         check_ranks(one, 0)
     cpu = Device(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
     check_ranks(Hardware(device=cpu, count=1, host_bytes=1, host_free_bytes=1), 4)
-
-
-def test_ranks_on_gloo_end_whoever_destroys_the_process_group() -> None:
-    """Thirty times over: where gloo's threads still want the GIL, DDP's reducer waits for them for ever, one time in ten."""
-    import socket
-
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port = str(made.getsockname()[1])
-    command = [sys.executable, str(Path(__file__).with_name("ending_worker.py")), "30"]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            command, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()

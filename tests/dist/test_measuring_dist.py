@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from toolkit import measuring
+from toolkit.engines import process_exit
 from toolkit.engines.job import Holdings
 from toolkit.phases import phase
-from toolkit.runtime import let_go
 
 pytestmark = pytest.mark.dist
 
@@ -59,7 +59,7 @@ def work(target: Path) -> None:
     memory = measuring.collect(window.result(), held, gather_object)
     said = {"expected": expected, **memory.to_dict()}
     target.with_suffix(f".{state.process_index}").write_text(json.dumps(said))
-    let_go()
+    process_exit.settle()
     state.destroy_process_group()
 
 

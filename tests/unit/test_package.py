@@ -59,6 +59,24 @@ print(json.dumps(found))
     assert guilty == {"toolkit.forecasting.tracker", "toolkit.notebook.sliding"}
 
 
+def test_what_is_started_with_m_is_not_imported_before() -> None:
+    """Python warns of it, and runs the module twice."""
+    sources = {name: importlib.util.find_spec(name) for name in MODULES}
+    programs = [
+        name
+        for name, spec in sources.items()
+        if spec and '__name__ == "__main__"' in Path(spec.origin or "").read_text()
+    ]
+    assert "toolkit.finetune" in programs
+    programs.remove("toolkit.redacting")  # started by its path
+    done = in_new_process("import sys, toolkit; print(*sys.modules.keys() & set(sys.argv[1:]))", *programs)
+    assert done.stdout == "\n"
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "toolkit.finetune", "--help"]
+    help = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert help.returncode == 0, help.stderr
+    assert help.stderr == ""
+
+
 def test_public_names_stay_what_they_are_when_every_module_is_imported() -> None:
     script = """
 import importlib, json, sys

@@ -1,4 +1,4 @@
-"""Checks that import a library and use it, in a child process: `python -m toolkit.doctor.libraries PARENT CHECK…`.
+"""Checks that import a library and use it, in a child process: `python -m toolkit.doctor PARENT CHECK…`.
 
 Each prints one line of JSON as soon as it is done, so that the parent knows which one a broken library ended.
 """
@@ -278,7 +278,3 @@ def main(parent: int, names: list[str]) -> None:
     os.dup2(2, 1)
     for name in names:
         print(json.dumps(dataclasses.asdict(check(name))), file=results, flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])

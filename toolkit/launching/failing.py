@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from toolkit import errors
 from toolkit.durable import last_step
-from toolkit.errors import OutOfMemory, RunError, ToolkitError
+from toolkit.errors import OutOfMemory, RunError, ToolkitError, value_or
 from toolkit.folder import Folder
 from toolkit.heartbeat import Heartbeat, read_beats
 from toolkit.launching.starting import failures_of, launcher_log
@@ -60,8 +61,7 @@ class Known:
 def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
     """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
     raised = folder.errors()
-    noted = json.loads(failures_of(folder).read_text()) if failures_of(folder).exists() else []
-    failures = [one for one in noted if one["time"] + 1 < known.cut_at]  # torch elastic notes whole seconds
+    failures = value_or(list[dict[str, Any]](), _noted, folder, known.cut_at)
     for told in raised.values():
         if told["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
             return OutOfMemory(told["message"])
@@ -90,6 +90,13 @@ def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
     return RankDied(f"rank {rank} {how.removesuffix('.')}. {_place(folder, rank)}{end_of_log(folder, rank)}")
 
 
+def _noted(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
+    """How the launcher says that ranks ended, before the supervisor itself killed those that were left."""
+    noted = json.loads(failures_of(folder).read_bytes())
+    ended = [{"rank": int(one["rank"]), "exitcode": int(one["exitcode"]), "time": float(one["time"])} for one in noted]
+    return [one for one in ended if one["time"] + 1 < cut_at]  # torch elastic notes whole seconds
+
+
 def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:
     """What a rank raised, where it was a ToolkitError."""
     kind = getattr(errors, error["type"], None)
@@ -110,7 +117,7 @@ def _place(folder: Folder, rank: int) -> str:
     beat = read_beats(folder.logs).get(rank)
     if beat is None:
         return ""
-    done = last_step(folder.events)
+    done = value_or(0, last_step, folder.events)
     return f"It was {f'after step {done}' if beat.listens and done >= max(beat.step, 1) else beat.where}. "
 
 
@@ -165,7 +172,7 @@ def _ended(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (which is also how the system ends a process when memory runs out)"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {value_or(f'signal {-code}', lambda: signal.Signals(-code).name)}"
     return f"ended with exit status {code}"
 
 
@@ -176,14 +183,18 @@ def end_of_log(folder: Folder, rank: int) -> str:
 
 
 def _end(log: Path) -> str:
-    """What stands before the stacks of all threads, too, which an abort writes behind its reason."""
-    return log.read_text(errors="replace")[-_ABORT_CHARACTERS:] if log.exists() else ""
+    """The end of a log, with what stands before the stacks of all threads, which an abort writes behind its reason."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _ABORT_CHARACTERS))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def last_lines(log: Path) -> str:
     """The last lines of a log, and where it is."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]  # a bar's last state
+    lines = [line.rpartition("\r")[2] for line in _end(log).replace("\r\n", "\n").split("\n")]  # a bar's last state
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
     shown = "".join(f"\n    {line}" for line in last)
     return f"Its last lines ({log}):{shown}" if last else f"It printed nothing ({log})."

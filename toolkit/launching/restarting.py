@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.checkpoints import complete
 from toolkit.durable import last_step
-from toolkit.errors import OutOfMemory, StrategyError
+from toolkit.errors import OutOfMemory, StrategyError, value_or
 from toolkit.flags import amount, check_choices, choice, from_dict, spell
 from toolkit.folder import Folder, read_run_json
 from toolkit.heartbeat import IN_A_STEP, read_beats
@@ -66,18 +66,19 @@ def persevere(
     """
     arguments, smaller = list(first), list[str]()
     restarts = idle = 0
-    furthest = last_step(folder.events)
+    furthest = value_or(0, last_step, folder.events)
     while True:
         try:
             return supervise(folder, module, arguments, config, timeout=timeout)
         except OutOfMemory as error:
-            if care.on_oom != "shrink" or not (fewer := _fewer(folder)):
+            if care.on_oom != "shrink" or not (fewer := value_or(dict[str, int](), _fewer, folder)):
                 raise
             smaller = spell(fewer)
             _say(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
         except RankDied as error:
-            idle = idle + 1 if restarts and last_step(folder.events) <= furthest else 0
-            furthest = max(furthest, last_step(folder.events))
+            done = value_or(furthest, last_step, folder.events)
+            idle = idle + 1 if restarts and done <= furthest else 0
+            furthest = max(furthest, done)
             if restarts == care.restarts:
                 raise
             if idle == IN_VAIN:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from toolkit.continuing import how_to_go_on
+from toolkit.errors import value_or
 from toolkit.folder import Folder
 from toolkit.launching.failing import as_raised
 
@@ -24,7 +25,8 @@ class Stopped(Exception):
     def of(cls, number: int, folder: Folder) -> Stopped:
         """With what is said of the run in `folder`, and why a rank refused to publish."""
         refused = [str(error) for told in folder.errors().values() if (error := as_raised(told))]
-        return cls(number, " ".join([how_to_go_on(folder), *refused[:1]]))
+        then = value_or("", how_to_go_on, folder)
+        return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
 
 
 class Stop:

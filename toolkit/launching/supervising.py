@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from toolkit.durable import read_events
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, value_or
 from toolkit.folder import Folder
 from toolkit.launching.failing import Known, RankHung, failure
 from toolkit.launching.starting import clear, ranks_here, start
@@ -67,7 +67,7 @@ def supervise(
     assert os.environ.get(TOKEN) != folder.token, "a supervisor names its run anew, or it would end itself with it"
     clear(folder, config)
     with _noted(folder):
-        kills = memory_kills()
+        kills = value_or(0, memory_kills)
         watch = None if timeout is None else Watch(folder, ranks_here(config), timeout)
         stop = Stop()
         with stop.listening():
@@ -83,7 +83,7 @@ def supervise(
         if stop.number is not None:
             raise Stopped.of(stop.number, folder)
         if code != 0:
-            raise failure(folder, code, attempt.known(memory_kills() - kills))
+            raise failure(folder, code, attempt.known(value_or(kills, memory_kills) - kills))
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ class _Attempt:
         if self.stop.again:
             self.launcher.kill()
         elif self._passed_on_at is None:
-            self._passed_on_at, self._step_seconds = now, _last_step_seconds(self.folder)
+            self._passed_on_at, self._step_seconds = now, value_or(0.0, _last_step_seconds, self.folder)
             self._pass_on(self.stop.number)
         elif now >= self._passed_on_at + self._patience():
             self.launcher.kill()

@@ -40,7 +40,7 @@ def sweep(token: str, launcher: subprocess.Popen[bytes]) -> None:
                 "disk or a network that does not answer. They hold the run's folder until they end; look at `dmesg`."
             )
         for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=2)
         left = carrying(token)

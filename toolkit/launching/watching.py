@@ -99,5 +99,7 @@ class Watch:
     def _idle(self) -> Heartbeat | None:
         """Of ranks that came equally far the one that computes nothing; None where all compute."""
         used = {rank: beat.cpu - self._cpu.get(rank, 0.0) for rank, beat in self.beats.items()}
+        if len(used) < 2:
+            return None
         least = min(used, key=lambda rank: used[rank])
-        return self.beats[least] if len(used) > 1 and used[least] < IDLE * self._still else None
+        return self.beats[least] if used[least] < IDLE * self._still else None
