@@ -198,7 +198,7 @@ def test_a_silent_rank_is_named_and_the_run_goes_on(runs: dict[str, Running]) ->
     """From the newest checkpoint, in a new attempt."""
     run = runs["silent"]
     assert run.err.startswith("toolkit: rank 1 hung: ")
-    assert re.search(r"(no|without a) heartbeat for 1\d\.\d s", run.err)
+    assert re.search(r"(no|without a) heartbeat for \d+\.\d s", run.err)
     assert f"longer than {TIMEOUT} s (--timeout)" in run.err
     assert str(run.path / "logs" / "rank-1.log") in run.err
     first, second = attempts(run)
@@ -246,7 +246,7 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert str(run.path / "logs" / "rank-1.log") in run.err
     said = json.loads((run.path / "logs" / "rank-0.error.json").read_text())["message"]
     assert re.search("Timed out waiting|Application timeout", said), said  # whichever of gloo's waits is first
-    assert run.seconds < TIMEOUT + 15
+    assert run.seconds < 5 * TIMEOUT
 
 
 def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> None:
