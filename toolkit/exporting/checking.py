@@ -57,7 +57,7 @@ def _faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> lis
     if found == planned:
         return []
     finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-    return [f"{name} has other bytes" if finite else f"{name} is not finite"]
+    return [f"{name} has other bytes than were trained" if finite else f"{name} is not finite"]
 
 
 def check_tied(model: Any, spec: ModelSpec) -> None:
