@@ -229,7 +229,7 @@ def test_a_slow_disk_ends_no_run(runs: dict[str, Running]) -> None:
     assert run.code == 0, run.err
     assert [event["step"] for event in run.events] == [1, 2, 3, 4, 5]
     assert json.loads((run.path / "run.json").read_text())["export"]["logits_error"] <= 1e-5
-    assert "The trained model" in report(run.path).text()
+    assert "== The trained model ==" in str(report(run.path))
 
 
 def test_a_silent_rank_is_named_and_the_run_goes_on(runs: dict[str, Running]) -> None:
