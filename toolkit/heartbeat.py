@@ -65,7 +65,7 @@ _beating: list[Beat] = []
 
 
 @contextlib.contextmanager
-def waiting(*, main: bool) -> Iterator[None]:
+def show_waiting(*, main: bool) -> Iterator[None]:
     """Show in this process's heartbeat that it waits for rank 0. Rank 0, `main`, stays in its phase."""
     here = [(beat, beat.phase if main else "wait") for beat in _beating]
     for beat, name in here:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit import errors
 from toolkit.errors import ToolkitError
-from toolkit.heartbeat import EVERY, waiting
+from toolkit.heartbeat import EVERY, show_waiting
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -75,7 +75,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     alive, done = f"toolkit/{number}/alive", f"toolkit/{number}/done"
     result: Any = None
     failed: ToolkitError | None = None
-    with waiting(main=accelerator.is_main_process):
+    with show_waiting(main=accelerator.is_main_process):
         if accelerator.is_main_process:
             with ticking(lambda: store.add(alive, 1)):
                 try:
