@@ -55,7 +55,7 @@ class Keeper:
                 self.saver.save(step.step)
             self._saved_at = time.monotonic()
         if ends:
-            self.saver.wait_published()
+            self.saver.wait_published(step.step)
         self._note_published()
 
     def rescue(self, step: int) -> None:
@@ -66,7 +66,7 @@ class Keeper:
         newest = self.saver.wait_all(lambda: next((path.name for path in complete(folder)), None))
         if step and newest != folder_name(step):
             self.saver.save(step)
-            self.saver.wait_published()
+            self.saver.wait_published(step)
         self._note_published()
 
     def _note_published(self) -> None:

@@ -33,7 +33,7 @@ def save(saver: Any, step: int) -> None:
     saver.save(step)
     for tensor in parts.values():
         tensor.fill_(77)
-    saver.wait_published()
+    saver.wait_published(step)
     (path,) = saver.folder.glob(f"step-{step:08d}/rank-{saver.rank:05d}.safetensors")
     written = load_file(path)
     assert parts.keys() == written.keys() - {key for key in written if key.startswith("generator")}

@@ -130,13 +130,14 @@ class Saver:
         self._writer.wait()
         self._raise()
 
-    def wait_published(self) -> None:
-        """Until the checkpoint that was saved last has its name, on every rank. A collective.
+    def wait_published(self, step: int) -> None:
+        """Until the checkpoint of `step`, which was saved last, has its name, on every rank. A collective.
 
         Raises:
             CheckpointError: on every rank, where rank 0 could not publish it.
         """
-        self.wait_all(lambda: None)
+        published = self.wait_all((self.folder / folder_name(step)).exists)
+        assert published, f"step {step} was saved last"
 
     def wait_all(self, then: Callable[[], T]) -> T:
         """Until what is being written is published, then the result of `then` on rank 0. A collective without a time limit."""
