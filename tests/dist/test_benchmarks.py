@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_these_are_the_benchmarks() -> None:
 def test_a_benchmark_runs_and_says_of_which_commit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {path: path.read_bytes() for path in (FOLDER / "results").iterdir()}
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke", "--results", str(tmp_path)])
     assert not exit_code(name)
     assert {path: path.read_bytes() for path in (FOLDER / "results").iterdir()} == stored
