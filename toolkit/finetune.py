@@ -195,27 +195,8 @@ def _steps(
         if not evaluator.evaluate(start):
             return audit(ours), start
 
-    def begins(step: int) -> None:
-        beat.note("begin", step=step)
-
-    def samples(step: int) -> list[int]:
-        return sample_ids(ready.rows, asked.loop, ranks=asked.ranks, step=step - 1)
-
-    followed = follow(
-        ours,
-        loader,
-        schedule,
-        folder=keeper.folder,
-        samples=samples,
-        spelled=partial(spell_samples, ready.rows, tokenizer),
-        start=start,
-        begin=begins,
-        wish=keeper.wish,
-        attempt=keeper.attempt,
-    )
-    for step in _rescued(followed, keeper, beat, start):
-        beat.note("between")
-        keeper.window.step_done(step.step)
+    logged = logged_steps(ours, tokenizer, loader, schedule, ready, keeper, beat, start=start)
+    for step in _rescued(logged, keeper, beat, start):
         if held is None and not step.skipped:  # a step that fp16's scaler skips makes no moments
             held = audit(ours, gradients=step.gradients)
         if recipe.tracker:
@@ -233,6 +214,34 @@ def _steps(
                 return held or audit(ours), step.step
             beat.note("between")
     return held or audit(ours), asked.loop.steps if on_any_rank(accelerator, Wish.STOP in keeper.wish()) else 0
+
+
+def logged_steps(
+    ours: Prepared, tokenizer: Any, loader: Any, schedule: Any, ready: Ready, keeper: Keeper, beat: Beat, *, start: int
+) -> Iterator[Step]:
+    """Train from step `start`. Each step is in `events.jsonl`, on the progress bar, in the heartbeat and in the memory window."""
+
+    def begins(step: int) -> None:
+        beat.note("begin", step=step)
+
+    def samples(step: int) -> list[int]:
+        return sample_ids(ready.rows, ours.job.loop, ranks=ours.job.ranks, step=step - 1)
+
+    for step in follow(
+        ours,
+        loader,
+        schedule,
+        folder=keeper.folder,
+        samples=samples,
+        spelled=partial(spell_samples, ready.rows, tokenizer),
+        start=start,
+        begin=begins,
+        wish=keeper.wish,
+        attempt=keeper.attempt,
+    ):
+        beat.note("between")
+        keeper.window.step_done(step.step)
+        yield step
 
 
 def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> Iterator[Step]:
