@@ -15,8 +15,9 @@ from toolkit.exporting.card import rows_of, write_card
 from toolkit.exporting.checking import check_tied, relative_error, unsound
 from toolkit.exporting.publishing import drafted
 from toolkit.exporting.results import PROBE_TOKENS, TOLERANCE, Export, headers, load_line
+from toolkit.exporting.sources import Origin
 from toolkit.loading import quiet_bars
-from toolkit.model import copy_code
+from toolkit.model import copy_code, copy_processor
 from toolkit.reopening import reopen
 from toolkit.units import BYTES_OF, DTYPE_OF
 
@@ -33,12 +34,16 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
     """
     module = prepared.accelerator.unwrap_model(prepared.model)
     adapter = prepared.job.strategy.adapter != "none"
-    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not adapter}
+    spec = prepared.job.spec
+    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
     state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
     if not adapter:
         known = set(module.state_dict())
         state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
     if prepared.accelerator.is_main_process:
+        if spec is not None and not adapter:
+            origin = Origin(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
+            state |= {p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in wanted}
         with quiet_bars(True, shown=False):
             _write(prepared, module, tokenizer, state, folder)
     prepared.accelerator.wait_for_everyone()
@@ -59,6 +64,7 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
             tokenizer.save_pretrained(draft)
         if spec and prepared.job.strategy.adapter == "none":
             copy_code(spec, draft)
+            copy_processor(spec, draft)
 
 
 def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:

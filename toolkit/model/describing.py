@@ -16,6 +16,7 @@ from toolkit.model.finding import EMBEDDED, check_generates, check_known, config
 from toolkit.model.hub import first_line
 from toolkit.model.remembering import recall, remember
 from toolkit.model.spec import ModelSpec, MoE, Parameter
+from toolkit.model.text_part import check_text_part, class_with_text, frozen_modules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,12 +81,13 @@ def describe(
 def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTrainedModel:
     """The model's modules on the meta device: shapes without memory, and no weight is initialised."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     generates = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in own
     causal = generates and not getattr(config, "is_encoder_decoder", False)
-    auto = AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM
+    whole = not own and class_with_text(config.to_dict()) is not None
+    auto = AutoModelForImageTextToText if whole else AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM
     try:
         with torch.device("meta"):
             # Building writes into the config (dtype, attention), and this one may be the caller's.
@@ -95,6 +97,8 @@ def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTr
         raise ModelError(
             f"model {name!r}: transformers cannot build {type(config).__name__}: {first_line(error)}"
         ) from error
+    if whole:
+        check_text_part(name, built)
     return built
 
 
@@ -153,6 +157,7 @@ def _spec(
         moe=moe,
         unadapted=_unadapted(module, str(figures.get("model_type"))) if moe else (),
         unquantized=_unquantized(module),
+        frozen=frozen_modules(module, config),
         copied=_copied(module) if moe else 0,
         trusted=trusted,
     )
