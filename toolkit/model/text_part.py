@@ -36,7 +36,7 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
     """Refuse a model of several parts that does not train on text alone.
 
     Raises:
-        ModelError: for one without a language-model head, or that needs more than tokens in each forward.
+        ModelError: for one without a language-model head, that needs more than tokens in each forward, or is not causal.
     """
     parameters = inspect.signature(module.forward).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
@@ -46,6 +46,8 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
         why = f"each forward needs {', '.join(needed)}"
     elif "labels" not in {one.name for one in named} or module.get_output_embeddings() is None:
         why = "it has no language-model head"
+    elif getattr(module.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        why = "its tokens attend to later ones (use_bidirectional_attention), so they would see what they predict"
     if why:
         raise ModelError(
             f"model {name!r} ({type(module).__name__}) does not train on text alone: {why}. "
