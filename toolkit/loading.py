@@ -107,6 +107,8 @@ def _read(job: Job) -> PreTrainedModel:
     _freeze(job, model)
     # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
     type(model)._auto_class = None
+    # Of these only the used ones may be reverted in saving; under ZeRO-3 transformers keeps them all (integrations/deepspeed.py).
+    model._weight_conversions = [one for one in getattr(model, "_weight_conversions", None) or () if one.was_used()]
     if job.device.kind == "cpu":
         _own(model)
     return cast("PreTrainedModel", model)
