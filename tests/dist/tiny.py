@@ -177,6 +177,34 @@ def save_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), **special: str)
     tokenizer.save_pretrained(folder)
 
 
+def dequantized(source: Path, folder: Path, **options: Any) -> Path:
+    """A checkpoint whose linear weights went through bitsandbytes and back."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+    from transformers import BitsAndBytesConfig
+
+    from toolkit.model import describe
+    from toolkit.reading import auto_class
+
+    if "load_in_4bit" in options:
+        options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.float32}
+    auto = auto_class(describe(source))
+    packed = auto.from_pretrained(source, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options))
+    plain = auto.from_pretrained(source, dtype=torch.float32)
+    for name, parameter in packed.named_parameters():
+        if type(parameter).__name__ == "Params4bit":
+            whole = dequantize_4bit(parameter.data, parameter.quant_state)
+        elif type(parameter).__name__ == "Int8Params":
+            whole = int8_vectorwise_dequant(parameter.data, parameter.SCB)
+        else:
+            continue
+        assert not torch.equal(whole, plain.get_parameter(name))
+        plain.get_parameter(name).data.copy_(whole)
+    plain.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
 def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Path) -> dict[int, list[dict[str, Any]]]:
     """Number of ranks → cells of the matrix, to what each gave, in order."""
     found = run_groups("matrix_worker.py", list(groups.items()), folder, scratch)

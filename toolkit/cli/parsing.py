@@ -48,6 +48,9 @@ def parser() -> Parser:
             )
         if function is forecast:
             foretold.add_argument(
+                "--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized"
+            )
+            foretold.add_argument(
                 "--against",
                 metavar="WORDS",
                 help="beside another: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'",
@@ -61,6 +64,7 @@ def parser() -> Parser:
     planned.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
     planned.add_argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
     planned.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    planned.add_argument("--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized")
     planned.add_argument("--write", metavar="FILE", help="write the best one's Accelerate config, and say the command")
     written = verb(config, Strategy)
     written.add_argument("--processes", type=int, help="ranks in all (default: the fewest that shard)")
