@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 BUFFERS = {
     "gemma4": "layer_scalar",

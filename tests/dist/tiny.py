@@ -223,7 +223,7 @@ def run_groups(
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=600,
         # Up to four ranks, of which each would need a GPU of its own.
         env={**os.environ, "PYTHONPATH": str(path.parents[2]), "CUDA_VISIBLE_DEVICES": ""},
     )

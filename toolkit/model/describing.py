@@ -127,7 +127,7 @@ def _spec(
     # Some families spell it their own way: GPT-2's `hidden_size` is `n_embd`.
     figures = {known: values.get(own) for known, own in getattr(text, "attribute_map", {}).items()} | values
     kind = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
-    frozen = frozen_modules(module, config)
+    frozen = frozen_modules(module)
     blocks = _blocks(module, frozen)
     routed = _routed(module)
     moe = _moe(name, module, figures, routed)

@@ -10,7 +10,7 @@ from toolkit.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def class_with_text(values: Mapping[str, Any]) -> str | None:
@@ -55,15 +55,16 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
         )
 
 
-def frozen_modules(module: PreTrainedModel, config: PretrainedConfig) -> tuple[str, ...]:
+def frozen_modules(module: PreTrainedModel) -> tuple[str, ...]:
     """The outermost modules and parameters outside of the text part: it is the decoder, its embeddings and the head.
 
     Empty for a model of one part. Layers of the decoder that attend to images are no text part either: without an image
     they are skipped (Mllama).
     """
-    if config.get_text_config() is config or config.is_encoder_decoder:
+    config, decoder = module.config, module.get_decoder()
+    if config.get_text_config() is config or config.is_encoder_decoder or decoder is module:
         return ()
-    parts = (module.get_decoder(), module.get_input_embeddings(), module.get_output_embeddings())
+    parts = (decoder, module.get_input_embeddings(), module.get_output_embeddings())
     kept = {part for part in parts if part is not None}
     holders = {outer for outer in module.modules() if outer not in kept and kept & set(outer.modules())}
 
@@ -75,7 +76,6 @@ def frozen_modules(module: PreTrainedModel, config: PretrainedConfig) -> tuple[s
             elif child not in kept and any(True for _ in child.parameters()):
                 yield f"{prefix}{leaf}"
 
-    decoder = module.get_decoder()
     prefix = next(name for name, child in module.named_modules() if child is decoder)
     crossed = [f"{prefix}.layers.{index}" for index in getattr(decoder.config, "cross_attention_layers", None) or ()]
     return (*outside(module, ""), *crossed)
