@@ -61,8 +61,8 @@ def frozen_modules(module: PreTrainedModel) -> tuple[str, ...]:
     Empty for a model of one part. Layers of the decoder that attend to images are no text part either: without an image
     they are skipped (Mllama).
     """
-    config, decoder = module.config, module.get_decoder()
-    if config.get_text_config() is config or config.is_encoder_decoder or decoder is module:
+    config = module.config
+    if config.get_text_config() is config or config.is_encoder_decoder or (decoder := module.get_decoder()) is module:
         return ()
     parts = (decoder, module.get_input_embeddings(), module.get_output_embeddings())
     kept = {part for part in parts if part is not None}
