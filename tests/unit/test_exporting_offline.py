@@ -260,7 +260,7 @@ def test_another_dtype_rounds_what_was_trained(
     assert all(
         torch.equal(state[key], tensor.to(rounded).to(state[key].dtype))
         for key, tensor in was.state.items()
-        if ".wo." not in key
+        if ".wo." not in key and "e_score_correction_bias" not in key
     )
     # What transformers never rounds is not rounded here.
     kept = {key for key, (stored, _) in headers(tmp_path / "out").items() if stored == "F32"}
