@@ -38,7 +38,7 @@ def forecast(flags: argparse.Namespace) -> Shown:
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
-    beside = {"ranks": flags.processes, "one_document": flags.one_document}
+    beside = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {"ranks": flags.processes}
     change = read_assignments(flags.against or "", Strategy, Loop, alone="sharding")
     other, batch = changed(strategy, loop, change)
     found = forecast(spec, strategy, flags.hardware, loop, **beside)
@@ -91,6 +91,7 @@ def plan(flags: argparse.Namespace) -> Shown:
         strategy=from_dict(Strategy, given(flags, Strategy)),
         loop=from_dict(Loop, given(flags, Loop)),
         one_document=flags.one_document,
+        allow_unquantized=flags.allow_unquantized,
     )
     if flags.write:
         try:

@@ -51,6 +51,9 @@ def parser() -> Parser:
             )
         if function is forecast:
             foretold.add_argument(
+                "--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized"
+            )
+            foretold.add_argument(
                 "--against",
                 metavar="WORDS",
                 help="beside another: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'",
@@ -64,6 +67,7 @@ def parser() -> Parser:
     planned.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
     planned.add_argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
     planned.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    planned.add_argument("--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized")
     planned.add_argument("--write", metavar="FILE", help="write the best one's Accelerate config, and say the command")
     written = verb(config, Strategy)
     written.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT}, times --nodes)")

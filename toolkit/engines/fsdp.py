@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import State, holdings, moment_pieces, moments, parameters_of
+from toolkit.engines.states import (
+    State,
+    holdings,
+    moment_pieces,
+    moments,
+    parameters_of,
+    persistent_buffers,
+)
 from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
@@ -184,16 +191,39 @@ def arrange(job: Job, model: torch.nn.Module) -> None:
     """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
 
     Accelerate puts the input and the output embedding into one group by itself, but not the encoder's and the decoder's
-    of a T5.
+    of a T5. Persistent buffers are kept from Accelerate, which would shard them (`_hide_buffers`).
     """
     import torch
 
+    _hide_buffers(model)
     first: dict[int, torch.nn.Module] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Embedding):
             kept = first.setdefault(id(module.weight), module)
             if kept is not module:
                 model.set_submodule(name, kept)
+
+
+def _hide_buffers(model: torch.nn.Module) -> None:
+    """Let persistent buffers count as non-persistent until the model is sharded.
+
+    Accelerate's `fsdp2_load_full_state_dict` takes every tensor in a state dict for a sharded parameter. Non-persistent
+    buffers it leaves as they are on each rank. The first state dict of the sharded model restores them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    places = [name.rpartition(".") for name in persistent_buffers(model)]
+    hidden = [(model.get_submodule(owner), leaf) for owner, _, leaf in places]
+    for module, leaf in hidden:
+        module._non_persistent_buffers_set.add(leaf)
+
+    def restore(*_: Any) -> None:
+        ready = isinstance(model, FSDPModule) and not any(parameter.is_meta for parameter in model.parameters())
+        for module, leaf in hidden if ready else ():
+            module._non_persistent_buffers_set.discard(leaf)
+
+    if hidden:
+        model.register_state_dict_pre_hook(restore)  # type: ignore[no-untyped-call]
 
 
 def account(job: Job) -> Holdings:

@@ -307,9 +307,10 @@ def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
             f"{spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
         )
     if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
-        ends = {name.rpartition(".")[2] for name in spec.linears}
+        text = [name for name in spec.linears if spec.trains(name)]
+        ends = {name.rpartition(".")[2] for name in text}
         for word in strategy.lora_targets.split(","):
-            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in spec.linears):
+            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in text):
                 raise StrategyError(
                     f"lora_targets {word.strip()!r} names no linear module of {spec.name}. "
                     f"Known: {', '.join(sorted(ends))}; or 'all-linear'."

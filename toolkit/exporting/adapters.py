@@ -102,6 +102,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
     from transformers.pytorch_utils import Conv1D
 
     base = model.unload()
+    assert job.spec is not None
     # transformers quantizes the transpose of such a module's weight.
     turned = {
         f"{name}.weight"
@@ -114,4 +115,6 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
         base = base.float()
     gc.collect()
     whole = trained_over(base, job, source, None).merge_and_unload(safe_merge=True)
-    return Held({name: p.detach().T if name in turned else p.detach() for name, p in whole.named_parameters()})
+    # What text does not pass is taken from its source: the base's may have gone through 4 bits.
+    trained = ((name, p.detach()) for name, p in whole.named_parameters() if job.spec.trains(name))
+    return Held({name: tensor.T if name in turned else tensor for name, tensor in trained})

@@ -18,7 +18,7 @@ from toolkit.exporting.sources import Source, Weights, opened_source
 from toolkit.exporting.whole import Complete, saved_bytes, skeleton, write_model
 from toolkit.flags import from_dict
 from toolkit.loading import load_tokenizer, quiet_bars
-from toolkit.model import EMBEDDED, ModelSpec, copy_code, describe, require_weights
+from toolkit.model import EMBEDDED, ModelSpec, copy_code, copy_processor, describe, require_weights
 from toolkit.reopening import read_base
 from toolkit.strategy import Strategy
 from toolkit.units import BYTES_OF, DTYPE_OF, format_bytes
@@ -135,7 +135,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
     if identity.get("model") == EMBEDDED:
         spec = dataclasses.replace(spec, name=EMBEDDED)
     if source.manifest:
-        if source.adapter != "none":
+        if source.adapter != "none" or spec.frozen:
             require_weights(spec)
         strategy = from_dict(Strategy, source.manifest.strategy)
         check_same(identify(spec, strategy, identity["data"]), identity, source.path)
@@ -216,5 +216,6 @@ def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> C
     planned = write_model(model, complete, dtype, draft)
     tokenizer.save_pretrained(draft)
     copy_code(asked.spec, draft)
+    copy_processor(asked.spec, draft)
     check_files(draft, planned)
     return complete

@@ -27,9 +27,10 @@ from toolkit.exporting.results import (
     headers,
     load_line,
 )
+from toolkit.exporting.sources import Origin
 from toolkit.exporting.whole import planned_model
 from toolkit.loading import quiet_bars
-from toolkit.model import copy_code
+from toolkit.model import copy_code, copy_processor
 from toolkit.reopening import reopen
 from toolkit.units import BYTES_OF, DTYPE_OF
 
@@ -49,7 +50,8 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     """
     module = prepared.accelerator.unwrap_model(prepared.model)
     adapter = prepared.job.strategy.adapter != "none"
-    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not adapter}
+    spec = prepared.job.spec
+    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
     state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
     if not adapter:
         known = set(module.state_dict())
@@ -57,6 +59,9 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     planned: dict[str, SavedTensor] = {}
 
     def write() -> None:
+        if spec is not None and not adapter:
+            origin = Origin(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
+            state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in wanted})
         with quiet_bars(True, shown=False):
             planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
             _write(prepared, module, tokenizer, state, folder)
@@ -80,6 +85,7 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
             tokenizer.save_pretrained(draft)
         if spec and prepared.job.strategy.adapter == "none":
             copy_code(spec, draft)
+            copy_processor(spec, draft)
 
 
 def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -14,7 +14,7 @@ from toolkit.exporting.results import SavedTensor
 from toolkit.exporting.sources import Origin, Weights
 from toolkit.loading import LONG
 from toolkit.model import ModelSpec
-from toolkit.reading import auto_class
+from toolkit.reading import auto_class, freeze
 from toolkit.units import BYTES_OF, dtype_name
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(spec).from_config(config, trust_remote_code=spec.runs_code)
+    freeze(model, spec)
     try:
         model.generation_config = GenerationConfig.from_pretrained(spec.source)
     except OSError:  # it has none, and transformers has made one from its config
