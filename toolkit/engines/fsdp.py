@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
 from toolkit.engines.states import State, holdings, moment_pieces, moments, parameters_of
-from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
+from toolkit.engines.stepping import backward_weighted, clip_and_step, read_counters, write_counters
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
-from toolkit.phases import phase
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import BYTES_OF, ceil_div
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     import torch
@@ -96,12 +95,22 @@ def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         found["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=ours["replicate"], dp_shard_size=ours["shard"]
         )
-    if ours["offload"]:
-        # Accelerate adds gloo to the process group, for tensors on the host, only where it finds these (state.py:226).
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
     if job.device.kind == "cpu":
         cpu.shard_with_fsdp(timeout)
     return found
+
+
+def variables(job: Job) -> dict[str, str | None]:
+    """Accelerate adds gloo to the process group, for tensors on the host, only where it finds the offload (state.py:226).
+
+    The last one tells transformers to read on one rank. Quantized weights cannot be moved to meta (accelerate's
+    fsdp_utils.py near 770), so every rank reads those.
+    """
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_OFFLOAD_PARAMS": str(job.settings["offload"]).lower(),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": str(not job.strategy.quantized).lower(),
+    }
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -162,22 +171,11 @@ def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
     )
 
 
-@contextmanager
-def loading(job: Job) -> Iterator[str]:
-    """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`.
-
-    Quantized weights cannot be moved to meta (accelerate's fsdp_utils.py near 770), so there every rank reads.
-    """
+def loading(job: Job) -> AbstractContextManager[str]:
+    """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`."""
     if job.strategy.quantized:
-        yield "every rank reads and quantizes the whole model, then keeps its shard"
-        return
-    before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
-    try:
-        yield "rank 0 reads the whole model and broadcasts each shard; the others start empty"
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        return nullcontext("every rank reads and quantizes the whole model, then keeps its shard")
+    return nullcontext("rank 0 reads the whole model and broadcasts each shard; the others start empty")
 
 
 def arrange(job: Job, model: torch.nn.Module) -> None:
@@ -286,8 +284,7 @@ def audit(prepared: Prepared) -> Holdings:
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
     """Every micro-batch is reduced and scattered: without that FSDP2 would hold whole gradients until the last one."""
-    with phase("backward"):
-        prepared.accelerator.backward(loss)
+    backward_weighted(prepared, loss)
 
 
 def update(prepared: Prepared) -> Update:
