@@ -13,6 +13,8 @@ from typing import Any
 import ranks
 
 README = Path(__file__).parents[2] / "README.md"
+SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTED = ("ddp", "zero2", "zero3", "fsdp")
 BATCH, LENGTH, NORM = 8, 16, 0.05
 
 
@@ -66,6 +68,43 @@ def script(sharding: str, count: int, call: bool) -> str:
     return code("tk.prepare(", changes)
 
 
+def script_of_others(name: str, loop: str, changes: dict[str, str]) -> Any:
+    """The `main` of a script, with its one line changed."""
+    from toolkit.runtime import let_go
+
+    text = (SCRIPTS / f"{name}.py").read_text()
+    line = re.findall(r"accelerator = (Accelerator\(.*\))\n", text)
+    for old, new in {line[0]: f"tk.accelerator(loop=tk.Loop({loop}))", **changes}.items():
+        assert text.count(old) == 1, (old, text)
+        text = text.replace(old, new)
+    spaces: dict[str, Any] = {}
+    exec("import toolkit as tk\n" + text.replace("    accelerator.end", "    let_go()\n    accelerator.end"), spaces)
+    spaces["let_go"] = let_go
+    return spaces["main"]
+
+
+def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
+    """What each of the three scripts gives."""
+    import toolkit as tk
+
+    root, size = Path(folder).parent, BATCH // count
+    states = str(root / f"states-{sharding}")
+    found: dict[str, Any] = {
+        "accumulation": script_of_others("accumulation", "accumulation=2", {})(str(root / "bert"), size)
+    }
+    loop = "accumulation=3, max_grad_norm=0.5"
+    try:
+        found["tokens as they are"] = script_of_others("tokens", loop, {})(folder, size)
+    except tk.StrategyError as error:
+        found["tokens as they are"] = str(error)
+    told = {"model.no_sync\n": "(lambda: accelerator.no_sync(model))\n"}
+    found["tokens"] = script_of_others("tokens", loop, told)(folder, size)
+    checkpoints = script_of_others("checkpoints", "", {})
+    found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
+    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_3")
+    return found
+
+
 def rows() -> Any:
     import torch
 
@@ -103,6 +142,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 
                 exec(source(sharding, count, call), {"log": log, "done": done, "rows": rows, "folder": folder})
                 found[key] = {"losses": losses, "weights": str(place)}
+        if sharding in SCRIPTED:
+            found["scripts"] = scripts(folder, count, sharding)
         if sharding == "fsdp":
             found["mismatch"] = mismatch(folder)
     finally:

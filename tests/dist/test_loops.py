@@ -20,6 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What README's loops gave, by sharding."""
     root = tmp_path_factory.mktemp("loops")
     groups = [(count, [{"sharding": word} for word in SHARDINGS if RANKS.get(word, 2) == count]) for count in (1, 2, 4)]
+    tiny.bert(root / "bert")
     gave = tiny.run_groups("loops_worker.py", groups, tiny.llama(root / "llama"), root)
     return {result["cell"]["sharding"]: result for results in gave for result in results}
 
@@ -70,3 +71,16 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
 
 def test_plain_prepare_raises_where_something_else_was_prepared(found: dict[str, dict[str, Any]]) -> None:
     assert "sharding 'fsdp' was asked for, and something else was prepared" in found["fsdp"]["mismatch"]
+
+
+def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
+    """With the one line changed; where an engine has no `model.no_sync()`, also with what the sentence says."""
+    reference = found["ddp"]["scripts"]
+    assert reference["tokens"] == reference["tokens as they are"]
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        result = found[sharding]["scripts"]
+        for name in ("accumulation", "tokens", "checkpoints", "resumed"):
+            assert result[name] == pytest.approx(reference[name], rel=1e-5), (sharding, name)
+        assert result["resumed"] == pytest.approx(result["checkpoints"][3:], rel=1e-6), sharding
+        if sharding != "ddp":
+            assert "Write accelerator.no_sync(model)" in result["tokens as they are"]
