@@ -7,15 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet, ref
-
-import torch
-from accelerate import Accelerator as Upstream
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin
 
 from toolkit.engines.job import Job, Prepared, engine_of
 from toolkit.engines.variables import engine_variables
@@ -24,8 +19,22 @@ from toolkit.mastering import restore_masters
 from toolkit.phases import phase
 from toolkit.preparing import audit, check_pair, check_uniform
 
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator as Upstream
+else:
+    Upstream = object  # importing this module imports no accelerate
 
-class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
+
+@cache
+def accelerator_class() -> Any:
+    """Accelerate's Accelerator with the methods of `UniformLoop`."""
+    import accelerate
+
+    return type("Accelerator", (UniformLoop, accelerate.Accelerator), {})
+
+
+class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     """Accumulation, clipping and the audit follow the job on every engine. Everything else is Accelerate's.
 
     - The gradient is the mean over `Loop.accumulation` micro-batches. A loader's incomplete rest is one step too, and
@@ -37,7 +46,9 @@ class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
     """
 
     def __init__(self, job: Job, timeout: timedelta | None = None, **options: Any) -> None:
-        _reset_ended(job)
+        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+        _reset_state(job)
         self.job = job
         self.ended = False
         self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
@@ -65,11 +76,15 @@ class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     @property
     def _deepspeed(self) -> bool:
+        from accelerate.utils import DistributedType
+
         return bool(self.distributed_type == DistributedType.DEEPSPEED)
 
     def end_training(self) -> None:
         """Accelerate's. Afterwards this process can make another Accelerator."""
-        if self._deepspeed and torch.distributed.is_initialized():
+        import torch.distributed as dist
+
+        if self._deepspeed and dist.is_initialized():
             from deepspeed import comm
 
             comm.destroy_process_group()  # DeepSpeed's own references to the groups go with them
@@ -82,6 +97,8 @@ class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
         Raises:
             StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
         """
+        import torch
+
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         if self.job.strategy.engine != "ddp" and (optimizers or self.is_fsdp2):
@@ -126,6 +143,8 @@ class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
         No hook of torch's: it runs behind fp16's scaler, which leaves the gradients of a fused optimizer scaled. A
         method: torch's schedulers replace an optimizer's `step` too, and take it apart.
         """
+        import torch
+
         upstream: Callable[..., Any] = item.step
 
         def step_optimizer(optimizer: Any, closure: Any = None) -> None:
@@ -171,6 +190,8 @@ class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
         Raises:
             StrategyError: for another norm than the job's, and for a part of the parameters.
         """
+        import torch
+
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         limit = self.job.loop.max_grad_norm
         if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
@@ -189,6 +210,8 @@ class Accelerator(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     def _clip(self) -> torch.Tensor | None:
         """Clip once a step. DeepSpeed has done it in `backward`."""
+        import torch
+
         if self._deepspeed:
             norm = self._models[-1].get_global_grad_norm()
             if norm is not None:
@@ -236,35 +259,39 @@ def _refuse_no_sync(sharding: str) -> NoReturn:
     )
 
 
-_resets = 0
+_made = 0
+"""Accelerators of this process, equally many on every rank."""
 
 
-def _reset_ended(job: Job) -> None:
+def _reset_state(job: Job) -> None:
     """Accelerate keeps one state for the whole process: forget that of an Accelerator that was ended or dropped.
+
+    Accelerators of one process each, in one precision, can share a state.
 
     Raises:
         RunError: where the last one is still in use.
     """
-    owner = AcceleratorState._shared_state.get("owner")
-    if owner is None:
-        return
-    last = owner()
-    if last is not None and not last.ended:
-        del last
-        gc.collect()  # a dropped one is part of cycles
-        last = owner()
-    if last is not None and not last.ended:
-        raise RunError(
-            f"this process already has an Accelerator, with sharding {last.job.strategy.sharding!r}, and Accelerate keeps "
-            "one state a process. Call its end_training() first."
-        )
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    global _resets
-    _resets += 1
-    if torch.distributed.is_available() and not torch.distributed.is_initialized():
-        # torch counts from 0 again, and would find the ended groups' addresses in the launcher's store.
-        torch.distributed.distributed_c10d._world.group_count = 1000 * _resets
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
 
-    unset_hf_deepspeed_config()
+    global _made
+    if (owner := AcceleratorState._shared_state.get("owner")) is not None:
+        if owner() is not None and not owner().ended:
+            gc.collect()  # a dropped one is part of cycles
+        if (last := owner()) is not None and not last.ended:
+            asked, other = job.strategy, last.job.strategy
+            if asked.sharding == other.sharding == "none" and asked.precision == other.precision:
+                return
+            raise RunError(
+                f"this process already has an Accelerator, with sharding {other.sharding!r} and precision "
+                f"{other.precision!r}, and Accelerate keeps one state a process. Call its end_training() first."
+            )
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+    if not dist.is_initialized():
+        # torch counts from 0 again, and would find the addresses of groups that have ended in the launcher's store.
+        dist.distributed_c10d._world.group_count = 1000 * _made
+    _made += 1

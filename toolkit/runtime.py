@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.accelerators import accelerator_class
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import default_ranks, job_of, resolve
 from toolkit.engines.waiting import patience
@@ -61,18 +62,17 @@ def accelerator(
         RunError: for more ranks on this machine than it has devices, and while this process has another Accelerator.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
-    from toolkit.accelerators import Accelerator
-
     asked = agree(strategy, os.environ)
     check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return Accelerator(
+    made: Accelerator = accelerator_class()(
         resolve(asked, loop or Loop(), spec, ranks, machine.device),
         None if timeout is None else patience(timeout),
         log_with=log_with.split(",") if log_with else None,
         project_dir=project_dir,
     )
+    return made
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> None:

@@ -55,8 +55,8 @@ print(json.dumps(found))
     process = in_new_process(script, HEAVY, "toolkit", *MODULES)
     assert process.returncode == 0, process.stderr
     guilty = {module for module, names in json.loads(process.stdout).items() if names}
-    # Classes over accelerate's, torch's and anywidget's: a rank, a trace, a panel alone imports them.
-    assert guilty == {"toolkit.accelerators", "toolkit.forecasting.tracker", "toolkit.notebook.sliding"}
+    # Classes over torch's and over anywidget's; a trace alone imports the one, a panel the other.
+    assert guilty == {"toolkit.forecasting.tracker", "toolkit.notebook.sliding"}
 
 
 def test_public_names_stay_what_they_are_when_every_module_is_imported() -> None:
