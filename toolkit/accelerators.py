@@ -86,8 +86,10 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
         if self._deepspeed and dist.is_initialized():
             from deepspeed import comm
+            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
             comm.destroy_process_group()  # DeepSpeed's own references to the groups go with them
+            unset_hf_deepspeed_config()  # otherwise the next model is made under ZeRO-3
         super().end_training()
         self.ended = True
 

@@ -97,7 +97,7 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
         found["tokens as they are"] = script_of_others("tokens", loop, {})(folder, size)
     except tk.StrategyError as error:
         found["tokens as they are"] = str(error)
-    told = {"model.no_sync\n": "(lambda: accelerator.no_sync(model))\n"}
+    told = {"ctx = model.no_sync if": "ctx = (lambda: accelerator.no_sync(model)) if"}
     found["tokens"] = script_of_others("tokens", loop, told)(folder, size)
     checkpoints = script_of_others("checkpoints", "", {})
     found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
