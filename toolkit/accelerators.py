@@ -48,7 +48,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def __init__(self, job: Job, timeout: timedelta | None = None, **options: Any) -> None:
         from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
-        _reset_state(job)
+        _reset_state(job, timeout)
         self.job = job
         self.ended = False
         self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
@@ -265,7 +265,7 @@ _made = 0
 """Accelerators of this process, equally many on every rank."""
 
 
-def _reset_state(job: Job) -> None:
+def _reset_state(job: Job, timeout: timedelta | None) -> None:
     """Accelerate keeps one state for the whole process: forget that of an Accelerator that was ended or dropped.
 
     Accelerators of one process each, in one precision, can share a state.
@@ -293,7 +293,23 @@ def _reset_state(job: Job) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         unset_hf_deepspeed_config()
-    if not dist.is_initialized():
-        # torch counts from 0 again, and would find the addresses of groups that have ended in the launcher's store.
-        dist.distributed_c10d._world.group_count = 1000 * _made
+    if _made and job.strategy.sharding != "none" and not dist.is_initialized():
+        _init_group(job, timeout)
     _made += 1
+
+
+def _init_group(job: Job, timeout: timedelta | None) -> None:
+    """Make this process's next process group, which Accelerate and DeepSpeed take as it is.
+
+    The launcher's store keeps the addresses of the groups that have ended, and torch gives every group their names,
+    which DTensor's caches need. So the keys get a prefix.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    backend = "gloo" if job.device.kind == "cpu" else "nccl" if job.strategy.offload == "none" else "cuda:nccl,cpu:gloo"
+    store, rank, size = next(iter(rendezvous("env://")))
+    dist.init_process_group(
+        backend, store=PrefixStore(f"accelerator-{_made}", store), rank=rank, world_size=size, timeout=timeout
+    )
