@@ -107,6 +107,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             check_pair(models, optimizers)
         for model in models:
             check_uniform(self.job, model)
+            engine_of(self.job.strategy).arrange(self.job, model)
         known = [*self._optimizers, *self._schedulers]
         with phase("prepare"), engine_variables(self.job):
             made = super().prepare(*objects, device_placement=device_placement)

@@ -192,6 +192,21 @@ def arrange(job: Job, model: torch.nn.Module) -> None:
             kept = first.setdefault(id(module.weight), module)
             if kept is not module:
                 model.set_submodule(name, kept)
+    if not job.settings["wrap"]:
+        model._no_split_modules = _blocks(model)  # type: ignore[assignment]
+
+
+def _blocks(model: torch.nn.Module) -> list[str]:
+    """The classes that a model says are its blocks, which Accelerate shards one by one where there is no spec.
+
+    Without one around the input embedding (BERT's): Accelerate shards the embedding itself, and a weight is sharded once.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    said, found = set(getattr(model, "_no_split_modules", None) or ()), set()
+    for module in model.modules():
+        if type(module).__name__ in said and all(part is not embedding for part in module.modules()):
+            found.add(type(module).__name__)
+    return sorted(found)
 
 
 def account(job: Job) -> Holdings:
