@@ -57,7 +57,9 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         assert "clips the L2 norm at 0.05 on every engine. Give tk.Loop(max_grad_norm=0.5)" in said["another_norm"]
         assert "got 1 of " in said["some_parameters"], sharding
         assert "NotFinite: the gradient norm is " in said["not_finite"], sharding
-        assert f"RunError: this process already has an Accelerator, with sharding {sharding!r}" in said["second"]
+        # Two of one process each, in one precision, share Accelerate's state.
+        second = f"RunError: this process already has an Accelerator, with sharding {sharding!r}"
+        assert said["second"] == "" if sharding == "none" else said["second"].startswith(second)
         deepspeed = SHARDINGS[sharding].engine == "deepspeed"
         assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
         if sharding == "ddp":
