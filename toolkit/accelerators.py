@@ -12,6 +12,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet, ref
 
+from toolkit.adapting import keep_packing
 from toolkit.engines.job import Job, Prepared, engine_of
 from toolkit.engines.variables import engine_variables
 from toolkit.errors import NotFinite, RunError, StrategyError
@@ -108,6 +109,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         for model in models:
             check_uniform(self.job, model)
             engine_of(self.job.strategy).arrange(self.job, model)
+            keep_packing(model)  # a user's own may be quantized, too
         known = [*self._optimizers, *self._schedulers]
         with phase("prepare"), engine_variables(self.job):
             made = super().prepare(*objects, device_placement=device_placement)

@@ -92,7 +92,7 @@ def check_ranks(hardware: Hardware, ranks: int) -> None:
 
 
 def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: int | None) -> int:
-    """The number of ranks on this machine: as given, else the default, which is printed.
+    """The number of ranks on this machine: as given, else the default, which `print_default` shows.
 
     Args:
         strategies: that run on this number of ranks; the default is the one of the strategy that needs most.
@@ -104,9 +104,13 @@ def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: 
     """
     ranks = max(default_ranks(one, hardware) for one in strategies) if processes is None else processes
     check_ranks(hardware, ranks)
+    return ranks
+
+
+def print_default(ranks: int, hardware: Hardware, processes: int | None) -> None:
+    """Print the number of ranks where the user gave none. Called behind the checks: a mistake stays one sentence."""
     if processes is None:
         print(f"processes: {ranks}, the default on {hardware.device.name}", file=sys.stderr)
-    return ranks
 
 
 def check_trackers(names: str | None) -> None:

@@ -28,7 +28,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.reporting import reported
-    from toolkit.runtime import choose_ranks
+    from toolkit.runtime import choose_ranks, print_default
 
     care = from_dict(Care, given(flags, Care))
     if flags.resume:
@@ -43,6 +43,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     get_ready(recipe, strategy, loop, ranks, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
+        print_default(ranks, machine, flags.processes)
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
@@ -58,7 +59,7 @@ def launch(flags: argparse.Namespace) -> Shown:
     from toolkit.launching.running import Run
     from toolkit.launching.sessions import hold_session
     from toolkit.launching.targets import Target, named
-    from toolkit.runtime import choose_ranks
+    from toolkit.runtime import choose_ranks, print_default
 
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     if flags.sha256:
@@ -70,6 +71,7 @@ def launch(flags: argparse.Namespace) -> Shown:
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
+    print_default(ranks, machine, flags.processes)
     hold_session(path, target, strategy, ranks, machine)
     return Run(path)
 

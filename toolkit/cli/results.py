@@ -26,14 +26,12 @@ def compare(flags: argparse.Namespace) -> Shown:
     from toolkit.comparing import compare
     from toolkit.devices import hardware
     from toolkit.readying import Recipe
-    from toolkit.runtime import choose_ranks
 
     found = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
     recipe = from_dict(Recipe, given(flags, Recipe))
-    machine = hardware()
-    ranks = choose_ranks(found, machine, flags.processes)
-    return compare(recipe, found, loop, ranks=ranks, machine=machine, root=Path(flags.run_dir or "runs"))
+    root = Path(flags.run_dir or "runs")
+    return compare(recipe, found, loop, machine=hardware(), root=root, processes=flags.processes)
 
 
 def export(flags: argparse.Namespace) -> Shown:

@@ -27,7 +27,7 @@ from toolkit.launching.targets import RECIPE, Target, check_call, named, ship
 from toolkit.locking import TOKEN, held_by_others, started
 from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.readying import Recipe
-from toolkit.runtime import STRATEGY, choose_ranks
+from toolkit.runtime import STRATEGY, choose_ranks, print_default
 from toolkit.strategy import Loop, Strategy
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -86,6 +86,7 @@ def launch(
             raise
         hashed = ["--sha256", made.sha256] if made.sha256 else []
         command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
+    print_default(ranks, machine, processes)
     return _started(path, command, asked)
 
 
