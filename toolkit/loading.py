@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.adapting import adapt, check_quantized, keep_packing, packed, quantization, read_dtype, require_libraries
-from toolkit.engines.job import Job, engine_of
+from toolkit.engines.job import Job, engine_of, job_of
 from toolkit.engines.states import persistent_buffers, quantizable
+from toolkit.engines.variables import engine_variables
 from toolkit.engines.waiting import on_main
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
 from toolkit.model import ModelSpec, check_tokenizer_code, embedded_config, require_weights
 from toolkit.reading import attention_word, auto_class, freeze
-from toolkit.runtime import job as job_of
 from toolkit.units import dtype_name, format_count
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
-    with quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG), engine.loading(job) as way:
+    bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
+    with bars, engine_variables(job), engine.loading(job) as way:
         model = _read_once(job, accelerator) if _by_broadcast() else _read(job)
     _check(job, model)
     notes = [f"loading: {way}", *_set_up(job, model, tokenizer)]
@@ -67,6 +68,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
     engine.arrange(job, model)
+    accelerator.from_checkpoint.add(model)
     model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
     for note in notes:
         accelerator.print(note)

@@ -56,6 +56,15 @@ def phi(folder: Path, **changes: Any) -> Path:
     return _save(PhiForCausalLM, PhiConfig, folder, **{**shape, **changes})
 
 
+def bert(folder: Path, **changes: Any) -> Path:
+    """A classifier, without dropout: each engine would draw its own masks."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return _save(BertForSequenceClassification, BertConfig, folder, **{**shape, **dropout, **changes})
+
+
 def t5(folder: Path, **changes: Any) -> Path:
     from transformers import T5Config, T5ForConditionalGeneration
 

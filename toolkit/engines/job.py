@@ -150,6 +150,21 @@ def on_device(job: Job, held: Holdings) -> Holdings:
     return dataclasses.replace(held, **moved)  # type: ignore[arg-type]
 
 
+def job_of(accelerator: Accelerator) -> Job:
+    """The job that an Accelerator was made for.
+
+    Raises:
+        StrategyError: for an Accelerator that `toolkit.accelerator()` did not make.
+    """
+    job: Job | None = getattr(accelerator, "job", None)
+    if job is None:
+        raise StrategyError(
+            "this Accelerator was not made by the toolkit, so nothing says what it was made for. "
+            "Make it with `toolkit.accelerator(strategy, loop, spec)`."
+        )
+    return job
+
+
 class Engine(Protocol):
     """The functions that every module in `toolkit.engines` has: everything about one way of sharding, in one file."""
 
@@ -163,6 +178,9 @@ class Engine(Protocol):
 
     def plugin(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         """Arguments for `Accelerator(...)`; `timeout`: after which a rank gives up waiting for another."""
+
+    def variables(self, job: Job) -> dict[str, str | None]:
+        """Environment variables that its libraries read while they are set up; None: must not be set."""
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """The Accelerate config file's content."""
