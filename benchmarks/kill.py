@@ -156,9 +156,8 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0, help="of the first run; each has the next one")
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-kill"), help="scratch folder")
     made.add_argument("--continue", dest="go_on", action="store_true", help="go on with what --work holds")
-    scratch = tempfile.TemporaryDirectory()  # of a smoke test
-    tiny = {"trials": 1, "sharding": "ddp", "ranks": 1, "steps": 6, "strikes": "supervisor", "start_seconds": 1.0}
-    arguments = parse(made, **tiny, seed=STARTING, work=Path(scratch.name, "work"))
+    tiny = {"trials": 1, "sharding": "none", "ranks": 1, "steps": 6, "strikes": "supervisor", "start_seconds": 1.0}
+    arguments = parse(made, **tiny, seed=STARTING)
     arguments.commit = commit()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the attempt that runs is ended, too
     runs = begin(arguments)

@@ -32,7 +32,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(flags: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
-    """Parse the command line, with two flags more. `smoke`: what `--smoke` sets the other flags to."""
+    """Parse the command line, with two flags more.
+
+    `smoke`: what `--smoke` sets the other flags to. Results, and what `--work` names, are then in a temporary folder.
+    """
     flags.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     flags.add_argument(
         "--smoke", action="store_true", help="a tiny run of everything, with results in a temporary folder"
@@ -40,7 +43,7 @@ def parse(flags: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace
     if "--smoke" in sys.argv[1:]:
         scratch = Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        flags.set_defaults(results=scratch, **smoke)
+        flags.set_defaults(results=scratch / "results", work=scratch / "work", **smoke)
     commit()  # now: it may change while the benchmark runs
     return flags.parse_args()
 

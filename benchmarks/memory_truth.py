@@ -359,8 +359,7 @@ def main() -> None:
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
     made.add_argument("--again", action="store_true", help="measure also what the results hold already")
     made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
-    scratch = tempfile.TemporaryDirectory()  # of a smoke test
-    arguments = parse(made, runs=1, work=Path(scratch.name))
+    arguments = parse(made, runs=1)
     work = arguments.work
     if arguments.forecast:
         cases = [Case(**one) for one in json.load(sys.stdin)]

@@ -116,6 +116,8 @@ def beyond_the_allocator(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Forecast every one, print the table, write the results."""
+    import peft  # noqa: F401 - so that adapters are traced here, and not in a child process each
+
     arguments = parse(parser(__doc__))
     rows = [compared(run) for run in runs() if not arguments.smoke or run.what in SMOKE]
     lines, counts = figures(rows)

@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+def exit_code(name: str) -> object:
+    """Run a benchmark; what it gives to `sys.exit`."""
+    try:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
 def test_these_are_the_benchmarks() -> None:
     assert {path.stem for path in (FOLDER / "results").glob("*.md")} == set(SCRIPTS)
 
@@ -35,11 +45,9 @@ def test_these_are_the_benchmarks() -> None:
 def test_a_benchmark_runs_and_says_of_which_commit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {path: path.read_bytes() for path in (FOLDER / "results").iterdir()}
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke", "--results", str(tmp_path)])
-    try:
-        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    except SystemExit as ended:
-        assert not ended.code, ended.code
+    assert not exit_code(name)
     assert {path: path.read_bytes() for path in (FOLDER / "results").iterdir()} == stored
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     commit = json.loads((tmp_path / f"{name}.json").read_text())["commit"]
