@@ -134,8 +134,6 @@ def check_trackers(names: str | None) -> None:
             )
 
 
-
-
 def launched(environ: Mapping[str, str]) -> dict[str, Any]:
     """The fields of Strategy that the launch environment binds; none outside of `accelerate launch`."""
     beside: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
