@@ -1,6 +1,6 @@
 """A training script in the manner of Accelerate's examples, whose last calls are collectives.
 
-python exit_loop.py end_training | nothing [exit code | raise]
+python exit_loop.py end_training | nothing [EXIT CODE]
 """
 
 import sys
@@ -41,9 +41,6 @@ def training_function(ending: str) -> None:
 
 
 if __name__ == "__main__":
-    ending, *code = sys.argv[1:]
-    training_function(ending)
-    if code == ["raise"]:
-        raise RuntimeError("the script fails")
-    if code:
-        sys.exit(int(code[0]))
+    training_function(sys.argv[1])
+    if sys.argv[2:]:
+        sys.exit(int(sys.argv[2]))

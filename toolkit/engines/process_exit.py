@@ -23,7 +23,7 @@ from typing import Any
 WORKER = "pt_gloo_runloop"
 """The name of gloo's worker threads: torch, `ProcessGroupGloo::runLoop`."""
 
-LIMIT = 2.0
+LIMIT = 5.0
 """Seconds to wait for workers. Idle workers need none; workers in a collective without its peers never become idle."""
 
 BLIND_LIMIT = 0.1
