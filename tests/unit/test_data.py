@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -13,11 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
 
 import toolkit.data as data
+from toolkit.data import tokenization
 from toolkit.data.encoding import Encoded, Encoder
 from toolkit.data.packing import IGNORED, Counts, arrange
 from toolkit.errors import DataError, StrategyError
@@ -729,6 +733,57 @@ print(rows.to_json().strip(), len(opened), sep="\\n---")
     assert said[0] == said[1] == said[2] != ""
     assert sorted(map(int, opens)) == [0, 0, 1], "the file is read once, by one of them"
     assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [json.loads(said[0])["fingerprint"]]
+
+
+def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mixed").mkdir()
+    jsonl(tmp_path / "mixed" / "c.jsonl", *[{"messages": CHAT}] * 7)
+    jsonl(tmp_path / "mixed" / "p.jsonl", *({"prompt": f"{n}", "completion": "x" * n} for n in range(1, 70)))
+    jsonl(tmp_path / "mixed" / "t.jsonl", *({"text": f"{n} " * n} for n in range(1, 90)))
+    (tmp_path / "mixed" / "z.txt").write_text("\n".join(SENTENCES))
+
+    def prepare() -> dict[str, Any]:
+        rows = data.prepare_data(tmp_path / "mixed", tokenizer, LLAMA_SPEC, seq_len=16, chat_template=TEMPLATE)
+        found = {name: column.tolist() for name, column in rows.columns.items()}
+        (rows.folder / "meta.json").rename(tmp_path / "meta.json")
+        rows.folder.rename(tmp_path / f"rows-{len(list(tmp_path.iterdir()))}")
+        return {**found, "meta": (tmp_path / "meta.json").read_text()}
+
+    alone, environ = prepare(), os.environ
+    monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
+    monkeypatch.setattr(tokenization, "_cores", lambda: 3)
+    assert prepare() == alone
+    assert os.environ is environ
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1: the chat template refuses these messages: no"):
+        data.prepare_data(
+            tmp_path / "mixed", tokenizer, LLAMA_SPEC, seq_len=16, chat_template="{{ raise_exception('no') }}"
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_processes_that_tokenize_end_with_their_parent(
+    number: signal.Signals, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
+    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
+    path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 50_000)
+    parent = os.fork()
+    if not parent:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16, chat_template=TEMPLATE)
+        except KeyboardInterrupt:
+            os._exit(130)
+        os._exit(1)
+    deadline = time.monotonic() + 200
+    while len(family := psutil.Process(parent).children(recursive=True)) < 3:  # two, and the manager of their queue
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(parent, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == (130 if number == signal.SIGINT else -number)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
 
 
 # ---- order and batches

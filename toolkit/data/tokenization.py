@@ -40,7 +40,7 @@ def tokenize(contents: Contents, encoder: Encoder, folder: Path) -> Iterator[Enc
     source = dataclasses.replace(contents.source, dataset=None)
     size = contents.documents.stat().st_size
     batch = max(1, min(BATCH_DOCUMENTS, BATCH_BYTES * len(documents) // size))
-    processes = min(_cores(), size // PROCESS_BYTES)
+    processes = min(_cores(), size // PROCESS_BYTES, len(documents))
     integers, flags = datasets.Value("int32"), datasets.Value("bool")
     with progress(is_shown(size)), _workers(processes > 1):
         tokens = documents.map(
