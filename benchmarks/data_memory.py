@@ -141,10 +141,10 @@ def main() -> int:
     ]
     rows.append(("growth a row", *(f"{value:.1f} B" for value in grown.values()), ""))
     table = Table(title="Anonymous memory", columns=("rows", "prepare", "rank", "seconds"), rows=rows)
-    print(table)
+    print(table.text())
     if not flags.smoke:
         found = {**about(), "limit_bytes_per_row": LIMIT, "growth_bytes_per_row": grown, "cases": cases}
-        write_results("data_memory", "Memory of data", found, str(table), flags.results)
+        write_results("data_memory", "Memory of data", found, table.text(), flags.results)
     return int(max(grown.values()) > LIMIT)
 
 

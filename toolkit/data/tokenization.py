@@ -29,22 +29,34 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def tokenize(contents: Contents, encoder: Encoder, folder: Path) -> Iterator[Encoded]:
-    """The documents' tokens in their order, kept meanwhile as a memory map in `folder`.
+    """The documents' tokens, in their order. Those of several processes lie meanwhile in `folder`, memory-mapped.
 
     Raises:
         DataError: as `Encoder.encode`.
     """
+    import pyarrow as pa
+
+    size = contents.documents.stat().st_size
+    processes = min(_cores(), size // PROCESS_BYTES)
+    if processes > 1:
+        yield from _by_processes(contents, encoder, folder, processes)
+        return
+    with pa.memory_map(str(contents.documents)) as file, progress_bar("tokenizing", size, "B") as bar:
+        for records in pa.ipc.open_stream(file):
+            yield from encoder.encode(_documents(records.to_pydict(), contents.source))
+            bar.update(records.nbytes)
+
+
+def _by_processes(contents: Contents, encoder: Encoder, folder: Path, processes: int) -> Iterator[Encoded]:
     import datasets
 
     documents = datasets.Dataset.from_file(str(contents.documents))
-    source = dataclasses.replace(contents.source, dataset=None)
     size = contents.documents.stat().st_size
     batch = max(1, min(BATCH_DOCUMENTS, BATCH_BYTES * len(documents) // size))
-    processes = min(_cores(), size // PROCESS_BYTES, len(documents))
     integers, flags = datasets.Value("int32"), datasets.Value("bool")
-    with progress(is_shown(size)), _workers(processes > 1):
+    with progress(is_shown(size)), _workers():
         tokens = documents.map(
-            partial(_encode, encoder=encoder, source=source),
+            partial(_encode, encoder=encoder, source=dataclasses.replace(contents.source, dataset=None)),
             batched=True,
             batch_size=batch,
             writer_batch_size=batch,
@@ -54,7 +66,7 @@ def tokenize(contents: Contents, encoder: Encoder, folder: Path) -> Iterator[Enc
             ),
             cache_file_name=str(folder / "tokens.arrow"),
             new_fingerprint="tokens",  # the caller keeps the result under a fingerprint of its own
-            num_proc=processes if processes > 1 else None,
+            num_proc=min(processes, len(documents)),
             desc="tokenizing",
         )
     with progress_bar("packing", len(tokens), " documents") as bar:
@@ -63,15 +75,18 @@ def tokenize(contents: Contents, encoder: Encoder, folder: Path) -> Iterator[Enc
             bar.update(len(records))
 
 
-def _encode(columns: Mapping[str, Sequence[Any]], encoder: Encoder, source: Source) -> dict[str, list[Any]]:
-    """A batch of documents as columns of tokens."""
+def _documents(columns: Mapping[str, Sequence[Any]], source: Source) -> Iterator[Document]:
+    """The documents of a batch of the cache."""
     names = ("text", "prompt", "completion", "messages")
-    documents = []
     for file, line, *values in zip(columns["file"], columns["line"], *(columns[name] for name in names), strict=True):
         content = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         kind = next((kind for kind, wanted in COLUMNS.items() if wanted[0] in content), "text")
-        documents.append(Document(kind=kind, content=content, where=source.where(file, line), size=0))
-    encoded = list(encoder.encode(documents))
+        yield Document(kind=kind, content=content, where=source.where(file, line), size=0)
+
+
+def _encode(columns: Mapping[str, Sequence[Any]], encoder: Encoder, source: Source) -> dict[str, list[Any]]:
+    """A batch of documents as columns of tokens."""
+    encoded = list(encoder.encode(_documents(columns, source)))
     return {name: [getattr(one, name) for one in encoded] for name in ("ids", "trained", "whole", "split")}
 
 
@@ -93,11 +108,8 @@ def _cores() -> int:
 
 
 @contextlib.contextmanager
-def _workers(several: bool) -> Iterator[None]:
-    """Where `datasets` starts processes: they end with this one, and the environment is afterwards as it was."""
-    if not several:
-        yield
-        return
+def _workers() -> Iterator[None]:
+    """Processes that `datasets` starts meanwhile end with this one. The environment is afterwards as it was."""
     environ, parallelism = os.environ, os.environ.get(PARALLELISM)
     try:
         with forks_die_with_parent():
