@@ -221,6 +221,11 @@ FOLDERS = {
         "1 txt file of the split train; left out: 2 of no or another split (test.txt, valid.txt)",
     ),
     "a program": ("train.py test_model.py model.py", "model.py test_model.py train.py", "3 py files"),
+    "no training split": (
+        "a.jsonl my-test.jsonl",
+        "a.jsonl",
+        "1 jsonl file of the split train; left out: 1 of no or another split (my-test.jsonl)",
+    ),
     "one split": ("eval.jsonl", "eval.jsonl", "1 jsonl file of the split test"),
 }
 

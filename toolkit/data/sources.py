@@ -151,21 +151,24 @@ def _folder(name: str, path: Path) -> Source:
 def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
     """The files of the training split, and its name; all files where their names name no splits.
 
-    A file of rows names one as `datasets` finds it: `train.jsonl`, `test/part-0.parquet`. Names of text files count
-    only where each of them names a split and one is `train`: `test_model.py` of a program is no split.
+    A file of rows names one as `datasets` finds it: `train.jsonl`, `test/part-0.parquet`. Where none names `train`, files
+    that name no split are it. Names of text files count only where each of them names a split and one is `train`:
+    `test_model.py` of a program is no split.
     """
     splits = {n: _split_of(n) for n in data}
     rows = [n for n in data if Path(n).suffix.lower() not in TEXT]
     named = {splits[n] for n in rows or data} - {""}
     if not named or (not rows and ("" in splits.values() or "train" not in named)):
         return list(data), ""
-    if "train" not in named and len(named) > 1:
+    train = [n for n in data if splits[n] == "train"] or [n for n in data if not splits[n]]
+    if train:
+        return train, "train"
+    if len(named) > 1:
         raise DataError(
             f"data {name}: the folder holds the splits {' and '.join(sorted(named))}, expected train. Name a single file:"
-            f" {_listed(n for n in data if splits[n])}."
+            f" {_listed(data)}."
         )
-    split = "train" if "train" in named else named.pop()
-    return [n for n in data if splits[n] == split], split
+    return list(data), named.pop()
 
 
 def _split_of(name: str) -> str:

@@ -16,6 +16,7 @@ from toolkit.data.hub import progress
 from toolkit.data.ingestion import BATCH_BYTES, Contents, is_shown, progress_bar
 from toolkit.data.reading import COLUMNS, Document
 from toolkit.data.sources import Source
+from toolkit.errors import DataError
 from toolkit.lifetime import forks_die_with_parent
 
 PROCESS_BYTES = 32 << 20
@@ -115,9 +116,13 @@ def _workers() -> Iterator[None]:
         with forks_die_with_parent():
             yield
     except Exception as error:
-        # `datasets` asks its unfinished processes for results when it is interrupted, and their time-out hides why.
-        if isinstance(error.__context__, BaseException) and not isinstance(error.__context__, Exception):
+        # `datasets` asks unfinished processes for results when a signal ends it, and their time-out hides the signal.
+        if type(error).__name__ == "TimeoutError" and error.__context__ is not None:
             raise error.__context__ from None
+        if "abruptly died" in str(error):
+            raise DataError(
+                "tokenizing: a process was killed, most likely for its memory. Split long documents, or free some memory."
+            ) from error
         raise
     finally:
         os.environ = environ  # noqa: B003 - `datasets` leaves a copy of it in its place
