@@ -4,7 +4,7 @@
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 # make screenshots   the pictures of README, anew: JupyterLab in the system's Chromium
 #
-# Each makes .venv first, if it is not there or not current.
+# Each checks first for the system packages that it needs (.ci/system-packages), then makes .venv, if it is not there or not current.
 
 PYTHON ?= python3
 DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20
@@ -15,7 +15,7 @@ NOTEBOOKS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test check notebooks screenshots
+.PHONY: demo test check notebooks screenshots system-packages
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -50,11 +50,11 @@ test: check
 	    $(BIN)/pytest -m 'not (dist or slow or browser or gpu)' --numprocesses logical --maxprocesses 4 --dist worksteal; \
 	    $(BIN)/pytest -m "(dist or slow or browser or gpu)$$rest" --numprocesses $(RUNNERS) --dist loadfile)
 
-.venv/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	    echo "Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
-	    echo "Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+system-packages:
+	@PYTHON='$(PYTHON)' .ci/system-packages $(MAKECMDGOALS)
+
+.venv/.installed: pyproject.toml constraints.txt | system-packages
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt pip
 	$(BIN)/python -m pip install --no-compile --build-constraint constraints.txt --constraint constraints.txt --editable '.[all,test]'
 	touch $@

@@ -117,12 +117,14 @@ def checkpoint(folder: Path, family: str, shape: str) -> Path:
 
 
 def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Counter[str]]:
-    """Every case that some engine can run, and what the others are refused for, with how many."""
+    """Every case of these models that some engine can run, and what the others are refused for, with how many."""
     from toolkit.adapting import check_quantized
 
     device, cases, refused = hardware().device, [], Counter[str]()
     for values in itertools.product(*AXES.values()):
         case = Case(*values)
+        if (case.family, case.shape) not in specs:
+            continue
         spec = specs[case.family, case.shape]
         if case.documents == "several" and case.family == "T5":
             refused["T5 takes a document a row"] += 1

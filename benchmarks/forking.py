@@ -1,20 +1,27 @@
-"""Ranks that are forked from one process which has imported the libraries: the same recipe, ten seconds sooner each."""
+"""Ranks that are forked from one process which has imported the libraries: the same code, ten seconds sooner each."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PATIENCE = 600.0
 """Seconds that a run may take."""
+
+GRACE = 60.0
+"""Seconds that the other ranks have once one has failed."""
 
 
 class Ranks:
@@ -26,11 +33,33 @@ class Ranks:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
         )
 
-    def run(self, words: Sequence[str], ranks: int, log: Path) -> int:
-        """`toolkit.finetune` with these flags on so many ranks; the first exit code that is not 0, or 0."""
+    def run(
+        self,
+        argument: Any,
+        ranks: int,
+        log: Path,
+        *,
+        target: str = "toolkit.finetune:main",
+        distributed: bool = True,
+        environ: Mapping[str, str] | None = None,
+    ) -> int:
+        """Call `target`, module:function, with `argument` on so many ranks.
+
+        Args:
+            argument: JSON.
+            ranks: how many.
+            log: the file that gets what they print.
+            target: for `toolkit.finetune` the argument is its list of flags.
+            distributed: False for one rank that makes no process group.
+            environ: variables to add.
+
+        Returns:
+            The first exit code that is not 0, or 0.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(json.dumps([list(words), ranks, str(log)]), file=self._server.stdin, flush=True)
+        order = [target, argument, ranks, distributed, str(log), dict(environ or {})]
+        print(json.dumps(order), file=self._server.stdin, flush=True)
         while not (line := self._server.stdout.readline()).startswith("CODE "):
             if not line:
                 raise RuntimeError("the server of the ranks has ended")
@@ -43,23 +72,47 @@ class Ranks:
         self._server.wait()
 
 
+@functools.cache
+def server() -> Ranks:
+    """The server that all benchmarks of this process share; it ends with the process."""
+    ranks = Ranks()
+    atexit.register(ranks.close)
+    return ranks
+
+
+def result_of(target: str, argument: Mapping[str, Any], ranks: int, *, distributed: bool = True) -> Any:
+    """Call `target` on the shared server with `argument` and the path `out`; return what it has written there as JSON."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log, out = Path(scratch, "log"), Path(scratch, "out.json")
+        code = server().run({**argument, "out": str(out)}, ranks, log, target=target, distributed=distributed)
+        if code:
+            raise SystemExit(f"{target} ended with {code}:\n{log.read_text(errors='replace')[-4000:]}")
+        return json.loads(out.read_text())
+
+
+def write(config: Mapping[str, Any], result: Any) -> None:
+    """In a rank: what `result_of` returns."""
+    Path(config["out"]).write_text(json.dumps(result))
+
+
 def _free_port() -> int:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return int(made.getsockname()[1])
 
 
-def _rank(words: Sequence[str], rank: int, ranks: int, port: int, log: str) -> int:
+def _rank(order: Sequence[Any], rank: int, port: int) -> int:
     """In the forked process."""
+    target, argument, ranks, distributed, log, environ = order
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    if words[words.index("--sharding") + 1] != "none":
+    os.environ |= environ
+    if distributed:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from toolkit.finetune import main
-
-    return main(list(words))
+    module, _, name = target.partition(":")
+    return int(getattr(importlib.import_module(module), name)(argument) or 0)
 
 
 def serve() -> None:
@@ -74,15 +127,15 @@ def serve() -> None:
 
     del accelerate, bitsandbytes, deepspeed, peft, transformers
     for line in sys.stdin:
-        words, ranks, log = json.loads(line)
+        order = json.loads(line)
         port = _free_port()
         children = []
-        for rank in range(ranks):
+        for rank in range(order[2]):
             child = os.fork()
             if not child:
                 code: Any = 1
                 try:
-                    code = _rank(words, rank, ranks, port, log)
+                    code = _rank(order, rank, port)
                 except SystemExit as error:
                     code = error.code or 0
                 except BaseException:
@@ -106,6 +159,8 @@ def _wait(children: Sequence[int]) -> int:
             if ended:
                 left.discard(child)
                 codes.append(os.waitstatus_to_exitcode(status))
+                if codes[-1]:  # the others may wait for it
+                    until = min(until, time.monotonic() + GRACE)
             elif time.monotonic() > until:
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.02)

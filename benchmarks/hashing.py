@@ -2,9 +2,10 @@
 
     python benchmarks/hashing.py                       # results into benchmarks/results/hashing.json and .md
     python benchmarks/hashing.py --folder /data/tmp    # on another disk
+    python benchmarks/hashing.py --smoke               # whether it still runs
 
 warm: the files are in the page cache. cold: they were dropped from it (posix_fadvise), and the share of pages that still
-were in it is said. hashlib alone: sha256 over 256 MiB of memory, by one thread and by one a core.
+were in it is said. hashlib alone: sha256 over a quarter of that in memory, by one thread and by one a core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from machine import about, write_results
+from machine import about, parse, parser, write_results
 
 from toolkit.checkpoints import Manifest, problems
 from toolkit.checkpoints.hashing import sha256_of_all
@@ -112,9 +113,9 @@ def measure(folder: Path, files: int, arguments: argparse.Namespace) -> dict[str
     return {"files": files, "bytes": size, "warm_seconds": warm, "cold_seconds": cold, "cached_when_cold": left}
 
 
-def alone(threads: int, repeats: int) -> dict[str, Any]:
+def alone(threads: int, size: int, repeats: int) -> dict[str, Any]:
     """sha256 over memory: what the processor can do."""
-    block = os.urandom(256 * MiB)
+    block = os.urandom(size)
 
     def once() -> None:
         with ThreadPoolExecutor(threads) as pool:
@@ -157,20 +158,20 @@ def table(found: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Measure, print the table, write both files."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--folder", help="where the checkpoint is made (default: the system's folder for such)")
-    arguments = made.parse_args()
+    arguments = parse(made, gib=0.01, repeats=1)
     threads = sorted({1, os.cpu_count() or 1})
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         found = {
             **about(),
-            "hashlib": [alone(number, arguments.repeats) for number in threads],
+            "hashlib": [alone(number, int(arguments.gib * GiB / 4), arguments.repeats) for number in threads],
             "checkpoints": [measure(Path(scratch, f"{files}-files"), files, arguments) for files in FILES],
         }
     text = table(found).text()
-    write_results("hashing", "Checking hashes", found, text)
+    write_results(arguments.results, "hashing", "Checking hashes", found, text)
     print(text)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/kill.py --trials 24                  # results into benchmarks/results/kill.json and .md
     python benchmarks/kill.py --trials 200 --continue      # go on with what a stopped benchmark left in --work
+    python benchmarks/kill.py --smoke                      # whether it still runs: one strike
     python benchmarks/kill.py --trials 4 --sharding zero2 --seed 17 --work /tmp/again    # the run that printed this
 
 A trial is a strike: at one rank, at all ranks, at `accelerate launch` alone, or at the supervisor (`toolkit train`) alone.
@@ -24,18 +25,23 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from machine import RESULTS, about
-from striking import KINDS, Attempt, Victim, command
+from forking import server
+from machine import about, commit, parse, parser, write_results
+from striking import KINDS, Victim, command, own_environ
 
+from toolkit.checkpoints import complete, folder_name
 from toolkit.durable import append_line, read_events
 from toolkit.show import Table
 
-PLAN = ("sharding", "ranks", "steps", "seed")
+PLAN = ("commit", "sharding", "ranks", "steps", "strikes", "seed")
 """What a benchmark that goes on must have begun with."""
+
+
+STARTING = 2
+"""A seed whose first strike falls into a start, which is sooner than a step."""
 
 
 def make_inputs(work: Path) -> None:
@@ -57,23 +63,17 @@ def make_inputs(work: Path) -> None:
     (work / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def refer(arguments: argparse.Namespace, sharding: str) -> float:
-    """The run that is never stopped; made once. Seconds from its first process to its first step."""
+def refer(arguments: argparse.Namespace, sharding: str) -> None:
+    """The run that is never stopped; made once."""
     folder = arguments.work / f"reference-{sharding}"
-    note = folder.with_suffix(".json")
-    if not note.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        attempt = Attempt(arguments, command(arguments, sharding, folder), folder, folder.with_suffix(".log"))
-        try:
-            attempt.until(lambda: len(attempt.ranks()) == arguments.ranks)
-            began = time.monotonic()
-            attempt.until(lambda: attempt.steps() > 0)
-            seconds = time.monotonic() - began
-            attempt.end()
-        finally:
-            attempt.kill()
-        note.write_text(json.dumps(seconds))
-    return float(json.loads(note.read_text()))
+    if next(iter(complete(folder / "checkpoints")), Path()).name == folder_name(arguments.steps):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    log, distributed = folder.with_suffix(".log"), sharding != "none"
+    words = [*command(arguments, sharding), "--run-dir", str(folder)]
+    environ = own_environ(arguments)
+    if code := server().run(words, arguments.ranks, log, distributed=distributed, environ=environ):
+        sys.exit(f"The run that is never stopped ended with {code}:\n{log.read_text()[-4000:]}")
 
 
 def tables(runs: list[dict[str, Any]]) -> list[Table]:
@@ -118,16 +118,13 @@ def publish(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
     asked = {name: getattr(arguments, name) for name in PLAN}
     whole = {**about(), **asked, "trials_asked": arguments.trials, "runs": runs}
     text = "\n\n".join(table.text() for table in tables(runs))
-    head = f"{whole['date']}, {whole['machine']}\n{json.dumps(whole['versions'])}"
     failed = [f"- run {run['run']} ({run['sharding']}, --seed {run['seed']}): {why}" for run in runs
               for why in run["problems"]]  # fmt: skip
     said = (
         "\n".join(failed)
         or f"No failure in {len(runs)} runs of {arguments.ranks} ranks, seeds from {arguments.seed} on."
     )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "kill.json").write_text(json.dumps(whole, indent=2) + "\n")
-    (RESULTS / "kill.md").write_text(f"# Killed and resumed\n\n{head}\n\n```\n{text}\n```\n\n{said}\n")
+    write_results(arguments.results, "kill", "Killed and resumed", whole, text, said)
     print(f"{text}\n\n{said}")
 
 
@@ -149,24 +146,29 @@ def begin(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Strike, resume, compare; write the results after every run."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--trials", type=int, default=200)
     made.add_argument("--sharding", default="ddp,zero2,zero3,fsdp")
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--steps", type=int, default=220, help="of each run")
+    made.add_argument("--strikes", default=",".join(KINDS), help="of each run, in a random order")
+    made.add_argument("--start-seconds", type=float, default=10.0, help="strikes into a start fall within so long")
     made.add_argument("--seed", type=int, default=0, help="of the first run; each has the next one")
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-kill"), help="scratch folder")
     made.add_argument("--continue", dest="go_on", action="store_true", help="go on with what --work holds")
-    arguments = made.parse_args()
+    tiny = {"trials": 1, "sharding": "none", "ranks": 1, "steps": 6, "strikes": "supervisor", "start_seconds": 1.0}
+    arguments = parse(made, **tiny, seed=STARTING)
+    arguments.commit = commit()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the attempt that runs is ended, too
     runs = begin(arguments)
     words = arguments.sharding.split(",")
-    start_seconds = min(refer(arguments, word) for word in words)  # the first under DeepSpeed compiles
-    for number in range(-(-arguments.trials // len(KINDS))):
+    for word in words:
+        refer(arguments, word)
+    for number in range(-(-arguments.trials // len(arguments.strikes.split(",")))):
         if number in {run["run"] for run in runs}:
             continue
         sharding = words[number % len(words)]
-        run = Victim(arguments, number, sharding, start_seconds).live()
+        run = Victim(arguments, number, sharding).live()
         append_line(arguments.work / "progress.jsonl", run)
         runs.append(run)
         resumed, said = sum(trial["resumed"] for trial in run["trials"]), "; ".join(run["problems"]) or "exact"

@@ -1,26 +1,22 @@
 """What each rank holds at the most while a model is loaded and prepared, and which way of loading that was.
 
     python benchmarks/load_peak.py                     # results into benchmarks/results/load_peak.json and .md
+    python benchmarks/load_peak.py --smoke             # whether it still runs
 
-Each line is one launch, over a Llama of about 200 MiB in fp32. Three figures a rank: the CPU allocator's highest total
+Each line is one run, over a Llama of about 200 MiB in fp32. Three figures a rank: the CPU allocator's highest total
 in the phases load and prepare, and the process's own memory (RssAnon: pages of a file that is only mapped, which all
 ranks of a machine share, are not in it), above what it had before the first tensor.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-from machine import RESULTS, about
+from forking import result_of, write
+from machine import about, parse, parser, write_results
 
 from toolkit.show import Table
 from toolkit.units import KiB, MiB, format_bytes
@@ -33,15 +29,23 @@ CASES = [
 ]
 """`way`: `transformers` is FSDP with `fsdp_cpu_ram_efficient_loading` as transformers itself reads it."""
 
+SMOKE = (10, 14)
+"""Cases of a smoke test: ZeRO-3, and FSDP as transformers reads it."""
 
-def checkpoint(folder: Path, dtype: str) -> Path:
+
+def checkpoint(folder: Path, dtype: str, hidden: int) -> Path:
     """A Llama with a tokenizer, drawn from a seed."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 8 // 3,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, max_position_embeddings=512, **shape))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))
@@ -75,19 +79,22 @@ class Resident:
         return max(self.peak, self.now()) - self.base
 
 
-def worker(case: dict[str, Any], folder: str, out: Path) -> None:
-    """One rank: load, make an optimizer, prepare, and say what that took."""
+def worker(config: dict[str, Any]) -> None:
+    """One rank: load, make an optimizer, prepare. Rank 0 writes what that took on each to `out`."""
     import torch
+    from accelerate.utils import gather_object
 
     from toolkit import loading, measuring
     from toolkit.model import describe
     from toolkit.preparing import prepare
     from toolkit.runtime import accelerator as make
+    from toolkit.runtime import end
     from toolkit.strategy import Loop, Strategy
 
+    case = config["case"]
     if case["way"] == "transformers":
         loading._by_broadcast = lambda: False
-    spec = describe(folder)
+    spec = describe(config["model"])
     accelerator = make(
         Strategy(sharding=case["sharding"], precision=case["precision"]), Loop(micro_batch=1, seq_len=64), spec
     )
@@ -101,28 +108,15 @@ def worker(case: dict[str, Any], folder: str, out: Path) -> None:
     window.close()
     measured = window.result()
     found = {"phases": measured.phases, "resident": resident.stop(), "reason": measured.reason, "said": said[:1]}
-    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
-    accelerator.wait_for_everyone()
+    every = gather_object([found])
+    if accelerator.is_main_process:
+        write(config, every)
+    end(accelerator)
 
 
-def launch(case: dict[str, Any], folder: Path, out: Path) -> dict[str, Any]:
+def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One case in new processes: its figures by rank, in bytes."""
-    out.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [f"--nproc_per_node={case['ranks']}", f"--master_port={port}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *ranks, __file__, "--worker", json.dumps(case)]
-    done = subprocess.run(
-        [*command, "--model", str(folder), "--out", str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        sys.exit(done.stderr[-4000:])
-    found = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(case["ranks"])]
+    found = result_of("load_peak:worker", {"case": case, "model": str(folder)}, case["ranks"])
     return {
         **case,
         "loading": (found[0]["said"][0] if found[0]["said"] else "").removeprefix("loading: "),
@@ -159,28 +153,21 @@ def table(results: list[dict[str, Any]], weights: int) -> Table:
 
 def main() -> None:
     """Run every case and write both files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        worker(given.worker, given.model, given.out)
-        return
+    flags = parser(__doc__)
+    flags.add_argument("--hidden", type=int, default=768, help="size of the model")
+    given = parse(flags, hidden=96)
     from toolkit.model import describe
 
+    cases = [CASES[number] for number in SMOKE] if given.smoke else CASES
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        folders = {dtype: checkpoint(root / dtype, dtype) for dtype in ("float32", "bfloat16")}
+        folders = {dtype: checkpoint(Path(scratch, dtype), dtype, given.hidden) for dtype in ("float32", "bfloat16")}
         weights = describe(folders["float32"]).elements
-        results = [launch(case, folders[case["stored"]], root / str(index)) for index, case in enumerate(CASES)]
-    whole = {**about(), "model": {"parameters": weights, "bytes_fp32": weights * 4}, "results": results}
-    (RESULTS / "load_peak.json").write_text(json.dumps(whole, indent=2) + "\n")
+        results = [measure(case, folders[str(case["stored"])]) for case in cases]
     text = table(results, weights).text()
     ways = {f"{row['sharding']}, read by {row['way']}": row["loading"] for row in results if row["way"] == "toolkit"}
-    head = f"{whole['date']}, {whole['machine']}\n{json.dumps(whole['versions'])}"
-    said = "\n".join(f"- {name}: {way}" for name, way in ways.items())
-    (RESULTS / "load_peak.md").write_text(f"# Load peaks\n\n{head}\n\n```\n{text}\n```\n\n{said}\n")
+    result = {**about(), "model": {"parameters": weights, "bytes_fp32": weights * 4}, "results": results}
+    remarks = "\n".join(f"- {name}: {way}" for name, way in ways.items())
+    write_results(given.results, "load_peak", "Load peaks", result, text, remarks)
     print(text)
 
 

@@ -1,10 +1,17 @@
-"""Where and with what a benchmark ran: every result carries it."""
+"""Flags and results that every benchmark has: where, when, and with which code it ran."""
 
 from __future__ import annotations
 
+import argparse
+import atexit
+import functools
 import json
 import os
 import platform
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,25 +21,68 @@ from toolkit.devices import hardware
 from toolkit.readying import versions
 from toolkit.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+NO_COMMIT = "not recorded"
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a benchmark's docstring."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def parse(flags: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
+    """Parse the command line, with two flags more.
+
+    `smoke`: what `--smoke` sets the other flags to. Results, and what `--work` names, are then in a temporary folder.
+    """
+    flags.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
+    flags.add_argument(
+        "--smoke", action="store_true", help="a tiny run of everything, with results in a temporary folder"
+    )
+    if "--smoke" in sys.argv[1:]:
+        scratch = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        flags.set_defaults(results=scratch / "results", work=scratch / "work", **smoke)
+    commit()  # now: it may change while the benchmark runs
+    return flags.parse_args()
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the code that runs, marked if files other than results differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=HERE.parent, capture_output=True, text=True, check=True).stdout
+
+    try:
+        head = git("rev-parse", "HEAD").strip()
+        changed = git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.relative_to(HERE.parent)}")
+    except (OSError, subprocess.CalledProcessError):
+        return NO_COMMIT
+    return f"{head} + uncommitted changes" if changed else head
 
 
 def about() -> dict[str, Any]:
-    """Versions, machine and date."""
+    """Commit, versions, machine and date."""
     here = hardware()
     return {
+        "commit": commit(),
         "versions": versions(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(here.host_bytes)}; {here.device.name}",
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def write_results(name: str, title: str, found: Mapping[str, Any], text: str, folder: Path = RESULTS) -> None:
-    """`results/NAME.json` and `.md`, headed by versions, machine and date; `found` holds those of `about()`."""
-    head = f"{found['date']}, {found['machine']}\n{json.dumps(found['versions'])}"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(f"# {title}\n\n{head}\n\n```\n{text}\n```\n")
+def write_results(
+    folder: Path, name: str, title: str, result: Mapping[str, Any], tables: str, remarks: str = ""
+) -> None:
+    """Write `NAME.json` and `NAME.md`, both with what `about()` says, which `result` holds."""
+    head = f"{result['date']}, {result['machine']}\n{json.dumps(result['versions'])}\ncommit {result['commit']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    end = f"\n{remarks}\n" if remarks else ""
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{head}\n\n```\n{tables}\n```\n{end}")
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/memory_truth.py                  # 300 runs; on two cores about two hours
     python benchmarks/memory_truth.py --runs 400 # those that the results hold are not run again
+    python benchmarks/memory_truth.py --smoke          # whether it still runs: one run of one family
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
 is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,8 +31,8 @@ from threading import Lock, Semaphore
 from typing import Any
 
 from families import AXES, FAMILIES, SHAPES, STEPS, VOCABULARY, Case, checkpoint, possible, spread
-from forking import Ranks
-from machine import RESULTS, about, write_results
+from forking import Ranks, server
+from machine import NO_COMMIT, about, commit, parse, parser, write_results
 
 from toolkit.flags import spell
 from toolkit.phases import PHASES
@@ -42,6 +43,9 @@ LEAST = 110 * MiB
 """Of a forecast: with some room for a peak of at least 100 MiB."""
 
 BATCHES = (2, 3, 4, 6, 8, 12, 16, 24)
+
+SMOKE = ("Llama",)
+"""Families of a smoke test."""
 
 ANSWER = "ANSWER "
 
@@ -70,11 +74,11 @@ def texts(folder: Path, kind: str) -> Path:
     return path
 
 
-def specs(work: Path) -> dict[tuple[str, str], Any]:
-    """Every model described; its folder is made where there is none."""
+def specs(work: Path, families: Collection[str]) -> dict[tuple[str, str], Any]:
+    """Models of these families described; a folder is made where there is none."""
     import toolkit as tk
 
-    pairs = [(family, shape) for family in FAMILIES for shape in SHAPES]
+    pairs = [(family, shape) for family in families for shape in SHAPES]
     return {pair: tk.describe(str(checkpoint(work / "models" / "-".join(pair), *pair))) for pair in pairs}
 
 
@@ -84,7 +88,7 @@ def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
     import toolkit as tk
 
-    machine, known = tk.hardware(), specs(work)
+    machine, known = tk.hardware(), specs(work, {case.family for case in cases})
     for case in cases:
         began = time.perf_counter()
         for batch in BATCHES:
@@ -149,13 +153,14 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     log = out.with_suffix(".log")
     log.unlink(missing_ok=True)
     out.parent.mkdir(exist_ok=True)
-    code = ranks.run(spell(flags), row["ranks"], log)
+    code = ranks.run(spell(flags), row["ranks"], log, distributed=row["strategy"]["sharding"] != "none")
     found = dict(row)
     if code:
         found["failed"] = without_places(log.read_text().strip(), work)[-600:]
     if (out / "memory.json").exists():
         took = json.loads((out / "memory.json").read_text())["measured"]
-        found |= {"measured_peak_bytes": took["peak_bytes"], "measured_phases": took["phases"], "date": about()["date"]}
+        found |= {"measured_peak_bytes": took["peak_bytes"], "measured_phases": took["phases"]}
+        found |= {"date": about()["date"], "commit": commit()}
     shutil.rmtree(out, ignore_errors=True)
     return found
 
@@ -178,17 +183,23 @@ def measured_before(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def all_measured(
-    work: Path, rows: Iterator[dict[str, Any]], known: Mapping[str, dict[str, Any]]
+    work: Path, rows: Iterator[dict[str, Any]], known: Mapping[str, dict[str, Any]], count: int
 ) -> Iterator[dict[str, Any]]:
-    """Two runs at a time where each is of one rank, so that no core waits: timings are no part of this."""
+    """Two runs at a time where each is of one rank, so that no core waits: timings are no part of this.
+
+    `count`: of the servers that fork them.
+    """
     for kind in DOCUMENTS:
         texts(work, kind)
     servers: SimpleQueue[Ranks] = SimpleQueue()
     slots, turn = Semaphore(CORES), Lock()
+    more = [Ranks() for _ in range(count - 1)]
+    for ranks in (server(), *more):
+        servers.put(ranks)
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
         if name_of(row) in known:
-            kept = ("measured_peak_bytes", "measured_phases", "date", "failed")
+            kept = ("measured_peak_bytes", "measured_phases", "date", "commit", "failed")
             return {**row, **{key: found for key, found in known[name_of(row)].items() if key in kept}}
         wanted = min(row["ranks"], CORES)
         with turn:  # who came first waits first
@@ -201,8 +212,6 @@ def all_measured(
             servers.put(server)
             slots.release(wanted)
 
-    for _ in range(CORES):
-        servers.put(Ranks())
     with ThreadPoolExecutor(CORES) as pool:
         waiting: list[Future[dict[str, Any]]] = []
         for row in rows:
@@ -211,8 +220,8 @@ def all_measured(
                 yield waiting.pop(0).result()
         for made in waiting:
             yield made.result()
-    for _ in range(CORES):
-        servers.get().close()
+    for ranks in more:
+        ranks.close()
 
 
 def estimates(case: Case, count: int) -> dict[str, float]:
@@ -343,15 +352,14 @@ def apart(work: Path, asked: Any) -> Iterator[Any]:
 
 def main() -> None:
     """Draw, forecast, run, and compare."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--runs", type=int, default=300)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
-    made.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
     made.add_argument("--again", action="store_true", help="measure also what the results hold already")
     made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
-    arguments = made.parse_args()
+    arguments = parse(made, runs=1)
     work = arguments.work
     if arguments.forecast:
         cases = [Case(**one) for one in json.load(sys.stdin)]
@@ -359,20 +367,24 @@ def main() -> None:
             print(ANSWER + json.dumps(answer), flush=True)
         return
     work.mkdir(parents=True, exist_ok=True)
-    able, refused = possible(specs(work))
+    able, refused = possible(specs(work, SMOKE if arguments.smoke else FAMILIES))
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
     rows, known = [], measured_before(arguments.results)
     taken = {} if arguments.again else known
-    for number, row in enumerate(all_measured(work, apart(work, chosen), taken), start=1):
+    for number, row in enumerate(
+        all_measured(work, apart(work, chosen), taken, 1 if arguments.smoke else CORES), start=1
+    ):
         rows.append(row)
         said = percent(row) if "measured_peak_bytes" in row else row["failed"][-200:]
         print(number, name_of(row), said, flush=True)
         if not arguments.only and (number % SAVED == 0 or number == len(chosen)):
             shown = tables(rows, refused, arguments.seed)
-            found = {**about(), "seed": arguments.seed, "refused": refused, "runs": [*rows, *others(rows, known)]}
+            runs = [*rows, *others(rows, known)]
+            measured_at = {"commit": ", ".join(sorted({row.get("commit", NO_COMMIT) for row in runs}))}
+            found = {**about(), **measured_at, "seed": arguments.seed, "refused": refused, "runs": runs}
             text = "\n\n".join(map(Table.text, shown))
-            write_results("memory_truth", "Forecasts beside real runs", found, text, arguments.results)
+            write_results(arguments.results, "memory_truth", "Forecasts beside real runs", found, text)
     print("\n\n".join(map(Table.text, tables(rows, refused, arguments.seed))))
 
 

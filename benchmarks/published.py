@@ -1,6 +1,7 @@
 """What others published of large runs, beside what `tk.forecast` says of the same; nothing is launched or downloaded.
 
     python benchmarks/published.py                     # results into benchmarks/results/published.json and .md
+    python benchmarks/published.py --smoke             # whether it still runs: two of the runs
 
 The runs are in `published_runs.py`.
 """
@@ -12,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from machine import about, write_results
+from machine import about, parse, parser, write_results
 from published_runs import BEYOND, Published, runs
 
 import toolkit as tk
@@ -20,6 +21,9 @@ from toolkit.engines.job import resolve
 from toolkit.forecasting import forecast_job
 from toolkit.show import Table
 from toolkit.units import format_bytes
+
+SMOKE = ("SmolLM2-135M, LoRA, eager, 1 x 4,096, T4", "GPT-2 10B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB")
+"""Runs whose forecast takes seconds, and which have every kind of figure but the host's."""
 
 STEP = ("forward", "backward", "step")
 """The phases whose highest is compared."""
@@ -64,9 +68,10 @@ FIGURES: dict[str, tuple[str, Any, float]] = {
 """In words, how it is shown, and how near a forecast should be."""
 
 
-def figures(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, ...]], list[str]]:
+def figures(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[Any, ...]], list[str]]:
     """A line for each figure that was published, and how many of a kind are as near as they should be."""
-    lines, counts = [], []
+    lines: list[tuple[Any, ...]] = []
+    counts = []
     for name, (named, shown, near) in FIGURES.items():
         pairs = [(row, row["published"][name], row["forecast"][name]) for row in rows]
         known = [(row, said, ours) for row, said, ours in pairs if said and ours]
@@ -111,7 +116,10 @@ def beyond_the_allocator(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Forecast every one, print the table, write the results."""
-    rows = [compared(run) for run in runs()]
+    import peft  # noqa: F401 - so that adapters are traced here, and not in a child process each
+
+    arguments = parse(parser(__doc__))
+    rows = [compared(run) for run in runs() if not arguments.smoke or run.what in SMOKE]
     lines, counts = figures(rows)
     said = list(dict.fromkeys(f"{row['source']}: {row['assumed']}." for row in rows))
     notes = (
@@ -130,7 +138,8 @@ def main() -> None:
     text = "\n\n".join(map(Table.text, found))
     print(text)
     beyond = [dataclasses.asdict(one) for one in BEYOND]
-    write_results("published", found[0].title, {**about(), "runs": rows, "not_forecastable": beyond}, text)
+    result = {**about(), "runs": rows, "not_forecastable": beyond}
+    write_results(arguments.results, "published", "Published runs beside the forecast", result, text)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """How long a moved slider takes: `Explorer.set(...)` of every panel, with a warm cache, until its page is written anew.
 
     python benchmarks/sliders.py                       # results into benchmarks/results/sliders.json and .md
+    python benchmarks/sliders.py --smoke               # whether it still runs
 
 Moved as a person does it: in a kernel's display, with widgets, back and forth between two values, each seen once before.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -15,7 +15,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from machine import about, write_results
+from machine import about, parse, parser, write_results
 
 import toolkit as tk
 from toolkit.show import Table
@@ -75,9 +75,9 @@ def table(found: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Measure, print the table, write both files."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--moves", type=int, default=20)
-    arguments = made.parse_args()
+    arguments = parse(made, moves=2)
     InteractiveShell.instance()
     before = os.getloadavg()[0]
     moved = [
@@ -87,7 +87,7 @@ def main() -> None:
     ]
     found = {**about(), "hardware": HARDWARE, "moved": moved, "load": (before, os.getloadavg()[0])}
     text = table(found).text()
-    write_results("sliders", "A moved slider", found, text)
+    write_results(arguments.results, "sliders", "A moved slider", found, text)
     print(text)
 
 

@@ -40,20 +40,24 @@ class Failed(Exception):
     """A trial went wrong; says how."""
 
 
-def command(arguments: argparse.Namespace, sharding: str, folder: Path) -> list[str]:
-    """What a user types, without `--resume`."""
+def command(arguments: argparse.Namespace, sharding: str) -> list[str]:
+    """What every run is given: the recipe's flags, without those that name its folder and its number of ranks."""
     flags = {
         "model": arguments.work / "model",
         "data": arguments.work / "data.jsonl",
         "sharding": sharding,
-        "processes": arguments.ranks,
         "steps": arguments.steps,
         "save-every": 2,
         "seq-len": 32,
         "micro-batch": 1,
-        "run-dir": folder,
     }
-    return ["train", "--no-save", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+    return ["--no-save", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+
+
+def own_environ(arguments: argparse.Namespace) -> dict[str, str]:
+    """Caches of the benchmark's own: nothing that is killed here may leave anything behind in the user's folders."""
+    own = {"XDG_CACHE_HOME": arguments.work / "cache", "TORCH_EXTENSIONS_DIR": arguments.work / "extensions"}
+    return {name: str(path) for name, path in own.items()}
 
 
 class Attempt:
@@ -64,9 +68,7 @@ class Attempt:
         self.last = last_line(folder)[0]
         """Number of the last attempt before it that took a step."""
         self._ranks: list[psutil.Process] = []
-        # Nothing that is killed here may leave anything behind in the user's own folders.
-        own = {"XDG_CACHE_HOME": arguments.work / "cache", "TORCH_EXTENSIONS_DIR": arguments.work / "extensions"}
-        environ = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(path) for name, path in own.items()}}
+        environ = {"OMP_NUM_THREADS": "1", **os.environ, **own_environ(arguments)}
         with log.open("ab") as output:
             self.supervisor = psutil.Popen(
                 [sys.executable, "-m", "toolkit.cli", *words], stdout=output, stderr=output, env=environ
@@ -235,9 +237,9 @@ def compare(folder: Path, reference: Path, steps: int) -> list[str]:
 class Victim:
     """One run, struck once by each kind, and resumed each time until it is finished."""
 
-    def __init__(self, arguments: argparse.Namespace, number: int, sharding: str, start_seconds: float) -> None:
+    def __init__(self, arguments: argparse.Namespace, number: int, sharding: str) -> None:
         self.arguments, self.number, self.sharding = arguments, number, sharding
-        self.start_seconds, self.seed = start_seconds, arguments.seed + number
+        self.seed = arguments.seed + number
         self.draw = random.Random(self.seed)
         self.folder = arguments.work / f"run-{number:04d}-{sharding}"
         self.logs = self.folder.with_suffix(".logs")
@@ -269,7 +271,8 @@ class Victim:
 
     def _struck_and_finished(self) -> list[str]:
         attempt = self._start()
-        for kind in self.draw.sample(KINDS, len(KINDS)):
+        kinds = self.arguments.strikes.split(",")
+        for kind in self.draw.sample(kinds, len(kinds)):
             attempt = self._strike(attempt, kind)
         attempt.until(lambda: attempt.steps() > 0)
         self._note_resumed()
@@ -278,7 +281,8 @@ class Victim:
 
     def _start(self) -> Attempt:
         """`toolkit train`; `toolkit resume` where there is a run to go on with, `toolkit train --resume` where not yet."""
-        words = command(self.arguments, self.sharding, self.folder)
+        words = ["train", *command(self.arguments, self.sharding)]
+        words += ["--processes", str(self.arguments.ranks), "--run-dir", str(self.folder)]
         if self.attempts:
             words = ["resume", str(self.folder)] if (self.folder / "run.json").exists() else [*words, "--resume"]
         log = self.logs / f"attempt-{len(self.attempts)}.log"
@@ -293,7 +297,7 @@ class Victim:
         following = None
         attempt.until(lambda: len(attempt.ranks()) == ranks)
         if starting:
-            until = time.monotonic() + delay * self.start_seconds
+            until = time.monotonic() + delay * self.arguments.start_seconds
             attempt.until(lambda: time.monotonic() >= until or attempt.steps() >= after)
         else:
             attempt.until((self.folder / "run.json").exists)

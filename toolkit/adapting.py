@@ -182,9 +182,13 @@ def read_dtype(job: Job) -> str:
     return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
 
 
-def quiet(model: nn.Module) -> None:
-    """Evaluation mode, but for 4-bit layers: in it they pack CPU weights for good, and training after that is wrong."""
-    model.eval()
+def keep_packing(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights, which it does on a CPU with AVX512-BF16.
+
+    `Linear4bit.forward` does it in eval mode without gradients: it overwrites the weight and computes in bf16. A sharded
+    weight then trains wrong, and logits differ by 1e-2 from those of training (bitsandbytes 0.50, nn/modules.py).
+    """
+    module: Any
     for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.training = True
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.adapting import adapt, check_quantized, packed, quantization, read_dtype, require_libraries
+from toolkit.adapting import adapt, check_quantized, keep_packing, packed, quantization, read_dtype, require_libraries
 from toolkit.engines.job import Job, engine_of
 from toolkit.engines.states import quantizable
+from toolkit.engines.waiting import on_main
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
 from toolkit.model import ModelSpec, check_tokenizer_code, embedded_config, require_weights
 from toolkit.reading import attention_word, auto_class
@@ -65,8 +66,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
     engine.arrange(job, model)
-    # In eval mode bitsandbytes repacks 4-bit weights at the first forward, and sharded ones then train wrong.
-    model.train()
+    model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
     for note in notes:
         accelerator.print(note)
     return model, tokenizer
@@ -105,6 +105,7 @@ def _read(job: Job) -> PreTrainedModel:
         )
     # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
     type(model)._auto_class = None
+    keep_packing(model)
     if job.device.kind == "cpu":
         _own(model)
     return cast("PreTrainedModel", model)
@@ -129,21 +130,16 @@ def _by_broadcast() -> bool:
 
 def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
-    from accelerate.utils import broadcast_object_list
+    model: PreTrainedModel | None = None
 
-    model, failed = None, None
-    if accelerator.is_main_process:
-        try:
-            model = _read(job)
-        except ModelError as error:
-            failed = str(error)
-    # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
-    dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters()} if model is not None else {}
-    told: list[Any] = [failed, dtypes]
-    broadcast_object_list(told, from_process=0)
-    if told[0] is not None:
-        raise ModelError(told[0])
-    model = _hollow(job, told[1]) if model is None else model
+    def read() -> dict[str, str]:
+        nonlocal model
+        model = _read(job)
+        # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
+        return {name: dtype_name(parameter.dtype) for name, parameter in model.named_parameters()}
+
+    dtypes = on_main(accelerator, read)
+    model = _hollow(job, dtypes) if model is None else model
     # Accelerate's `fsdp2_load_full_state_dict` takes everything in a state dict for a sharded parameter.
     buffers = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if buffers:

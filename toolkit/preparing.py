@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.adapting import keep_packing
 from toolkit.engines.job import Holdings, Prepared, engine_of
 from toolkit.errors import StrategyMismatch
 from toolkit.phases import phase
@@ -77,6 +78,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
         model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
         if model is not None and asked.strategy.adapter != "none":
             _check_uniform(model)
+        if model is not None:
+            keep_packing(model)  # a user's own may be quantized, too
         made = accelerator.prepare(*objects)
         if model is not None:
             done = prepared(accelerator, made)

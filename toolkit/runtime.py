@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import json
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import Job, engine_of, resolve
+from toolkit.engines.job import Job, default_ranks, engine_of, resolve
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.flags import flag, from_dict
@@ -97,6 +98,28 @@ def check_ranks(hardware: Hardware, ranks: int) -> None:
             f"({hardware.device.name}), and each takes one rank. Try --processes {hardware.ranks}, or hide the devices "
             "(CUDA_VISIBLE_DEVICES='') to run on the CPU."
         )
+
+
+def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: int | None) -> int:
+    """The number of ranks on this machine: as given, else the default, which `print_default` shows.
+
+    Args:
+        strategies: that run on this number of ranks; the default is the one of the strategy that needs most.
+        hardware: this machine.
+        processes: as the user gave it; None for the default.
+
+    Raises:
+        RunError: as `check_ranks`.
+    """
+    ranks = max(default_ranks(one, hardware) for one in strategies) if processes is None else processes
+    check_ranks(hardware, ranks)
+    return ranks
+
+
+def print_default(ranks: int, hardware: Hardware, processes: int | None) -> None:
+    """Print the number of ranks where the user gave none. Called behind the checks: a mistake stays one sentence."""
+    if processes is None:
+        print(f"processes: {ranks}, the default on {hardware.device.name}", file=sys.stderr)
 
 
 def check_trackers(names: str | None) -> None:

@@ -110,7 +110,8 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     """Write the Accelerate config file that a strategy is, or all of them."""
     import yaml
 
-    from toolkit.engines.job import engine_of
+    from toolkit.devices import hardware
+    from toolkit.engines.job import default_ranks, engine_of
 
     if flags.all:
         written = {}
@@ -122,7 +123,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     strategy = from_dict(Strategy, given(flags, Strategy))
     ranks = flags.processes
     if ranks is None:
-        ranks = flags.nodes if strategy.sharding == "none" else 2 * strategy.replicate * flags.nodes
+        ranks = default_ranks(strategy, hardware()) * flags.nodes
     _check_file(strategy, ranks, flags.nodes)
     content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
     if flags.output:

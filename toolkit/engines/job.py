@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit.devices import Device
+from toolkit.devices import Device, Hardware
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.show import Shown, Table
@@ -231,6 +231,16 @@ def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, 
     check_model(strategy, loop, spec)
     settings = engine_of(strategy).settings(strategy, loop, spec, ranks, device)
     return Job(strategy=strategy, loop=loop, spec=spec, ranks=ranks, device=device, settings=settings)
+
+
+def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
+    """Number of ranks where none is given: 1 for `none`, else one a device; on a CPU the fewest that shard, at least.
+
+    On a CPU that is 2, and 2 per replica for `hsdp`, unless the hardware names more ("8x cpu").
+    """
+    if strategy.sharding == "none":
+        return 1
+    return max(2 * strategy.replicate, hardware.ranks) if hardware.device.kind == "cpu" else hardware.ranks
 
 
 def resolve_precision(precision: str, device: Device) -> str:

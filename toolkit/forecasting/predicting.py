@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import Job, engine_of, on_device, resolve
+from toolkit.engines.job import Job, default_ranks, engine_of, on_device, resolve
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
@@ -37,7 +37,7 @@ def forecast(
         strategy: the default one where it is left out.
         on: the machine, or its name; this one where it is left out.
         loop: batch and lengths.
-        ranks: processes; one a device where it is left out.
+        ranks: processes; as `default_ranks` says where it is left out.
         one_document: every row holds one document and no padding, so attention needs no mask.
 
     Raises:
@@ -71,10 +71,11 @@ def asked(
         raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
-    count = machine.ranks if ranks is None else ranks
+    strategy = strategy or Strategy()
+    count = default_ranks(strategy, machine) if ranks is None else ranks
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
-    return resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device), machine
+    return resolve(strategy, loop or Loop(), spec, count, machine.device), machine
 
 
 def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:

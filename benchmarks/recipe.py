@@ -1,0 +1,115 @@
+"""One rank of the recipe, set up by the recipe's own functions, up to its first step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.readying import Recipe, embedded_model
+from toolkit.strategy import Loop, Strategy
+
+if TYPE_CHECKING:
+    from toolkit.checkpoints import Saver
+    from toolkit.engines.job import Prepared
+    from toolkit.folder import Folder
+    from toolkit.heartbeat import Beat
+    from toolkit.keeping import Keeper
+    from toolkit.lifetime import StopSignal
+    from toolkit.measuring import Window
+    from toolkit.readying import Ready
+    from toolkit.training import Step
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""Of a model in which the training loop's own cost is most of a step."""
+
+
+def tiny_model(folder: Path) -> Path:
+    """Save a Llama of the shape `TINY` with the embedded model's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_key_value_heads=2, **TINY)).save_pretrained(folder)
+    for file in embedded_model().glob("token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What the recipe has before its first step."""
+
+    ready: Ready
+    ours: Prepared
+    tokenizer: Any
+    loader: Any
+    schedule: Any
+    window: Window
+    folder: Folder
+    beat: Beat
+    stop: StopSignal
+    start: int
+
+    def keeper(self, saver: Saver | None, recipe: Recipe, *, steps: int) -> Keeper:
+        """Who decides after each step whether a checkpoint is due. `steps`: number of the last."""
+        from toolkit.keeping import Keeper
+
+        return Keeper(saver, recipe, self.window, self.folder, self.stop, steps=steps, attempt=0)
+
+    def saver(self) -> Saver:
+        """Who writes the checkpoints."""
+        from toolkit.checkpoints import Saver, identify
+        from toolkit.readying import versions
+
+        identity = identify(self.ready.spec, self.ours.job.strategy, self.ready.rows.fingerprint)
+        return Saver(self.ours, self.schedule, self.folder.checkpoints, identity, versions=versions())
+
+    def steps(self, keeper: Keeper) -> Iterator[Step]:
+        """The recipe's steps; the caller tells the keeper of each."""
+        from toolkit.finetune import logged_steps
+
+        ours = (self.ours, self.tokenizer, self.loader, self.schedule)
+        return logged_steps(*ours, self.ready, keeper, self.beat, start=self.start)
+
+
+@contextlib.contextmanager
+def rank(strategy: Strategy, loop: Loop, recipe: Recipe, path: Path, *, start: int = 0) -> Iterator[Rank]:
+    """Set up this rank of a run in the folder `path`, with its share of the cores. It ends with the context."""
+    import torch
+
+    from toolkit import measuring
+    from toolkit.devices import hardware
+    from toolkit.finetune import assembled
+    from toolkit.folder import enter
+    from toolkit.heartbeat import Beat
+    from toolkit.lifetime import StopSignal
+    from toolkit.readying import get_ready
+    from toolkit.runtime import accelerator as make
+    from toolkit.runtime import end
+
+    number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    device = hardware().device
+    window = measuring.start(device.kind, recipe.memory_window)
+    ready = get_ready(recipe, strategy, loop, ranks, device)
+    accelerator = make(strategy, loop, ready.job.spec)
+    ours, tokenizer, loader, schedule = assembled(accelerator, ready, recipe, start=start)
+    with enter(path) as folder:
+        folder.beat(number).parent.mkdir(exist_ok=True)
+        with Beat(folder.beat(number), number) as beat, StopSignal() as stop:
+            yield Rank(
+                ready=ready,
+                ours=ours,
+                tokenizer=tokenizer,
+                loader=loader,
+                schedule=schedule,
+                window=window,
+                folder=folder,
+                beat=beat,
+                stop=stop,
+                start=start,
+            )
+    end(accelerator)
