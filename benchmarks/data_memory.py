@@ -1,7 +1,7 @@
 """Anonymous memory of the process that prepares data, and of a rank that trains on them, at few and at many rows.
 
     python benchmarks/data_memory.py              # 1,000 and 1,000,000 rows, results into benchmarks/results/
-    python benchmarks/data_memory.py --smoke      # 10,000 and 30,000 rows, no results
+    python benchmarks/data_memory.py --smoke      # 10,000 and 30,000 rows, results into a temporary folder
 
 A row is one short text, padded to 8 tokens: the most rows that a file of its size can make. Memory is `RssAnon` of a process
 that was forked for it, without what it had at its start: the highest value while it works, looked at every 10 ms. A rank's
@@ -10,18 +10,17 @@ growth from few rows to many must not be over 200 MiB a million rows.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import RESULTS, about, write_results
+from machine import about, parse, parser, write_results
 
 from toolkit.show import Table
 from toolkit.units import format_bytes
@@ -115,26 +114,35 @@ def growth(few: dict[str, Any], many: dict[str, Any], name: str) -> float:
     return float((many[name] - few[name]) / (many["rows"] - few["rows"]))
 
 
-def main() -> int:
-    """Measure, show, write; 1 where a rank's memory grows by more than the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="few rows, no results")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    flags = parser.parse_args()
+def measure_all(counts: Sequence[int]) -> list[dict[str, Any]]:
+    """`measure` for each number of rows, with the embedded model's tokenizer and a cache of its own."""
+    import datasets  # noqa: F401 - imported before the fork: libraries are not what is measured
+
+    from toolkit.data import packs
+    from toolkit.loading import load_tokenizer
+    from toolkit.model import EMBEDDED
+    from toolkit.readying import described
+
+    spec = described(EMBEDDED)
+    packs(spec)
+    tokenizer = load_tokenizer(spec)
+    before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["XDG_CACHE_HOME"] = scratch
-        import datasets  # noqa: F401 - imported before the fork: libraries are not what is measured
+        try:
+            return [measure(count, Path(scratch), tokenizer, spec) for count in counts]
+        finally:
+            del os.environ["XDG_CACHE_HOME"]
+            if before is not None:
+                os.environ["XDG_CACHE_HOME"] = before
 
-        from toolkit.data import batches, packs  # noqa: F401
-        from toolkit.loading import load_tokenizer
-        from toolkit.model import EMBEDDED
-        from toolkit.readying import described
 
-        spec = described(EMBEDDED)
-        packs(spec)
-        tokenizer = load_tokenizer(spec)
-        cases = [measure(count, Path(scratch), tokenizer, spec) for count in (SMOKE if flags.smoke else FULL)]
-    grown = {name: growth(*cases, name) for name in ("prepare_bytes", "rank_bytes")}
+def main() -> int:
+    """Measure, show, write; 1 where memory grows by more than the limit."""
+    flags = parse(parser(__doc__))
+    cases = measure_all(SMOKE if flags.smoke else FULL)
+    few, many = cases
+    grown = {name: growth(few, many, name) for name in ("prepare_bytes", "rank_bytes")}
     rows = [
         (f"{case['rows']:,}", *(format_bytes(case[name]) for name in grown), f"{case['prepare_seconds']:.1f} s")
         for case in cases
@@ -142,9 +150,8 @@ def main() -> int:
     rows.append(("growth a row", *(f"{value:.1f} B" for value in grown.values()), ""))
     table = Table(title="Anonymous memory", columns=("rows", "prepare", "rank", "seconds"), rows=rows)
     print(table.text())
-    if not flags.smoke:
-        found = {**about(), "limit_bytes_per_row": LIMIT, "growth_bytes_per_row": grown, "cases": cases}
-        write_results("data_memory", "Memory of data", found, table.text(), flags.results)
+    result = {**about(), "limit_bytes_per_row": LIMIT, "growth_bytes_per_row": grown, "cases": cases}
+    write_results(flags.results, "data_memory", "Memory of data", result, table.text())
     return int(max(grown.values()) > LIMIT)
 
 
