@@ -419,7 +419,8 @@ def look(folder, out):
     loop = tk.job(accelerator).loop
     optimizer = adamw(model, loop)
     schedule = warmup_cosine(optimizer, loop)
-    model, optimizer = accelerator.prepare(model, optimizer)  # upstream's own, without tk.prepare
+    accelerator.from_checkpoint.clear()  # so that prepare leaves the masters as upstream makes them
+    model, optimizer = accelerator.prepare(model, optimizer)
     ours = tk.prepared(accelerator, (model, optimizer))
 
     whole = load_file(f"{folder}/model.safetensors")
@@ -436,7 +437,7 @@ def look(folder, out):
         return worst
 
     seen["masters off, upstream"] = rounded()
-    restore_masters(ours)  # what tk.prepare adds
+    restore_masters(ours)  # what prepare adds
     seen["masters off, toolkit"] = rounded()
     held = tk.audit(ours).held.dtypes
     seen["preparation"] = held["trainable"] + (f", masters {held['master']}" if "master" in held else "")

@@ -116,7 +116,6 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
         # PEFT draws on the CPU, whatever the device: module by module, in the model's order.
         torch.default_generator.manual_seed(job.loop.seed)
         made = attach(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
-    _check_adapted(made, asked)
     compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -128,7 +127,8 @@ def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: 
     """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
 
     Raises:
-        StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer.
+        StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer, and where it
+            would adapt others in their place.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -144,12 +144,14 @@ def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: 
         # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            return cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
+            made = cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
         except ValueError as error:
             leaves = ",".join(sorted({name.rpartition(".")[2] for name in targets}))
             raise StrategyError(
                 f"lora_targets: PEFT takes not all of {leaves}: {error} Choose --lora-targets among the others."
             ) from error
+    _check_adapted(made, targets)
+    return made
 
 
 def _check_adapted(model: nn.Module, asked: list[str]) -> None:
@@ -182,9 +184,13 @@ def read_dtype(job: Job) -> str:
     return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
 
 
-def quiet(model: nn.Module) -> None:
-    """Evaluation mode, but for 4-bit layers: in it they pack CPU weights for good, and training after that is wrong."""
-    model.eval()
+def keep_packing(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights, which it does on a CPU with AVX512-BF16.
+
+    `Linear4bit.forward` does it in eval mode without gradients: it overwrites the weight and computes in bf16. A sharded
+    weight then trains wrong, and logits differ by 1e-2 from those of training (bitsandbytes 0.50, nn/modules.py).
+    """
+    module: Any
     for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.training = True
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

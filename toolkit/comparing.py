@@ -19,7 +19,7 @@ from toolkit.locking import new_token
 from toolkit.phases import PHASES
 from toolkit.readying import Recipe, get_ready
 from toolkit.reporting import reported, throughput
-from toolkit.runtime import check_ranks
+from toolkit.runtime import choose_ranks, print_default
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import format_bytes
@@ -119,7 +119,13 @@ def _beside(measured: int, foretold: int | None) -> str:
 
 
 def compare(
-    recipe: Recipe, strategies: Sequence[Strategy], loop: Loop, *, ranks: int, machine: Hardware, root: Path
+    recipe: Recipe,
+    strategies: Sequence[Strategy],
+    loop: Loop,
+    *,
+    machine: Hardware,
+    root: Path,
+    processes: int | None = None,
 ) -> Comparison:
     """Train under each strategy in turn, in processes of its own, from the same weights, over the same global batches.
 
@@ -128,23 +134,24 @@ def compare(
     Args:
         recipe: model and data.
         strategies: each is run once.
-        loop: what a step is, on `ranks` ranks.
-        ranks: processes of every strategy but `none`.
+        loop: what a step is, on `processes` ranks.
         machine: from `hardware()`.
         root: folder under which each run gets one.
+        processes: of every strategy but `none`; None: the largest of their defaults, which is printed.
 
     Raises:
         ToolkitError: before any process starts, for whatever one of the runs could not do.
     """
+    ranks = choose_ranks(strategies, machine, processes)
     plans = []
     for strategy in strategies:
         alone = strategy.sharding == "none"
         ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
         plans.append((strategy, ours, 1 if alone else ranks))
-    check_ranks(machine, ranks)
     check_place(root)
     for strategy, ours, count in plans:
         get_ready(recipe, strategy, ours, count, machine.device)
+    print_default(ranks, machine, processes)
     results = tuple(_run(recipe, strategy, ours, count, root) for strategy, ours, count in plans)
     return Comparison(model=recipe.model, data=recipe.data, results=results)
 

@@ -181,10 +181,10 @@ def finished(path: Path, was: Mapping[str, Any], loop: Loop) -> str | None:
     return f"{path} had finished after step {done}{left}. For more steps: --steps with more than {done}."
 
 
-def finish(folder: Folder) -> None:
-    """Note in `run.json` that the run is done."""
+def finish(folder: Folder, *, export: Mapping[str, Any] | None) -> None:
+    """Note in `run.json` that the run is done, and what was exported and how it was checked."""
     about = read_run_json(folder.path)
-    write_json(folder.run_json, {**about, "finished": timestamp()})
+    write_json(folder.run_json, {**about, "export": export, "finished": timestamp()})
 
 
 def describe_run(ready: Ready, recipe: Recipe, machine: Hardware) -> dict[str, Any]:

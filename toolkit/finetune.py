@@ -38,6 +38,7 @@ from toolkit.keeping import Keeper
 from toolkit.lifetime import StopSignal
 from toolkit.loading import load
 from toolkit.locking import run_token, supervised
+from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import Ready, Recipe, foretold, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
@@ -50,8 +51,8 @@ ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
 
 
-READING_SECONDS = 3600.0
-"""What ranks wait for the one that reads, at least. From then on they wait `--timeout`; a rank that hangs has no heartbeat."""
+READING_SECONDS = 24 * 3600.0
+"""Time limit of collectives until the model is ready: ranks read at different speeds. From then on it is `--timeout`."""
 
 
 def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[Recipe, Loop, Strategy]:
@@ -100,9 +101,9 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
         accelerator.print(str(found))
     attempt = begin(accelerator, folder, ready, recipe, machine, found)
     ours, tokenizer, loader, schedule = assembled(accelerator, ready, recipe, start=found.step)
-    limit_all(patience(recipe.timeout))
     if found.manifest is not None:
         restore(ours, schedule, found, identity)
+    limit_all(patience(recipe.timeout))
     if accelerator.is_main_process and (changed := adopt(folder, ready, recipe, machine, found)):
         accelerator.print(f"changed since the last attempt: {', '.join(changed)}")
     saver = None
@@ -158,16 +159,19 @@ def _publish(
     ours: Prepared, tokenizer: Any, folder: Folder, window: measuring.Window, held: Audit, ready: Ready, recipe: Recipe
 ) -> None:
     """The result, reopened and checked, and what the run took."""
+    planned, export = {}, None
     if recipe.save:
         with window.saving():
-            save(ours, tokenizer, folder.export)
+            planned = save(ours, tokenizer, folder.export)
     _record(ours.accelerator, folder, window, held, ready)
     if recipe.save:
         probe = ready.rows.batch([0])
         about = {"data": f"fingerprint {ready.rows.fingerprint}", "versions": spelled(versions())}
-        ours.accelerator.print(verify(ours, folder.export, probe, about=about) or "")
+        with phase("save"):
+            export = verify(ours, folder.export, planned, probe, about=about)
+        ours.accelerator.print(export or "")
     if ours.accelerator.is_main_process:
-        finish(folder)
+        finish(folder, export=export.to_dict() if export else None)
 
 
 def _steps(

@@ -33,7 +33,7 @@ class Heartbeat:
     """The step that it was in, or had done last; 0 before the first."""
     phase: str
     """One of `phases.PHASES`, or outside of them: `start`, `begin` (in a step, waiting), `between` (a step is done),
-    `evaluate`, `ended`."""
+    `evaluate`, `wait` (for rank 0, which works alone), `ended`."""
     marks: int
     """How often it came to another place: of ranks that run the same code, the one with the fewest is behind."""
     listens: bool
@@ -54,9 +54,27 @@ class Heartbeat:
             "start": "before its first step",
             "begin": f"in step {self.step}",
             "between": f"after step {self.step}" if self.step else "before its first step",
+            "wait": "waiting for rank 0" + (f", after step {self.step}" if self.step else ""),
             "ended": f"at its end, after step {self.step}",
         }
         return known.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
+
+
+_beating: list[Beat] = []
+"""Of this process: none or one."""
+
+
+@contextlib.contextmanager
+def show_waiting(*, main: bool) -> Iterator[None]:
+    """Show in this process's heartbeat that it waits for rank 0. Rank 0, `main`, stays in its phase."""
+    here = [(beat, beat.phase if main else "wait") for beat in _beating]
+    for beat, name in here:
+        beat._observe(name, True)  # on all ranks: their marks stay comparable
+    try:
+        yield
+    finally:
+        for beat, name in here:
+            beat._observe(name, False)
 
 
 class Beat:
@@ -130,6 +148,7 @@ class Beat:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write()
         self._unobserve = observe(self._observe)
+        _beating.append(self)
         self._thread = threading.Thread(target=self._go_on, name="toolkit-heartbeat", daemon=True)
         self._thread.start()
         return self
@@ -139,6 +158,7 @@ class Beat:
         self._stop.set()
         self._thread.join()
         self._unobserve()
+        _beating.remove(self)
         if kind is None:
             self._phases.clear()
             self.note("ended")

@@ -62,12 +62,9 @@ class Keeper:
         """Publish the weights of `step`, the last one that was whole, where a run ends that cannot go on."""
         if self.saver is None:
             return
-        everyone = self.saver.prepared.accelerator.wait_for_everyone
-        self.saver.wait()
-        everyone()
-        newest = next(iter(complete(self.saver.folder)), None)
-        if step and (newest is None or newest.name != folder_name(step)):
-            everyone()  # all have looked before one writes
+        folder = self.saver.folder
+        newest = self.saver.wait_all(lambda: next((path.name for path in complete(folder)), None))
+        if step and newest != folder_name(step):
             self.saver.save(step)
             self.saver.wait_published(step)
         self._note_published()

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.adapting import adapt, check_quantized, packed, quantization, read_dtype, require_libraries
-from toolkit.engines.job import Job, engine_of
-from toolkit.engines.states import quantizable
+from toolkit.adapting import adapt, check_quantized, keep_packing, packed, quantization, read_dtype, require_libraries
+from toolkit.engines.job import Job, engine_of, job_of
+from toolkit.engines.states import persistent_buffers, quantizable
+from toolkit.engines.variables import engine_variables
+from toolkit.engines.waiting import on_main
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
 from toolkit.model import ModelSpec, check_tokenizer_code, embedded_config, require_weights
-from toolkit.reading import attention_word, auto_class
-from toolkit.runtime import job as job_of
+from toolkit.reading import attention_word, auto_class, freeze
 from toolkit.units import dtype_name, format_count
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +59,8 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
-    with quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG), engine.loading(job) as way:
+    bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
+    with bars, engine_variables(job), engine.loading(job) as way:
         model = _read_once(job, accelerator) if _by_broadcast() else _read(job)
     _check(job, model)
     notes = [f"loading: {way}", *_set_up(job, model, tokenizer)]
@@ -65,8 +68,8 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
     engine.arrange(job, model)
-    # In eval mode bitsandbytes repacks 4-bit weights at the first forward, and sharded ones then train wrong.
-    model.train()
+    accelerator.from_checkpoint.add(model)
+    model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
     for note in notes:
         accelerator.print(note)
     return model, tokenizer
@@ -103,11 +106,25 @@ def _read(job: Job) -> PreTrainedModel:
             f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
             f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
         )
+    _freeze(job, model)
     # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
     type(model)._auto_class = None
+    keep_packing(model)
+    # Of these only the used ones may be reverted in saving; under ZeRO-3 transformers keeps them all (integrations/deepspeed.py).
+    model._weight_conversions = [one for one in getattr(model, "_weight_conversions", None) or () if one.was_used()]
     if job.device.kind == "cpu":
         _own(model)
     return cast("PreTrainedModel", model)
+
+
+def _freeze(job: Job, model: PreTrainedModel) -> None:
+    """What text does not pass is held as what an adapter stands on: without a gradient, in the compute dtype."""
+    import torch
+
+    freeze(model, cast("ModelSpec", job.spec))
+    for parameter in model.parameters():
+        if not parameter.requires_grad and job.strategy.adapter == "none":
+            parameter.data = parameter.data.to(getattr(torch, job.compute_dtype))
 
 
 def _own(model: nn.Module) -> None:
@@ -131,31 +148,22 @@ def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
     from accelerate.utils import broadcast_object_list
 
-    model, failed = None, None
-    if accelerator.is_main_process:
-        try:
-            model = _read(job)
-        except ModelError as error:
-            failed = str(error)
-    # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
-    dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters()} if model is not None else {}
-    told: list[Any] = [failed, dtypes]
-    broadcast_object_list(told, from_process=0)
-    if told[0] is not None:
-        raise ModelError(told[0])
-    model = _hollow(job, told[1]) if model is None else model
-    # Accelerate's `fsdp2_load_full_state_dict` takes everything in a state dict for a sharded parameter.
-    buffers = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
-    if buffers:
-        raise StrategyError(
-            f"sharding {job.strategy.sharding!r} cannot broadcast the buffers that {type(model).__name__} keeps in its "
-            f"checkpoint, the first {buffers[0]}. Choose sharding 'zero3'."
-        )
-    return model
+    model: PreTrainedModel | None = None
+
+    def read() -> dict[str, str]:
+        nonlocal model
+        model = _read(job)
+        # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
+        return {name: dtype_name(parameter.dtype) for name, parameter in model.named_parameters()}
+
+    dtypes = on_main(accelerator, read)
+    buffers = [persistent_buffers(model) if model is not None else {}]
+    broadcast_object_list(buffers, from_process=0)
+    return _hollow(job, dtypes, buffers[0]) if model is None else model
 
 
-def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
-    """The model with its buffers, where each parameter has its shape, and one element of memory.
+def _hollow(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The model with rank 0's buffers, where each parameter has its shape, and one element of memory.
 
     Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
     all are 0.
@@ -180,6 +188,10 @@ def _hollow(job: Job, dtypes: dict[str, str]) -> PreTrainedModel:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(empty))
     model.tie_weights()
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.cpu())
+    freeze(model, spec)
     return cast("PreTrainedModel", model)
 
 
@@ -234,6 +246,8 @@ def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
+    if spec.frozen:
+        notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
     if spec.moe is not None:
         experts = f"{spec.moe.experts} a layer, {spec.moe.active} active"
         notes.append(f"experts: {experts}, computed by {text._experts_implementation or 'eager'}")

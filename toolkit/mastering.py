@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from toolkit.engines.job import Job, Piece, Prepared, engine_of
 from toolkit.errors import StrategyMismatch
-from toolkit.model import ModelSpec, local_weights
+from toolkit.model import ModelSpec, Parameter, local_weights
 from toolkit.reading import auto_class, without_engine
 
 if TYPE_CHECKING:
@@ -32,11 +32,15 @@ def restore_masters(prepared: Prepared) -> None:
         {"master": masters, "parameter": copies}.get(piece.kind, {}).setdefault(piece.name, []).append(piece)
     if prepared.job.spec is not None and _rounded(prepared.job):
         with _source(prepared) as read:
-            for parameter in prepared.job.spec.parameters:
+            for parameter in _trained(prepared.job.spec):
                 whole = _broadcast(prepared, parameter.shape, read and (lambda name=parameter.name: read(name)))
                 _write(parameter.name, whole, masters.get(parameter.name, []))
     for name, found in masters.items():
         _compare(name, found, copies.get(name, []))
+
+
+def _trained(spec: ModelSpec) -> list[Parameter]:
+    return [parameter for parameter in spec.parameters if spec.trains(parameter.name)]
 
 
 def _rounded(job: Job) -> bool:
@@ -71,7 +75,7 @@ def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
         where = {name: file for file in files for name in list(file.keys())}
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-        if all(shapes.get(parameter.name) == parameter.shape for parameter in spec.parameters):
+        if all(shapes.get(parameter.name) == parameter.shape for parameter in _trained(spec)):
             yield lambda name: where[name].get_tensor(name).float()
         else:
             whole = dict(_read_whole(spec).named_parameters())

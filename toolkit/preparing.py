@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Holdings, Prepared, engine_of
+from toolkit.engines.job import Holdings, Job, Prepared, engine_of, job_of
 from toolkit.errors import StrategyMismatch
-from toolkit.phases import phase
-from toolkit.runtime import job
 from toolkit.show import Shown, Table
 from toolkit.units import format_bytes
 
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.02
 """Of audited against accounted bytes: what padding and alignment may add."""
+
+PAIR = "prepare got {}. Give both in one call: the engine needs them together."
 
 SLACK = 16 * 1024
 """Bytes below which a difference says nothing: a model of a few tensors is mostly padding."""
@@ -59,7 +59,7 @@ class Audit(Shown):
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """What `accelerator.prepare` gives back, audited, its fp32 masters exactly the checkpoint's.
+    """What `accelerator.prepare` gives back. The fp32 masters are exactly the checkpoint's, whoever read the model.
 
     Args:
         accelerator: from `toolkit.accelerator()`.
@@ -70,19 +70,12 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """
     import torch
 
-    from toolkit.mastering import restore_masters
-
-    asked = job(accelerator)
-    with phase("prepare"):
-        model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
-        if model is not None and asked.strategy.adapter != "none":
-            _check_uniform(model)
-        made = accelerator.prepare(*objects)
-        if model is not None:
-            done = prepared(accelerator, made)
-            restore_masters(done)
-            audit(done)
-    return made
+    job_of(accelerator)
+    models = [item for item in objects if isinstance(item, torch.nn.Module)]
+    if models:
+        check_pair(models, [item for item in objects if isinstance(item, torch.optim.Optimizer)])
+    accelerator.from_checkpoint.update(models)
+    return accelerator.prepare(*objects)
 
 
 def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
@@ -94,10 +87,20 @@ def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
     model = next(item for item in found if isinstance(item, torch.nn.Module))
     optimizer = next((item for item in found if isinstance(item, torch.optim.Optimizer)), None)
     if optimizer is None:
+        raise StrategyMismatch(PAIR.format("a model without its optimizer"))
+    return Prepared(job_of(accelerator), model, optimizer, accelerator)
+
+
+def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Refuse a model without its optimizer, and an optimizer without its model.
+
+    Raises:
+        StrategyMismatch: where one of them is missing.
+    """
+    if bool(models) != bool(optimizers):
         raise StrategyMismatch(
-            "prepare got a model without its optimizer. Give both in one call: the engine needs them together."
+            PAIR.format("a model without its optimizer" if models else "an optimizer without its model")
         )
-    return Prepared(job(accelerator), model, optimizer, accelerator)
 
 
 def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
@@ -177,8 +180,10 @@ def _find(module: Any, name: str) -> torch.nn.Parameter:
     return found
 
 
-def _check_uniform(model: torch.nn.Module) -> None:
+def check_uniform(job: Job, model: torch.nn.Module) -> None:
     """Sharding engines need one dtype among what is trained; they would say so without naming a parameter."""
+    if job.strategy.adapter == "none":
+        return
     kinds: dict[Any, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

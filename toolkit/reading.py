@@ -5,16 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.model import ModelSpec
+from toolkit.model import ModelSpec, class_with_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def auto_class(spec: ModelSpec) -> Any:
     """The class of transformers that reads this kind of model."""
     import transformers
 
-    return transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
+    if spec.kind == "seq2seq":
+        return transformers.AutoModelForSeq2SeqLM
+    if not spec.runs_code and class_with_text(spec.config) == spec.architecture:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Let the parameters outside of the text part need no gradient: without images they get none."""
+    for name, parameter in model.named_parameters():
+        if not spec.trains(name):
+            parameter.requires_grad_(False)
 
 
 def attention_word(attention: str) -> str:

@@ -22,6 +22,7 @@ from toolkit.flags import amount
 from toolkit.forecasting import Forecast, forecast_job
 from toolkit.loading import embedded_checkpoint, load_tokenizer, quiet_bars
 from toolkit.model import EMBEDDED, ModelSpec, describe, require_weights
+from toolkit.reading import auto_class
 from toolkit.runtime import check_trackers
 from toolkit.strategy import Loop, Strategy
 
@@ -190,11 +191,10 @@ def draw_model(folder: str | Path, config: Any) -> str:
     For trying things out at any shape and without a network. The vocabulary has to hold the tokenizer's 4,096 tokens.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     if hardware().device.kind == "cpu":
         cpu.say_so_to_deepspeed()
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = auto_class(describe(config))
     with torch.random.fork_rng(devices=[]), quiet_bars(main=True, shown=False):
         torch.default_generator.manual_seed(0)
         auto.from_config(config).save_pretrained(folder)

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapting import kept_dtype, quantization
+from toolkit.adapting import keep_packing, kept_dtype, quantization
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
 from toolkit.model import ModelSpec
@@ -79,7 +79,7 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
 
     assert job.spec is not None
     with without_engine():
-        return auto_class(job.spec).from_pretrained(
+        base = auto_class(job.spec).from_pretrained(
             job.spec.source,
             trust_remote_code=job.spec.runs_code,
             dtype=getattr(torch, job.compute_dtype),
@@ -88,3 +88,5 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
             attn_implementation=attention_word(job.strategy.attention),
             use_safetensors=True,
         )
+    keep_packing(base)
+    return base

@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import json
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
+from toolkit.accelerators import accelerator_class
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import Job, engine_of, resolve
+from toolkit.engines.job import default_ranks, job_of, resolve
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.flags import flag, from_dict
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-_jobs: WeakKeyDictionary[Accelerator, Job] = WeakKeyDictionary()
-
+job = job_of
 
 STRATEGY = "TOOLKIT_STRATEGY"
 """The environment variable with the fields of a Strategy that an Accelerate config file cannot hold, as JSON."""
@@ -43,7 +43,7 @@ def accelerator(
     project_dir: str | Path | None = None,
     timeout: float | None = None,
 ) -> Accelerator:
-    """The Accelerator that trains as the strategy says, on the ranks that were launched.
+    """The Accelerator that trains as the strategy says, on the ranks that were launched. `os.environ` stays as it was.
 
     Without a strategy it takes what `accelerate launch --config_file` set; with one, both have to agree. A mapping
     gives only some of the fields and leaves the others to the launch environment.
@@ -59,27 +59,19 @@ def accelerator(
 
     Raises:
         StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
-        RunError: for more ranks on this machine than it has devices.
+        RunError: for more ranks on this machine than it has devices, and while this process has another Accelerator.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
     asked = agree(strategy, os.environ)
     check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    job = resolve(asked, loop or Loop(), spec, ranks, machine.device)
-    made = Accelerator(
-        **engine_of(job.strategy).plugin(job, None if timeout is None else patience(timeout)),
-        # Batches are sharded by `data`, whose order does not depend on the number of ranks.
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
-        # A prepared scheduler would otherwise step once for every rank.
-        step_scheduler_with_optimizer=False,
+    made: Accelerator = accelerator_class()(
+        resolve(asked, loop or Loop(), spec, ranks, machine.device),
+        None if timeout is None else patience(timeout),
         log_with=log_with.split(",") if log_with else None,
         project_dir=project_dir,
     )
-    _jobs[made] = job
     return made
 
 
@@ -97,6 +89,28 @@ def check_ranks(hardware: Hardware, ranks: int) -> None:
             f"({hardware.device.name}), and each takes one rank. Try --processes {hardware.ranks}, or hide the devices "
             "(CUDA_VISIBLE_DEVICES='') to run on the CPU."
         )
+
+
+def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: int | None) -> int:
+    """The number of ranks on this machine: as given, else the default, which `print_default` shows.
+
+    Args:
+        strategies: that run on this number of ranks; the default is the one of the strategy that needs most.
+        hardware: this machine.
+        processes: as the user gave it; None for the default.
+
+    Raises:
+        RunError: as `check_ranks`.
+    """
+    ranks = max(default_ranks(one, hardware) for one in strategies) if processes is None else processes
+    check_ranks(hardware, ranks)
+    return ranks
+
+
+def print_default(ranks: int, hardware: Hardware, processes: int | None) -> None:
+    """Print the number of ranks where the user gave none. Called behind the checks: a mistake stays one sentence."""
+    if processes is None:
+        print(f"processes: {ranks}, the default on {hardware.device.name}", file=sys.stderr)
 
 
 def check_trackers(names: str | None) -> None:
@@ -137,20 +151,6 @@ def let_go() -> None:
     ("terminate called without an active exception"). No call says when the threads are idle.
     """
     time.sleep(LET_GO)
-
-
-def job(accelerator: Accelerator) -> Job:
-    """What an Accelerator was made for.
-
-    Raises:
-        StrategyError: for an Accelerator that `toolkit.accelerator()` did not make.
-    """
-    if accelerator not in _jobs:
-        raise StrategyError(
-            "this Accelerator was not made by the toolkit, so nothing says what it was made for. "
-            "Make it with `toolkit.accelerator(strategy, loop, spec)`."
-        )
-    return _jobs[accelerator]
 
 
 def launched(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -82,15 +82,31 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
         return "Take a smaller model, or a machine with more memory."
     was = read_run_json(folder.path)
     strategy, loop = from_dict(Strategy, was["strategy"]), from_dict(Loop, was["loop"])
-    device = hardware().device
+    device, target = hardware().device, was.get("target")
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
-    for change in changes(strategy, loop, in_a_step=in_a_step, on_cpu=device.kind == "cpu"):
+    possible = changes(strategy, loop, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
+    for change in (one for one in possible if target is None or OF_OWN_CODE.issuperset(one)):
         if _can_run(strategy, loop, change, int(was["ranks"]), device):
             flags = " ".join(spell(change))
             if "adapter" in change:  # what is trained stays what it was
                 return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
-            return f"The smallest change that could fit: `toolkit resume {shlex.quote(str(folder.path))} {flags}`."
+            return f"The smallest change that could fit: {_resume_command(folder, target, change)}."
+    if target is not None:
+        return f"Choose a smaller micro-batch in {target['name']}, a smaller model, or more memory."
     return "Nothing smaller is left but --seq-len, a smaller model, or more memory."
+
+
+OF_OWN_CODE = {"sharding", "offload"}
+"""Changes that reach a script, module or function of the user's: its batch and its model are its own."""
+
+
+def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Mapping[str, Any]) -> str:
+    """What resumes a run with a change. A function is passed again, so that is a line of Python."""
+    if target is not None and target["kind"] == "function":
+        words = ", ".join(f"{name}={value!r}" for name, value in change.items())
+        return f"`tk.resume({str(folder.path)!r}, {target['name']}, {words})`, or a smaller micro-batch in it"
+    command = f"`toolkit resume {shlex.quote(str(folder.path))} {' '.join(spell(change))}`"
+    return command if target is None else f"{command}, or a smaller micro-batch in {target['name']}"
 
 
 def _can_run(strategy: Strategy, loop: Loop, change: Mapping[str, Any], ranks: int, device: Device) -> bool:

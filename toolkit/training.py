@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
-from toolkit.adapting import quiet
 from toolkit.engines.job import Job, Prepared, Update, engine_of
 from toolkit.errors import DataError, NotFinite
 from toolkit.measuring import live_bytes
@@ -171,7 +170,7 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
 
     job, accelerator = prepared.job, prepared.accelerator
     sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
-    quiet(prepared.model)
+    prepared.model.eval()
     with torch.no_grad():
         for batch in loader:
             if stopped := on_any_rank(accelerator, stop()):

@@ -44,6 +44,18 @@ def work(task: str, path: Path, rank: int) -> None:
             print("the last words of rank 1")
             os.kill(os.getpid(), 9)
         torch.distributed.all_reduce(torch.zeros(1))
+    if task == "waits":
+        from datetime import timedelta
+
+        from accelerate import PartialState
+
+        from toolkit.engines.waiting import on_main
+
+        state = PartialState(cpu=True, timeout=timedelta(seconds=2))
+        said = on_main(state, lambda: time.sleep(4) or "longer than a collective may take")
+        note(path.with_name(f"waited-{rank}"), said)
+        note(path.with_name(f"rank-{rank}"), str(os.getpid()))
+        on_main(state, lambda: os.kill(os.getpid(), 9))
     if task == "raises":
         if rank == 1:
             raise ZeroDivisionError("one by nothing")

@@ -24,7 +24,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.runtime import job as job_of
     from toolkit.strategy import Loop, Strategy
 
-    options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder") if name in cell}
+    options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder", "export") if name in cell}
     steps, folder = options.get("steps", 3), options.get("folder", folder)
     spec = describe(folder)
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -42,7 +42,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     ours = prepared(accelerator, prepare(accelerator, model, optimizer))
     engine = engine_of(job.strategy)
-    exact = same_as(folder, engine.pieces(ours)) if job.strategy.adapter == "none" else None
+    exact = same_as(folder, engine.pieces(ours), spec) if job.strategy.adapter == "none" else None
     # The same eight rows, however many ranks share them.
     batch = torch.randint(3, spec.vocab - 6, (8, 16), generator=torch.Generator().manual_seed(7))[rank::count]
     batch = batch.contiguous().to(accelerator.device)
@@ -55,7 +55,9 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         skipped += update.skipped
         losses.append(float(accelerator.gather(loss.detach().float().reshape(1)).mean()))
     held, expected = engine.audit(ours), engine.account(job)
+    exported = export(ours, tokenizer, folder, batch, Path(options["export"])) if "export" in options else None
     return {
+        "exported": exported,
         "engine": type(ours.model).__name__,
         "losses": losses,
         "norms": norms,
@@ -71,6 +73,30 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
+def export(prepared: Any, tokenizer: Any, source: str, batch: Any, out: Path) -> dict[str, Any] | None:
+    """What a checkpoint contains, and which tensors of the export are the source's, byte by byte."""
+    from toolkit.checkpoints.layout import lay_out
+    from toolkit.exporting.trained import save, verify
+
+    layout = lay_out(prepared)
+    save(prepared, tokenizer, out)
+    result = verify(prepared, out, {"input_ids": batch})
+    if result is None:
+        return None
+    from safetensors.torch import load_file
+
+    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (source, out))
+    assert before.keys() == after.keys(), sorted(before.keys() ^ after.keys())
+    same = [name for name in before if before[name].numpy().tobytes() == after[name].numpy().tobytes()]
+    return {
+        "unchanged": same,
+        "names": sorted(before),
+        "checkpoint": sorted(layout.tensors),
+        "error": result.logits_error,
+        "files": sorted(path.name for path in out.iterdir()),
+    }
+
+
 def held_bytes(model: Any) -> int:
     """Bytes of the parameters that a rank holds after loading: its shards under ZeRO-3, else their storages."""
     tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
@@ -78,18 +104,22 @@ def held_bytes(model: Any) -> int:
     return sum(storages.values())
 
 
-def same_as(folder: str, pieces: Any) -> bool:
-    """Whether this rank's masters, or its parameters where they are their own, are the checkpoint's values bit by bit."""
+def same_as(folder: str, pieces: Any, spec: Any) -> bool:
+    """Whether this rank's masters, or its parameters where they are their own, are the checkpoint's values bit by bit.
+
+    What is frozen is held in the compute dtype.
+    """
     import torch
 
     whole = reference(folder)
     found = [piece for piece in pieces if piece.kind in ("master", "parameter")]
     kind = "master" if any(piece.kind == "master" for piece in found) else "parameter"
-    return all(
-        torch.equal(piece.tensor, whole[piece.name].reshape(-1)[piece.start : piece.start + piece.tensor.numel()])
-        for piece in found
-        if piece.kind == kind
-    )
+
+    def same(piece: Any) -> bool:
+        wanted = whole[piece.name].reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
+        return torch.equal(piece.tensor, wanted if spec.trains(piece.name) else wanted.to(piece.tensor.dtype))
+
+    return all(same(piece) for piece in found if piece.kind == kind)
 
 
 _references: dict[str, dict[str, Any]] = {}
@@ -99,11 +129,11 @@ def reference(folder: str) -> dict[str, Any]:
     """The checkpoint in fp32 as plain transformers reads it. Called first before any engine is set up."""
     if folder not in _references:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-        seq2seq = AutoConfig.from_pretrained(folder).is_encoder_decoder
-        auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
-        model = auto.from_pretrained(folder, dtype=torch.float32)
+        from toolkit.model import describe
+        from toolkit.reading import auto_class
+
+        model = auto_class(describe(folder)).from_pretrained(folder, dtype=torch.float32)
         _references[folder] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return _references[folder]
 

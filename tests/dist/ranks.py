@@ -7,7 +7,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -43,6 +42,7 @@ def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]]
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     if ranks > 1:
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     found = []
     for cell in cells:
         reset()
@@ -65,6 +65,8 @@ def main(
     run: Run, scratch: str, folder: str, before: Callable[[str, str], None] = lambda scratch, folder: None
 ) -> None:
     """Fork the ranks of each group of cells from this process, which has imported everything once."""
+    from torch.distributed import TCPStore
+
     for name in ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed"):
         importlib.import_module(name)
     from transformers.utils import logging
@@ -77,12 +79,11 @@ def main(
     groups = json.loads((Path(scratch) / "cells.json").read_text(encoding="utf-8"))
     fork = multiprocessing.get_context("fork")
     for number, (ranks, cells) in enumerate(groups):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # As a launcher does: the store outlives a process group, so that ranks can make another one.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         out = Path(scratch) / f"found-{number}.json"
         started = [
-            fork.Process(target=work, args=(run, rank, ranks, port, cells, folder, out)) for rank in range(ranks)
+            fork.Process(target=work, args=(run, rank, ranks, store.port, cells, folder, out)) for rank in range(ranks)
         ]
         for process in started:
             process.start()

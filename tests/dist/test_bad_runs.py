@@ -85,57 +85,39 @@ def strike(running: subprocess.Popen[str], run: Path, number: int) -> tuple[floa
 
 
 @pytest.fixture(scope="module")
-def ended(work: Path) -> Iterator[dict[str, Ended]]:
-    """Both at once: most of the time is the imports of four processes."""
-    signals = {"killed": signal.SIGKILL, "raised": signal.SIGUSR1}
-    running = {name: start(work, name) for name in signals}
-    found: dict[str, Ended] = {}
+def ended(work: Path) -> Iterator[Ended]:
+    """A run in which rank 1 raises."""
+    running = start(work, "raised")
     try:
-        struck = {name: strike(running[name], work / name, number) for name, number in signals.items()}
-        for name, (since, family) in struck.items():
-            out, err = running[name].communicate(timeout=60)
-            seconds = time.monotonic() - since
-            _, left = psutil.wait_procs(family, timeout=1)
-            found[name] = Ended(running[name].returncode, out, err, seconds, left, work / name)
-        yield found
+        since, family = strike(running, work / "raised", signal.SIGUSR1)
+        out, err = running.communicate(timeout=60)
+        seconds = time.monotonic() - since
+        _, left = psutil.wait_procs(family, timeout=1)
+        yield Ended(running.returncode, out, err, seconds, left, work / "raised")
     finally:
-        for process in running.values():
-            process.kill()
+        running.kill()
 
 
-@pytest.mark.parametrize("name", ["killed", "raised"])
-def test_a_rank_that_fails_ends_the_whole_run(name: str, ended: dict[str, Ended]) -> None:
-    one = ended[name]
-    assert one.code == 1
-    assert one.seconds < 60
-    assert one.left == []
-    assert not (one.run / "export").exists()
+def test_a_rank_that_fails_ends_the_whole_run(ended: Ended) -> None:
+    assert ended.code == 1
+    assert ended.seconds < 60
+    assert ended.left == []
+    assert not (ended.run / "export").exists()
 
 
-def test_what_a_killed_rank_was_doing_is_shown(ended: dict[str, Ended]) -> None:
-    err = ended["killed"].err
-    assert err.startswith("toolkit: rank 1 was killed by SIGKILL")
-    assert re.search(r"\. It was .* step \d+\. Its last lines|\. It was .* step \d+\. It printed nothing", err)
-    assert "rank-1.log" in err
-    assert "launcher.log" not in err
-
-
-def test_what_a_rank_raised_is_shown(ended: dict[str, Ended]) -> None:
-    err = ended["raised"].err
-    first, _, rest = err.partition(" Its last lines (")
+def test_what_a_rank_raised_is_shown(ended: Ended) -> None:
+    first, _, rest = ended.err.partition(" Its last lines (")
     assert re.fullmatch(r"toolkit: rank 1 ended with RuntimeError: a fault in the middle. It was .* step \d+\.", first)
     assert rest
-    assert err.rstrip().endswith("RuntimeError: a fault in the middle")
-    assert str(ended["raised"].run / "logs" / "rank-1.log") in err
+    assert ended.err.rstrip().endswith("RuntimeError: a fault in the middle")
+    assert str(ended.run / "logs" / "rank-1.log") in ended.err
 
 
-@pytest.mark.parametrize("name", ["killed", "raised"])
-def test_the_report_of_a_run_that_failed_holds_the_ranks_last_words(name: str, ended: dict[str, Ended]) -> None:
-    one = ended[name]
-    found = report(one.run)
+def test_the_report_of_a_run_that_failed_holds_the_ranks_last_words(ended: Ended) -> None:
+    found = report(ended.run)
     assert found.status == "failed"
-    assert one.err == f"toolkit: {found.run.words}\n"
-    assert "rank 1 " in (one.run / "report.html").read_text()
+    assert ended.err == f"toolkit: {found.run.words}\n"
+    assert "rank 1 " in (ended.run / "report.html").read_text()
 
 
 def launch(folder: Path, config: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -57,6 +57,7 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
         two += stopped_and_not(f"2 {word} mixtral", root, strategy(word), folder=str(mixture))
         two += stopped_and_not(f"2 {word} t5", root, strategy(word), folder=str(t5))
     two += stopped_and_not("2 zero3 offload", root, strategy("zero3", offload="cpu"))
+    two += stopped_and_not("2 zero2 offload", root, strategy("zero2", offload="optimizer"))
     four = [life for w in FOUR for life in stopped_and_not(f"4 {w} none", root, strategy(w))]
     groups: list[tuple[int, list[dict[str, Any]]]] = [(1, one), (2, two), (4, four)]
     before = None
@@ -100,7 +101,7 @@ def differing(one: Path, other: Path) -> list[tuple[str, str]]:
 @pytest.mark.timeout(300)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
     runs = {name: lives for name, lives in found.items() if not name.startswith("chain")}
-    assert len(runs) == 3 + 18 + 8 + 1 + 5
+    assert len(runs) == 3 + 18 + 8 + 2 + 5
     for name, (whole, resumed) in runs.items():
         assert (whole["start"], resumed["start"]) == (0, 2), name
         assert resumed["steps"] == whole["steps"][2:], name  # losses, norms and rates, to the last bit

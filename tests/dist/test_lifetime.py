@@ -97,7 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started
     (root / "config.yaml").write_text(CONFIG)
     bare = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(root / "config.yaml"), "-m"]
     commands = {
-        **{f"{task} bare": [*bare, "lifetime_worker", task, "--run-dir", "FOLDER"] for task in ("import", "late")},
+        **{f"{task} bare": [*bare, "lifetime_worker", task, "--run-dir", "FOLDER"] for task in ("import", "late", "waits")},
         **{
             f"{task} {ranks}": [sys.executable, "-m", "lifetime_worker", "supervise", "FOLDER", str(ranks), task]
             for task, ranks in (
@@ -187,6 +187,16 @@ def test_a_killed_rank_ends_the_run_and_is_named(runs: dict[str, Started]) -> No
     assert (run.path / "logs" / "rank-0.log").read_text() in out
     died = (run.path / "logs" / "rank-1.log").stat().st_mtime
     assert 0 < float(run.path.with_name("ended").read_text()) - died < 60
+
+
+def test_ranks_wait_for_rank_0_and_end_when_it_dies(runs: dict[str, Started]) -> None:
+    """Longer than the time limit of a collective, and without a supervisor of ours."""
+    run = runs["waits bare"]
+    code, _, _ = run.wait()
+    assert code != 0
+    for rank in (0, 1):
+        assert run.path.with_name(f"waited-{rank}").read_text() == "longer than a collective may take"
+        assert not psutil.pid_exists(int(run.path.with_name(f"rank-{rank}").read_text()))
 
 
 def test_an_exception_ends_the_run_and_is_shown(runs: dict[str, Started]) -> None:

@@ -29,9 +29,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "broken": tiny.llama(root / "broken"),
     }
     without(made["broken"], "model.norm.weight")
-    made["nf4"] = dequantized(made["llama"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    made["t5 nf4"] = dequantized(made["t5"], root / "t5-nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    made["int8"] = dequantized(made["llama"], root / "int8", load_in_8bit=True)
+    made["nf4"] = tiny.dequantized(made["llama"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    made["t5 nf4"] = tiny.dequantized(made["t5"], root / "t5-nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    made["int8"] = tiny.dequantized(made["llama"], root / "int8", load_in_8bit=True)
     return made
 
 
@@ -42,31 +42,6 @@ def without(folder: Path, name: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def dequantized(source: Path, folder: Path, **options: Any) -> Path:
-    """A checkpoint whose linear weights went through bitsandbytes and back."""
-    import torch
-    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
-
-    if "load_in_4bit" in options:
-        options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.float32}
-    auto = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(source).is_encoder_decoder else AutoModelForCausalLM
-    packed = auto.from_pretrained(source, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options))
-    plain = auto.from_pretrained(source, dtype=torch.float32)
-    for name, parameter in packed.named_parameters():
-        if type(parameter).__name__ == "Params4bit":
-            whole = dequantize_4bit(parameter.data, parameter.quant_state)
-        elif type(parameter).__name__ == "Int8Params":
-            whole = int8_vectorwise_dequant(parameter.data, parameter.SCB)
-        else:
-            continue
-        assert not torch.equal(whole, plain.get_parameter(name))
-        plain.get_parameter(name).data.copy_(whole)
-    plain.save_pretrained(folder)
-    tiny.save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +144,10 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(
 
 
 def test_buffers_of_a_checkpoint_are_not_lost(found: dict[str, dict[str, Any]]) -> None:
-    """Accelerate cannot broadcast them under FSDP2; DeepSpeed can."""
     reference = found["deepseek ddp none fp32"]
-    assert found["deepseek zero3 none fp32"]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
-    for cell in ("deepseek fsdp none fp32", "deepseek fsdp lora bf16"):
-        assert found[cell]["kind"] == "StrategyError"
-        assert "mlp.gate.e_score_correction_bias. Choose sharding 'zero3'" in found[cell]["refused"]
+    for sharding in ("zero3", "fsdp"):
+        assert found[f"deepseek {sharding} none fp32"]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert all(map(math.isfinite, found["deepseek fsdp lora bf16"]["losses"]))
 
 
 def test_fused_experts_are_not_adapted_behind_ones_back(found: dict[str, dict[str, Any]]) -> None:

@@ -120,18 +120,5 @@ def test_peaks_are_explained(ranks: list[dict[str, Any]]) -> None:
         assert row["parts"]["transient"] > 4 * ELEMENTS
 
 
-def test_an_equal_run_measures_the_same_bytes(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
-    again = launch(tmp_path / "second")
-    for row, other in zip(ranks[0]["measured"]["per_rank"], again[0]["measured"]["per_rank"], strict=True):
-        assert row["live_steps"] == other["live_steps"]
-        assert row["peak_phase"] == other["peak_phase"]
-        for name in ("load", "step", "save"):
-            assert row["phases"][name] == other["phases"][name], name
-        # Gloo's threads let go of what they sent in their own time: of the parameters in `prepare`, and once of the
-        # order of the reducer's buckets, which is 4 bytes a parameter and a bucket.
-        for name in ("forward", "backward"):
-            assert abs(row["phases"][name] - other["phases"][name]) <= 4 * (11 + 2), name
-
-
 if __name__ == "__main__":
     work(Path(sys.argv[1]))

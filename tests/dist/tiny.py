@@ -56,6 +56,15 @@ def phi(folder: Path, **changes: Any) -> Path:
     return _save(PhiForCausalLM, PhiConfig, folder, **{**shape, **changes})
 
 
+def bert(folder: Path, **changes: Any) -> Path:
+    """A classifier, without dropout: each engine would draw its own masks."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return _save(BertForSequenceClassification, BertConfig, folder, **{**shape, **dropout, **changes})
+
+
 def t5(folder: Path, **changes: Any) -> Path:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -64,11 +73,100 @@ def t5(folder: Path, **changes: Any) -> Path:
     return _save(T5ForConditionalGeneration, T5Config, folder, **{**shape, "dropout_rate": 0.0, **changes})
 
 
+def glm4_moe(folder: Path, **changes: Any) -> Path:
+    """Experts chosen with a buffer's help."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    return _save(Glm4MoeForCausalLM, Glm4MoeConfig, folder, **{**shape, **heads, **experts, **changes})
+
+
+def gemma4(folder: Path, **changes: Any) -> Path:
+    """A buffer in each layer, which scales what the layer adds."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "num_kv_shared_layers": 0}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16}
+    return _save(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        folder,
+        **{**shape, **heads, **layers, "vocab_size_per_layer_input": VOCABULARY, **changes},
+    )
+
+
+def bart(folder: Path, **changes: Any) -> Path:
+    """A buffer of the whole model's own, added to the logits."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    shape = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
+    special |= {"forced_eos_token_id": 1}
+    return _save(
+        BartForConditionalGeneration, BartConfig, folder, **{**shape, **heads, **special, "dropout": 0.0, **changes}
+    )
+
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+def qwen3_vl(folder: Path) -> Path:
+    """A vision-language model with three rows of positions, tied embeddings, and files of a processor."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 14}
+    tokens = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+    config = Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, tie_word_embeddings=True, **tokens
+    )
+    (folder / "preprocessor_config.json").parent.mkdir(parents=True, exist_ok=True)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    return _write(Qwen3VLForConditionalGeneration(config), folder)
+
+
+def llava(folder: Path) -> Path:
+    """A vision tower and a projector of other classes, and names of weights that differ on the disk."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **vision},
+        image_token_index=250,
+    )
+    return _write(LlavaForConditionalGeneration(config), folder)
+
+
 def _save(model: Any, config: Any, folder: Path, **shape: Any) -> Path:
     import torch
 
     torch.manual_seed(0)
-    model(config(vocab_size=VOCABULARY, **shape)).save_pretrained(folder)
+    return _write(model(config(vocab_size=VOCABULARY, **shape)), folder)
+
+
+def _write(model: Any, folder: Path) -> Path:
+    """The checkpoint and a tokenizer. Buffers get values that no model begins with."""
+    import torch
+
+    for name, tensor in model.state_dict().items():
+        if name in dict(model.named_buffers()):
+            tensor.copy_(torch.linspace(0.9, 1.1, tensor.numel()).view(tensor.shape))
+    model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -86,6 +184,34 @@ def save_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), **special: str)
     if extra:
         tokenizer.add_special_tokens({"additional_special_tokens": list(extra)})
     tokenizer.save_pretrained(folder)
+
+
+def dequantized(source: Path, folder: Path, **options: Any) -> Path:
+    """A checkpoint whose linear weights went through bitsandbytes and back."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+    from transformers import BitsAndBytesConfig
+
+    from toolkit.model import describe
+    from toolkit.reading import auto_class
+
+    if "load_in_4bit" in options:
+        options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.float32}
+    auto = auto_class(describe(source))
+    packed = auto.from_pretrained(source, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options))
+    plain = auto.from_pretrained(source, dtype=torch.float32)
+    for name, parameter in packed.named_parameters():
+        if type(parameter).__name__ == "Params4bit":
+            whole = dequantize_4bit(parameter.data, parameter.quant_state)
+        elif type(parameter).__name__ == "Int8Params":
+            whole = int8_vectorwise_dequant(parameter.data, parameter.SCB)
+        else:
+            continue
+        assert not torch.equal(whole, plain.get_parameter(name))
+        plain.get_parameter(name).data.copy_(whole)
+    plain.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
 
 
 def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Path) -> dict[int, list[dict[str, Any]]]:
@@ -106,7 +232,7 @@ def run_groups(
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=600,
         # Up to four ranks, of which each would need a GPU of its own.
         env={**os.environ, "PYTHONPATH": str(path.parents[2]), "CUDA_VISIBLE_DEVICES": ""},
     )

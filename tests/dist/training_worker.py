@@ -167,13 +167,13 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
         list(train(prepared, micro_batches(loop, 12), schedule))
         evaluated = evaluate(prepared, micro_batches(loop, 12))
         target = out / f"{sharding}-{adapter}"
-        save(prepared, tokenizer, target)
+        planned = save(prepared, tokenizer, target)
         probe = next(micro_batches(loop, 12))
         import torch.distributed as dist
 
         for tensor in probe.values():  # the probe has to be the same on every rank
             dist.broadcast(tensor, 0)
-        export = verify(prepared, target, probe)
+        export = verify(prepared, target, planned, probe)
         found[f"{sharding} {adapter}"] = {"evaluated": evaluated, "export": export.to_dict() if export else None}
     return found
 
@@ -201,11 +201,11 @@ def offloaded(folder: str, out: Path) -> dict[str, Any]:
                 if step.step == 1:
                     audit(prepared, gradients=step.gradients)
             target = out / f"{sharding}-{offload}-{precision}"
-            save(prepared, tokenizer, target)
+            planned = save(prepared, tokenizer, target)
             probe = next(micro_batches(loop, 12))
             for tensor in probe.values():
                 dist.broadcast(tensor, 0)
-            export = verify(prepared, target, probe)
+            export = verify(prepared, target, planned, probe)
             found[f"{sharding} {offload} {precision}"] = {
                 "losses": losses,
                 "logits_error": export.logits_error if export else None,

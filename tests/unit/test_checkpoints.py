@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from toolkit.checkpoints import (
     problems,
     read_manifest,
     restore,
+    saving,
     set_aside,
 )
 from toolkit.checkpoints.manifest import Manifest
@@ -216,6 +218,25 @@ def test_a_rank_that_writes_nothing_is_named(run: dict[str, Any], tmp_path: Path
     (tmp_path / "rank-00001.failed").write_text("its disk is broken")
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part of .*: its disk is broken"):
         keeper._await(tmp_path, range(1, 2))
+
+
+def test_a_rank_that_takes_long_to_write_is_waited_for(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flushing and hashing change no size in the folder."""
+    monkeypatch.setattr("toolkit.engines.waiting.EVERY", 0.02)
+    keeper = saver(run, tmp_path, patience=1.0)
+
+    def write() -> None:
+        with saving._alive(tmp_path, 1):
+            time.sleep(2.2)
+        (tmp_path / "rank-00001.json").touch()
+
+    other = threading.Thread(target=write)
+    other.start()
+    keeper._await(tmp_path, range(1, 2))
+    other.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00001.json"]
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from toolkit import (
     hardware,
     plan,
 )
+from toolkit.adapting import check_quantized
 from toolkit.cli import main
 from toolkit.engines.job import engine_of, resolve
 from toolkit.forecasting import casts, memory
@@ -358,6 +359,37 @@ def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -
     with pytest.raises(StrategyError, match="OpenAIGPTLMHeadModel has no activation checkpointing"):
         forecast(spec, Strategy(), "T4", Loop(seq_len=64))
     assert forecast(spec, Strategy(activation_checkpointing="none"), "T4", Loop(seq_len=64)).fits
+
+
+def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
+    spec, strategy = describe(config("mixtral", 2)), Strategy(sharding="zero3", adapter="qlora")
+    with pytest.raises(ModelError) as of_the_run:
+        check_quantized(spec, allow_unquantized=False)
+    said = re.escape(str(of_the_run.value))
+    with pytest.raises(ModelError, match=said):
+        forecast(spec, strategy, "2x T4", Loop(seq_len=64))
+    with pytest.raises(ModelError, match=said):
+        plan(spec, "2x T4", global_batch=2, strategy=strategy, seq_len=64)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
+def test_frozen_parts_are_in_a_forecast(sharding: str) -> None:
+    """A deeper vision tower adds its bytes: whole, or a half on each of two ranks; no gradient, master or moment."""
+    from transformers import LlavaConfig
+
+    def of(layers: int) -> tuple[ModelSpec, Any]:
+        vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 256, "patch_size": 14}
+        vision |= {"num_hidden_layers": layers, "num_attention_heads": 4, "image_size": 28}
+        text = {"model_type": "llama", **SHAPE, "num_hidden_layers": 2, "vocab_size": 256}
+        spec = describe(LlavaConfig(text_config=text, vision_config=vision))
+        return spec, forecast(spec, Strategy(sharding=sharding, precision="fp32"), "2x cpu", Loop(seq_len=64))
+
+    (small, less), (large, more) = of(2), of(6)
+    added = 4 * (large.elements - small.elements)
+    parts = {part: more.parts[part] - less.parts[part] for part in ("parameters", "gradients", "master", "optimizer")}
+    share = 0.5 if sharding in ("zero3", "fsdp") else 1
+    assert parts["parameters"] == pytest.approx(share * added, rel=0.05)
+    assert (parts["gradients"], parts["master"], parts["optimizer"]) == (0, 0, 0)
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:

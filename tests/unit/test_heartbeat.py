@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.heartbeat import Beat, read_beats
+from toolkit.heartbeat import Beat, read_beats, show_waiting
 from toolkit.phases import phase
 
 
@@ -33,6 +33,11 @@ def test_it_says_where_the_rank_is(tmp_path: Path) -> None:
         assert beat.last.where == "after step 7"
         with phase("save"):
             assert beat.last.where == "in phase save, after step 7"
+            with show_waiting(main=True):
+                assert beat.last.where == "in phase save, after step 7"
+            with show_waiting(main=False):
+                assert beat.last.where == "waiting for rank 0, after step 7"
+            assert beat.phase == "save"
     assert read_beats(tmp_path)[3].phase == "ended"
     assert read_beats(tmp_path)[3].step == 7
 

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 import toolkit as tk
+from toolkit.cli.parsing import parser
+from toolkit.forecasting import predicting
+from toolkit.launching import detaching, sessions
 from toolkit.launching.progress import Tail, read_progress
 from toolkit.launching.targets import named, ship, unship
 from toolkit.launching.viewing import page
+from toolkit.runtime import choose_ranks
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,43 @@ def test_mistakes_are_said_at_once(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(tk.ToolkitError, match=said.replace("?", r"\?")):
         tk.launch(**words)
+
+
+class Launched(Exception):
+    """Raised in place of the first process."""
+
+
+@pytest.mark.parametrize(("words", "ranks"), [("none", 1), ("zero3", 2), ("hsdp --replicate 2", 4)])
+def test_shell_and_python_have_one_default_of_processes(
+    words: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And both print it, before a process starts."""
+    script = tmp_path / "mine.py"
+    script.touch()
+    sharding, *fields = words.split()
+    strategy = tk.Strategy(sharding=sharding, replicate=2 if fields else 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Launched
+
+    monkeypatch.setattr(sessions, "supervise", refuse)
+    monkeypatch.setattr(detaching, "_started", refuse)
+    flags = parser().parse_args(["launch", "--sharding", *words.split(), "--run-dir", str(tmp_path / "a"), str(script)])
+    for started in (lambda: flags.call(flags), lambda: tk.launch(str(script), strategy, run_dir=tmp_path / "b")):
+        with pytest.raises(Launched):
+            started()
+        assert capsys.readouterr().err.startswith(f"processes: {ranks}, the default on ")
+    assert predicting.asked(None, strategy, "cpu")[0].ranks == ranks
+
+
+def test_every_gpu_is_used_unless_another_number_is_given() -> None:
+    machine = tk.hardware("8x H100-80GB")
+    several = [tk.Strategy(sharding="none"), tk.Strategy(sharding="zero3")]
+    assert choose_ranks(several, machine, None) == 8
+    assert choose_ranks(several[:1], machine, None) == 1
+    assert choose_ranks(several, machine, 4) == 4
+    with pytest.raises(tk.RunError, match="this machine has 8 cuda"):
+        choose_ranks(several, machine, 9)
 
 
 def holder() -> Callable[[], object]:

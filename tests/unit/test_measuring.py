@@ -177,7 +177,7 @@ def cpu() -> dict[str, Any]:
 def test_known_allocations_give_exact_peaks_on_cpu(cpu: dict[str, Any]) -> None:
     assert cpu["reason"] is None
     assert cpu["reserved_bytes"] is cpu["device_bytes"] is None
-    assert 0 < cpu["seconds"] < 5
+    assert cpu["seconds"] > 0
     assert 50 * MiB < cpu["rss_bytes"] <= cpu["rss_peak_bytes"]
 
 

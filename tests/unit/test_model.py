@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
+from toolkit.engines.states import adapted
 from toolkit.errors import ModelError
 from toolkit.model import (
     ROLES,
@@ -206,7 +207,7 @@ def test_large_models_are_described_at_once() -> None:
     )
     begin = time.perf_counter()
     assert describe(small).elements == 8_030_261_248
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < 10, "its layers were built"
     assert describe(large).elements == 405_853_388_800
 
 
@@ -321,6 +322,63 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 REMOTE = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+
+
+def test_the_text_part_of_a_vision_language_model() -> None:
+    """Decoder, embeddings and head; the rest is frozen, in FSDP's groups, and no target of adapters."""
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 14}
+    spec = describe(transformers.Qwen3VLConfig(text_config={**SMALL, "head_dim": 8}, vision_config=vision))
+    assert (spec.architecture, spec.kind, spec.layers) == ("Qwen3VLForConditionalGeneration", "causal", 2)
+    assert spec.frozen == ("model.visual",)
+    assert spec.blocks == ("Qwen3VLVisionBlock", "Qwen3VLTextDecoderLayer")
+    assert {name.split(".")[1] for name in adapted(spec, "all-linear")} == {"language_model"}
+    assert {name.split(".")[1] for name in spec.linears} == {"language_model", "visual"}
+    size = sum(parameter.elements for parameter in spec.parameters if ".visual." in parameter.name)
+    assert f"model.visual: {size / 1000:.2f}K parameters ({size / spec.elements:.0%} of all)" in str(spec)
+
+
+def test_a_tower_whose_layers_transformers_does_not_list_is_in_fsdps_groups() -> None:
+    config = transformers.SmolVLMConfig(text_config={"model_type": "llama", **SMALL}, vision_config=VISION)
+    spec = describe(config)
+    assert spec.frozen == ("model.vision_model", "model.connector")
+    assert spec.blocks == ("LlamaDecoderLayer", "SmolVLMEncoderLayer")
+
+
+def test_layers_that_attend_to_images_alone_are_frozen() -> None:
+    text = {**SMALL, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+    vision = {**VISION, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32}
+    spec = describe(
+        transformers.MllamaConfig(text_config=text, vision_config={**vision, "intermediate_layers_indices": [0]})
+    )
+    assert spec.frozen == ("model.vision_model", "model.multi_modal_projector", "model.language_model.layers.1")
+    assert not any(".layers.1." in name for name in adapted(spec, "all-linear"))
+
+
+def test_a_text_model_alone_is_read_as_one() -> None:
+    """A Llama 4 that was saved without its vision tower."""
+    both = transformers.Llama4Config(text_config={**SMALL, "num_local_experts": 2}, vision_config=VISION)
+    both.architectures = ["Llama4ForCausalLM"]
+    spec = describe(both)
+    assert (spec.architecture, spec.frozen) == ("Llama4ForCausalLM", ())
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (transformers.Blip2Config(), "does not train on text alone: each forward needs pixel_values"),
+        (transformers.PaliGemmaConfig(), "does not train on text alone: its tokens attend to later ones"),
+    ],
+)
+def test_what_does_not_train_on_text_alone(config: PretrainedConfig, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        describe(config)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -385,6 +443,7 @@ def test_a_hub_id_offline(saved: Path, tmp_path: Path) -> None:
 import sys
 import toolkit.model
 assert not {"torch", "transformers", "huggingface_hub", "numpy"} & set(sys.modules)
+from toolkit.engines.states import adapted
 from toolkit.errors import ModelError
 from toolkit.model import checkpoint_dtype, describe, require_weights
 for name in ("tiny", "bare", "absent"):

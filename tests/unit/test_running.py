@@ -19,7 +19,8 @@ import toolkit as tk
 from toolkit import durable, folder, following, locking
 from toolkit.cli import main
 from toolkit.devices import hardware
-from toolkit.launching.detaching import _ranks, without_launchers
+from toolkit.engines.job import default_ranks
+from toolkit.launching.detaching import without_launchers
 from toolkit.launching.progress import Progress
 from toolkit.launching.sessions import hosted
 from toolkit.launching.starting import supervisor_file, supervisor_log
@@ -221,7 +222,7 @@ def test_what_an_accelerator_left_behind_reaches_no_run() -> None:
 )
 def test_so_many_ranks_are_launched(sharding: str, machine: str, ranks: int) -> None:
     replicate = 2 if sharding == "hsdp" else 1
-    assert _ranks(tk.Strategy(sharding=sharding, replicate=replicate), hardware(machine)) == ranks
+    assert default_ranks(tk.Strategy(sharding=sharding, replicate=replicate), hardware(machine)) == ranks
 
 
 def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from toolkit import shrinking
+from toolkit.cli.parsing import parser
 from toolkit.errors import OutOfMemory
+from toolkit.flags import given
 from toolkit.folder import enter
 from toolkit.heartbeat import Heartbeat
+from toolkit.launching import Care
+from toolkit.readying import Recipe
 from toolkit.shrinking import advice, is_out_of_memory, killed_for_memory, out_of_memory
 from toolkit.smaller import changes, halved
 from toolkit.strategy import Loop, Strategy
@@ -70,6 +75,30 @@ def test_the_smallest_change_comes_first() -> None:
 def run_of(path: Path, strategy: dict[str, object], **loop: int) -> None:
     path.mkdir(exist_ok=True)
     (path / "run.json").write_text(json.dumps({"strategy": strategy, "loop": loop, "recipe": {}, "ranks": 2}))
+
+
+@pytest.mark.parametrize("kind", ["script", "module", "function"])
+def test_what_is_advised_for_a_users_own_code_is_accepted_by_resume(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a strategy reaches it: `resume` refuses a batch for it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with enter(tmp_path / "a run") as folder:
+        run_of(folder.path, {"sharding": "ddp"})
+        about = json.loads(folder.run_json.read_text())
+        about["target"] = {"kind": kind, "name": "mine", "arguments": [], "sha256": ""}
+        folder.run_json.write_text(json.dumps(about))
+        said = advice(folder, BEAT)
+        command = said.split("`")[1]
+        if kind == "function":
+            assert command == f"tk.resume({str(folder.path)!r}, mine, sharding='fsdp')"
+        else:
+            flags = parser().parse_args(shlex.split(command)[1:])
+            assert given(flags, Strategy) == {"sharding": "fsdp"}
+            assert not any(given(flags, owner) for owner in (Loop, Recipe, Care))
+        about["strategy"] = {"sharding": "zero3"}
+        folder.run_json.write_text(json.dumps(about))
+        assert advice(folder, BEAT).startswith("Choose a smaller micro-batch in mine")
 
 
 def test_what_is_advised_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ class Identity:
     adapter: Mapping[str, Any]
     """`ADAPTER_FIELDS`."""
     base: Mapping[str, Any] | None
-    """Under an adapter: the base's `revision` on the Hub, if it has one, and the sha256 of each of its weight `files`."""
+    """Where weights stay as they were (under an adapter, outside of the text part): the base's `revision` on the Hub, if it
+    has one, and the sha256 of each of its weight `files`."""
 
 
 def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
@@ -65,7 +66,7 @@ def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
         config={name: value for name, value in spec.config.items() if name not in _UNFIXED},
         data=data,
         adapter=adapter,
-        base=_base(spec) if adapter else None,
+        base=_base(spec) if adapter or spec.frozen else None,
     )
 
 

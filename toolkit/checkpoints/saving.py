@@ -11,10 +11,10 @@ import shutil
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.checkpoints.hashing import sha256_of
 from toolkit.checkpoints.identity import Identity
@@ -24,12 +24,15 @@ from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.writer import Writer
 from toolkit.durable import sync_folder, write_whole
 from toolkit.engines.job import Prepared, engine_of
+from toolkit.engines.waiting import on_main, ticking
 from toolkit.errors import CheckpointError, StrategyError
 from toolkit.redacting import redact_all
 from toolkit.units import format_bytes, timestamp
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 SLACK = 16 * 2**20
 """Bytes beside the tensors: manifest, generators, headers."""
@@ -77,7 +80,7 @@ class Saver:
             identity: of what is trained.
             versions: of the libraries, for the manifest.
             keep: complete checkpoints to keep.
-            patience: seconds that rank 0 waits for the other ranks' files once its own is written.
+            patience: seconds that rank 0 waits for another rank's file while that rank gives no sign of life.
 
         Raises:
             StrategyError: for an optimizer or a schedule whose state a checkpoint cannot hold.
@@ -100,7 +103,8 @@ class Saver:
         if prepared.accelerator.device.type == "cuda":
             self._make_buffers()  # where there is no room for them it is known before the first step
         missing = keep + 1 - min(keep, len(complete(folder)))
-        self._check_space(missing * (self.layout.total_bytes + SLACK), f"{missing} checkpoints")
+        needed = missing * (self.layout.total_bytes + SLACK)
+        on_main(prepared.accelerator, lambda: check_space(folder, needed, f"{missing} checkpoints"))
 
     def save(self, step: int) -> None:
         """Take a snapshot and write it in the background. A collective; waits for the one before.
@@ -109,8 +113,7 @@ class Saver:
             CheckpointError: where the disk has too little room, or the one before could not be written.
         """
         began = time.perf_counter()
-        self.wait()
-        self._check_space(self.layout.total_bytes + SLACK, "a checkpoint")
+        self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + SLACK, "a checkpoint"))
         tensors = self._snapshot()
         about = self._about(step) if self.main else None
         stall = time.perf_counter() - began
@@ -128,38 +131,24 @@ class Saver:
         self._raise()
 
     def wait_published(self, step: int) -> None:
-        """Until the checkpoint of `step` has its name, on every rank; not by a collective, which would time out.
+        """Until the checkpoint of `step`, which was saved last, has its name, on every rank. A collective.
 
         Raises:
-            CheckpointError: where rank 0 could not publish it, or says nothing for too long.
+            CheckpointError: on every rank, where rank 0 could not publish it.
         """
-        self.wait()
-        failed = _failed(self.folder / f".{folder_name(step)}.partial", 0)
-        # Rank 0 waits that long for the others before it publishes.
-        waiting = _Waiting(failed.parent, 2 * self.patience)
-        while not (self.folder / folder_name(step)).exists():
-            if failed.exists():
-                raise CheckpointError(f"rank 0 could not publish the checkpoint of step {step}: {failed.read_text()}")
-            if waiting.too_long():
-                raise CheckpointError(
-                    f"rank 0 has not published the checkpoint of step {step} after {2 * self.patience:g} s."
-                )
-            time.sleep(_POLL)
+        published = self.wait_all((self.folder / folder_name(step)).exists)
+        assert published, f"step {step} was saved last"
 
-    def _check_space(self, needed: int, what: str) -> None:
-        """Rank 0 looks, before any rank writes, and all raise or none."""
-        from accelerate.utils import broadcast_object_list
+    def wait_all(self, then: Callable[[], T]) -> T:
+        """Until what is being written is published, then the result of `then` on rank 0. A collective without a time limit."""
 
-        told: list[Any] = [None]
-        if self.main:
-            try:
-                check_space(self.folder, needed, what)
-            except CheckpointError as error:
-                told = [str(error)]
-        if self.prepared.accelerator.num_processes > 1:
-            broadcast_object_list(told)
-        if told[0] is not None:
-            raise CheckpointError(told[0])
+        def work() -> T:
+            self.wait()
+            return then()
+
+        if not self.main:
+            self.wait()
+        return on_main(self.prepared.accelerator, work)
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -219,9 +208,10 @@ class Saver:
         name = file_name(self.rank)
         try:
             partial.mkdir(exist_ok=True)
-            write_tensors(partial / name, tensors)
-            sync_folder(partial)
-            note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
+            with _alive(partial, self.rank):
+                write_tensors(partial / name, tensors)
+                sync_folder(partial)
+                note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
             _say(_note(partial, self.rank), json.dumps({"name": name, **note}))
             if about is not None:
                 path, size = self._publish(partial, about)
@@ -284,6 +274,15 @@ class Saver:
                     "have to see one run folder: choose one on a shared disk with --run-dir."
                 )
             time.sleep(_POLL)
+
+
+@contextlib.contextmanager
+def _alive(partial: Path, rank: int) -> Iterator[None]:
+    """A file that grows while this rank works: flushing and hashing take long, and change no other file."""
+    path = partial / f"rank-{rank:05d}.alive"
+    with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
+        yield
+    path.unlink()
 
 
 class _Waiting:

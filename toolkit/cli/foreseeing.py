@@ -38,7 +38,7 @@ def forecast(flags: argparse.Namespace) -> Shown:
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
-    beside = {"ranks": flags.processes, "one_document": flags.one_document}
+    beside = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {"ranks": flags.processes}
     change = read_assignments(flags.against or "", Strategy, Loop, alone="sharding")
     other, batch = changed(strategy, loop, change)
     found = forecast(spec, strategy, flags.hardware, loop, **beside)
@@ -91,6 +91,7 @@ def plan(flags: argparse.Namespace) -> Shown:
         strategy=from_dict(Strategy, given(flags, Strategy)),
         loop=from_dict(Loop, given(flags, Loop)),
         one_document=flags.one_document,
+        allow_unquantized=flags.allow_unquantized,
     )
     if flags.write:
         try:
@@ -110,7 +111,8 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     """Write the Accelerate config file that a strategy is, or all of them."""
     import yaml
 
-    from toolkit.engines.job import engine_of
+    from toolkit.devices import hardware
+    from toolkit.engines.job import default_ranks, engine_of
 
     if flags.all:
         written = {}
@@ -122,7 +124,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     strategy = from_dict(Strategy, given(flags, Strategy))
     ranks = flags.processes
     if ranks is None:
-        ranks = flags.nodes if strategy.sharding == "none" else 2 * strategy.replicate * flags.nodes
+        ranks = default_ranks(strategy, hardware()) * flags.nodes
     _check_file(strategy, ranks, flags.nodes)
     content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
     if flags.output:

@@ -28,7 +28,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.reporting import reported
-    from toolkit.runtime import check_ranks
+    from toolkit.runtime import choose_ranks, print_default
 
     care = from_dict(Care, given(flags, Care))
     if flags.resume:
@@ -38,12 +38,12 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
             return _resume(Path(flags.run_dir), flags)
     recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
-    ranks = 1 if flags.processes is None else flags.processes
-    check_ranks(machine, ranks)
+    ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     get_ready(recipe, strategy, loop, ranks, machine.device)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
+        print_default(ranks, machine, flags.processes)
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
@@ -59,17 +59,20 @@ def launch(flags: argparse.Namespace) -> Shown:
     from toolkit.launching.running import Run
     from toolkit.launching.sessions import hold_session
     from toolkit.launching.targets import Target, named
+    from toolkit.runtime import choose_ranks, print_default
 
-    strategy = from_dict(Strategy, given(flags, Strategy))
+    strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     if flags.sha256:
         target = Target(kind="function", name=flags.target, sha256=flags.sha256)
     else:
         target = named(flags.target, flags.arguments)
     if ours := [word for word in flags.arguments if word in OURS]:
         print(f"{', '.join(ours)} goes to {target.name}: flags of the toolkit stand before it", file=sys.stderr)
+    ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
-    hold_session(path, target, strategy, 1 if flags.processes is None else flags.processes, hardware())
+    print_default(ranks, machine, flags.processes)
+    hold_session(path, target, strategy, ranks, machine)
     return Run(path)
 
 

@@ -11,6 +11,9 @@ from toolkit.cli.results import compare, export, report
 from toolkit.flags import Parser, add_flags
 from toolkit.strategy import Loop, Strategy
 
+DEFAULT = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
+"""What `engines.job.default_ranks` says."""
+
 
 def parser() -> Parser:
     """Every verb, with the flags that it takes."""
@@ -41,12 +44,15 @@ def parser() -> Parser:
         foretold.add_argument(
             "--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)"
         )
-        foretold.add_argument("--processes", type=int, help="ranks in all (default: one a device)")
+        foretold.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT})")
         if function is not precisions:
             foretold.add_argument(
                 "--one-document", action="store_true", help="rows hold one document each, and no padding"
             )
         if function is forecast:
+            foretold.add_argument(
+                "--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized"
+            )
             foretold.add_argument(
                 "--against",
                 metavar="WORDS",
@@ -61,14 +67,15 @@ def parser() -> Parser:
     planned.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
     planned.add_argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
     planned.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
+    planned.add_argument("--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized")
     planned.add_argument("--write", metavar="FILE", help="write the best one's Accelerate config, and say the command")
     written = verb(config, Strategy)
-    written.add_argument("--processes", type=int, help="ranks in all (default: the fewest that shard)")
+    written.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT}, times --nodes)")
     written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     written.add_argument("--all", metavar="DIR", help="write a file for every strategy into this folder")
     written.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
     added = verb(train, Recipe, Strategy, Loop, Care)
-    added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
+    added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
     added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
     added.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, if there is one")
     added = verb(resume, Recipe, Strategy, Loop, default="as the run was")
@@ -82,7 +89,7 @@ def parser() -> Parser:
     )
     added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.resume` wrote
     added = verb(launch, Strategy)
-    added.add_argument("--processes", type=int, help="ranks on this machine (default: 1)")
+    added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
     added.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
     added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
     added.add_argument("target", metavar="TARGET", help="a script that ends in .py, or a module")
@@ -94,7 +101,7 @@ def parser() -> Parser:
     added.add_argument("run", metavar="RUN", help="the run's folder")
     added.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: report.html in the folder)")
     added = verb(compare, Recipe, Strategy, Loop)
-    added.add_argument("--processes", type=int, default=2, help="ranks on this machine")
+    added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
     added.add_argument("--run-dir", metavar="DIR", help="the folder of the runs")
     added = verb(export)
     added.add_argument(

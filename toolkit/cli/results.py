@@ -30,7 +30,8 @@ def compare(flags: argparse.Namespace) -> Shown:
     found = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
     recipe = from_dict(Recipe, given(flags, Recipe))
-    return compare(recipe, found, loop, ranks=flags.processes, machine=hardware(), root=Path(flags.run_dir or "runs"))
+    root = Path(flags.run_dir or "runs")
+    return compare(recipe, found, loop, machine=hardware(), root=root, processes=flags.processes)
 
 
 def export(flags: argparse.Namespace) -> Shown:

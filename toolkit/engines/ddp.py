@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from toolkit.devices import Device
 from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
 from toolkit.engines.states import holdings, moment_pieces, moments, parameters_of
-from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
+from toolkit.engines.stepping import backward_weighted, clip_and_step, read_counters, write_counters
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
-from toolkit.phases import phase
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import BYTES_OF, dtype_name
 
@@ -48,12 +47,17 @@ def require_library(strategy: Strategy) -> None:
 
 
 def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-    """No plugin: Accelerate's own DDP. Accumulation is ours, since the loss is weighted by tokens."""
+    """No plugin: Accelerate's own DDP."""
     return {
         "cpu": job.device.kind == "cpu",
         "mixed_precision": job.settings["autocast"],
         "kwargs_handlers": handlers(timeout),
     }
+
+
+def variables(job: Job) -> dict[str, str | None]:
+    """None."""
+    return {}
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -131,9 +135,8 @@ def audit(prepared: Prepared) -> Holdings:
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
     """Gradients are averaged over the ranks with the last micro-batch only."""
-    accelerator = prepared.accelerator
-    with phase("backward"), nullcontext() if last else accelerator.no_sync(prepared.model):
-        accelerator.backward(loss)
+    with nullcontext() if last else prepared.accelerator.no_sync(prepared.model):
+        backward_weighted(prepared, loss)
 
 
 def update(prepared: Prepared) -> Update:

@@ -151,14 +151,9 @@ def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _free_builds()
         _announce_build(job)
-    # DeepSpeed calls ninja by name; it lies beside this interpreter, whether its environment is active or not.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     logger.setLevel(logging.WARNING)
     # torch 2.13 renamed collectives that DeepSpeed calls; its warning comes once for every call site and rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    # The launcher's own fields would be refused beside a configuration that is given whole.
-    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     config = copy.deepcopy(dict(job.settings))
     chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)
     mixed = {"bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}.get(job.strategy.precision, "no")
@@ -166,8 +161,16 @@ def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         "deepspeed_plugin": chosen,
         "mixed_precision": mixed,
         "kwargs_handlers": [cpu.gloo(timeout)] if job.device.kind == "cpu" else handlers(timeout),
-        "gradient_accumulation_steps": job.loop.accumulation,
     }
+
+
+def variables(job: Job) -> dict[str, str | None]:
+    """DeepSpeed calls ninja by name; it lies beside this interpreter, whether its environment is active or not.
+
+    The launcher's own fields would be refused beside a configuration that is given whole.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {"PATH": path, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": None}
 
 
 def _free_builds() -> None:

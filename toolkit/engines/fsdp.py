@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import State, holdings, moment_pieces, moments, parameters_of
-from toolkit.engines.stepping import clip_and_step, read_counters, write_counters
+from toolkit.engines.states import (
+    State,
+    holdings,
+    moment_pieces,
+    moments,
+    parameters_of,
+    persistent_buffers,
+)
+from toolkit.engines.stepping import backward_weighted, clip_and_step, read_counters, write_counters
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
-from toolkit.phases import phase
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import BYTES_OF, ceil_div
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     import torch
@@ -96,12 +102,22 @@ def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         found["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=ours["replicate"], dp_shard_size=ours["shard"]
         )
-    if ours["offload"]:
-        # Accelerate adds gloo to the process group, for tensors on the host, only where it finds these (state.py:226).
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
     if job.device.kind == "cpu":
         cpu.shard_with_fsdp(timeout)
     return found
+
+
+def variables(job: Job) -> dict[str, str | None]:
+    """Accelerate adds gloo to the process group, for tensors on the host, only where it finds the offload (state.py:226).
+
+    The last one tells transformers to read on one rank. Quantized weights cannot be moved to meta (accelerate's
+    fsdp_utils.py near 770), so every rank reads those.
+    """
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_OFFLOAD_PARAMS": str(job.settings["offload"]).lower(),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": str(not job.strategy.quantized).lower(),
+    }
 
 
 def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -162,38 +178,65 @@ def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
     )
 
 
-@contextmanager
-def loading(job: Job) -> Iterator[str]:
-    """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`.
-
-    Quantized weights cannot be moved to meta (accelerate's fsdp_utils.py near 770), so there every rank reads.
-    """
+def loading(job: Job) -> AbstractContextManager[str]:
+    """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`."""
     if job.strategy.quantized:
-        yield "every rank reads and quantizes the whole model, then keeps its shard"
-        return
-    before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
-    try:
-        yield "rank 0 reads the whole model and broadcasts each shard; the others start empty"
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        return nullcontext("every rank reads and quantizes the whole model, then keeps its shard")
+    return nullcontext("rank 0 reads the whole model and broadcasts each shard; the others start empty")
 
 
 def arrange(job: Job, model: torch.nn.Module) -> None:
     """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
 
     Accelerate puts the input and the output embedding into one group by itself, but not the encoder's and the decoder's
-    of a T5.
+    of a T5. Persistent buffers are kept from Accelerate, which would shard them (`_hide_buffers`).
     """
     import torch
 
+    _hide_buffers(model)
     first: dict[int, torch.nn.Module] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Embedding):
             kept = first.setdefault(id(module.weight), module)
             if kept is not module:
                 model.set_submodule(name, kept)
+    if not job.settings["wrap"]:
+        model._no_split_modules = _blocks(model)  # type: ignore[assignment]
+
+
+def _blocks(model: torch.nn.Module) -> list[str]:
+    """The classes that a model says are its blocks, which Accelerate shards one by one where there is no spec.
+
+    Without one around the input embedding (BERT's): Accelerate shards the embedding itself, and a weight is sharded once.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    said, found = set(getattr(model, "_no_split_modules", None) or ()), set()
+    for module in model.modules():
+        if type(module).__name__ in said and all(part is not embedding for part in module.modules()):
+            found.add(type(module).__name__)
+    return sorted(found)
+
+
+def _hide_buffers(model: torch.nn.Module) -> None:
+    """Let persistent buffers count as non-persistent until the model is sharded.
+
+    Accelerate's `fsdp2_load_full_state_dict` takes every tensor in a state dict for a sharded parameter. Non-persistent
+    buffers it leaves as they are on each rank. The first state dict of the sharded model restores them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    places = [name.rpartition(".") for name in persistent_buffers(model)]
+    hidden = [(model.get_submodule(owner), leaf) for owner, _, leaf in places]
+    for module, leaf in hidden:
+        module._non_persistent_buffers_set.add(leaf)
+
+    def restore(*_: Any) -> None:
+        ready = isinstance(model, FSDPModule) and not any(parameter.is_meta for parameter in model.parameters())
+        for module, leaf in hidden if ready else ():
+            module._non_persistent_buffers_set.discard(leaf)
+
+    if hidden:
+        model.register_state_dict_pre_hook(restore)  # type: ignore[no-untyped-call]
 
 
 def account(job: Job) -> Holdings:
@@ -286,8 +329,7 @@ def audit(prepared: Prepared) -> Holdings:
 
 def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
     """Every micro-batch is reduced and scattered: without that FSDP2 would hold whole gradients until the last one."""
-    with phase("backward"):
-        prepared.accelerator.backward(loss)
+    backward_weighted(prepared, loss)
 
 
 def update(prepared: Prepared) -> Update:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit.devices import Device
+from toolkit.devices import Device, Hardware
 from toolkit.errors import StrategyError
 from toolkit.model import ModelSpec
 from toolkit.show import Shown, Table
@@ -150,6 +150,21 @@ def on_device(job: Job, held: Holdings) -> Holdings:
     return dataclasses.replace(held, **moved)  # type: ignore[arg-type]
 
 
+def job_of(accelerator: Accelerator) -> Job:
+    """The job that an Accelerator was made for.
+
+    Raises:
+        StrategyError: for an Accelerator that `toolkit.accelerator()` did not make.
+    """
+    job: Job | None = getattr(accelerator, "job", None)
+    if job is None:
+        raise StrategyError(
+            "this Accelerator was not made by the toolkit, so nothing says what it was made for. "
+            "Make it with `toolkit.accelerator(strategy, loop, spec)`."
+        )
+    return job
+
+
 class Engine(Protocol):
     """The functions that every module in `toolkit.engines` has: everything about one way of sharding, in one file."""
 
@@ -163,6 +178,9 @@ class Engine(Protocol):
 
     def plugin(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         """Arguments for `Accelerator(...)`; `timeout`: after which a rank gives up waiting for another."""
+
+    def variables(self, job: Job) -> dict[str, str | None]:
+        """Environment variables that its libraries read while they are set up; None: must not be set."""
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """The Accelerate config file's content."""
@@ -233,6 +251,16 @@ def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, 
     return Job(strategy=strategy, loop=loop, spec=spec, ranks=ranks, device=device, settings=settings)
 
 
+def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
+    """Number of ranks where none is given: 1 for `none`, else one a device; on a CPU the fewest that shard, at least.
+
+    On a CPU that is 2, and 2 per replica for `hsdp`, unless the hardware names more ("8x cpu").
+    """
+    if strategy.sharding == "none":
+        return 1
+    return max(2 * strategy.replicate, hardware.ranks) if hardware.device.kind == "cpu" else hardware.ranks
+
+
 def resolve_precision(precision: str, device: Device) -> str:
     """`auto`: bf16 where the device has it natively, else fp16 on a GPU, fp32 on a CPU."""
     if precision != "auto":
@@ -297,9 +325,10 @@ def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
             f"{spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
         )
     if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
-        ends = {name.rpartition(".")[2] for name in spec.linears}
+        text = [name for name in spec.linears if spec.trains(name)]
+        ends = {name.rpartition(".")[2] for name in text}
         for word in strategy.lora_targets.split(","):
-            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in spec.linears):
+            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in text):
                 raise StrategyError(
                     f"lora_targets {word.strip()!r} names no linear module of {spec.name}. "
                     f"Known: {', '.join(sorted(ends))}; or 'all-linear'."

@@ -41,20 +41,31 @@ class State:
 
 
 def adapted(spec: ModelSpec, targets: str) -> list[str]:
-    """Names of the linear modules that get an adapter.
+    """Names of the linear modules that get an adapter; none outside of the text part.
 
     `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
     """
+    text = [name for name in spec.linears if spec.trains(name)]
     if targets == "all-linear":
-        return [name for name in spec.linears if name not in set(spec.unadapted)]
+        return [name for name in text if name not in set(spec.unadapted)]
     wanted = [word.strip() for word in targets.split(",")]
-    return [name for name in spec.linears if any(name == word or name.endswith("." + word) for word in wanted)]
+    return [name for name in text if any(name == word or name.endswith("." + word) for word in wanted)]
 
 
 def quantizable(spec: ModelSpec) -> list[str]:
     """Names of the linear modules that 4 and 8 bits pack."""
     left = set(spec.unquantized)
     return [name for name in spec.linears if name not in left]
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a model's checkpoint contains, by name."""
+    return {
+        f"{module_name}.{name}" if module_name else name: buffer
+        for module_name, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def packed_shape(elements: int, size: int) -> tuple[int, int]:
@@ -70,10 +81,11 @@ def checkpoint_bytes(job: Job) -> int:
 def parameters_of(job: Job) -> tuple[State, ...]:
     """Every parameter that the job's model holds, in the model's order, tied ones once.
 
-    Without an adapter all are trainable. With one the base is frozen in the compute dtype, or packed: 4 bits an element
-    in storage elements of the compute dtype (`bnb_4bit_quant_storage`), 8 bits in int8. LoRA adds r·(in + out) elements
-    a module, DoRA `out` more (Hu et al. 2021; Liu et al. 2024). Quantization constants are no parameters: about
-    0.127 bits a weight with double quantization (Dettmers et al. 2023), not counted here.
+    Without an adapter the text part is trainable, which is all of most models, and the rest is frozen in the compute dtype.
+    With one the base is frozen in the compute dtype, or packed: 4 bits an element in storage elements of the compute dtype
+    (`bnb_4bit_quant_storage`), 8 bits in int8. LoRA adds r·(in + out) elements a module, DoRA `out` more (Hu et al. 2021;
+    Liu et al. 2024). Quantization constants are no parameters: about 0.127 bits a weight with double quantization
+    (Dettmers et al. 2023), not counted here.
     """
     assert job.spec is not None, "an account needs a model"
     strategy = job.strategy
@@ -90,7 +102,9 @@ def _states(job: Job) -> Iterator[State]:
     assert spec is not None
     if strategy.adapter == "none":
         for parameter in spec.parameters:
-            yield State(name=parameter.name, shape=parameter.shape, trainable=True, dtype=job.weight_dtype)
+            trained = spec.trains(parameter.name)
+            dtype = job.weight_dtype if trained else job.compute_dtype
+            yield State(name=parameter.name, shape=parameter.shape, trainable=trained, dtype=dtype)
         return
     packed = {f"{name}.weight" for name in quantizable(spec)} if strategy.quantized else set()
     targets = set(adapted(spec, strategy.lora_targets))

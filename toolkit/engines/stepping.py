@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
+    """Accelerate divides the loss by the accumulation steps, which a loss weighted by tokens has to undo."""
+    accelerator = prepared.accelerator
+    with phase("backward"):
+        accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+
+
 def clip_and_step(prepared: Prepared) -> Update:
     """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
 
@@ -22,7 +29,7 @@ def clip_and_step(prepared: Prepared) -> Update:
     """
     with phase("step"):
         parameters = list(prepared.model.parameters())
-        norm = _clipped_norm(prepared, parameters)
+        norm = float(prepared.accelerator.clip_grad_norm_(parameters, prepared.job.loop.max_grad_norm))
         gradients = _gradient_dtypes(parameters)
         scaled = prepared.accelerator.scaler is not None
         if scaled or math.isfinite(norm):
@@ -31,14 +38,6 @@ def clip_and_step(prepared: Prepared) -> Update:
         prepared.optimizer.zero_grad()
     scale = prepared.accelerator.scaler.get_scale() if scaled else 1.0
     return Update(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
-
-
-def _clipped_norm(prepared: Prepared, parameters: list[torch.nn.Parameter]) -> float:
-    """Of all parameters, frozen ones too: by any other list Accelerate does not know FSDP's model, and unscales twice."""
-    limit = prepared.job.loop.max_grad_norm or math.inf
-    norm = prepared.accelerator.clip_grad_norm_(parameters, limit)
-    assert norm is not None
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:

@@ -2,7 +2,7 @@
 
 from toolkit.exporting.card import spelled
 from toolkit.exporting.offline import export
-from toolkit.exporting.results import Export
+from toolkit.exporting.results import Export, logits_text
 from toolkit.exporting.trained import save, verify
 
-__all__ = ["Export", "export", "save", "spelled", "verify"]
+__all__ = ["Export", "export", "logits_text", "save", "spelled", "verify"]

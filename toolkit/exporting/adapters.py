@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,12 +12,12 @@ from toolkit.devices import hardware
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
 from toolkit.exporting.checking import attention_of, logits, relative_error
+from toolkit.exporting.results import SavedTensor
 from toolkit.exporting.sources import Held, Source
 from toolkit.flags import from_dict
 from toolkit.model import ModelSpec
 from toolkit.reopening import reopen_adapter
 from toolkit.strategy import Loop, Strategy
-from toolkit.units import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -63,18 +64,24 @@ def trained_over(base: Any, job: Job, source: Source, dtype: str | None) -> Peft
     return cast("PeftModel", model.eval())
 
 
-def write_adapter(
-    model: PeftModel, source: Source, dtype: str | None, folder: Path
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def write_adapter(model: PeftModel, source: Source, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
     """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. What each tensor on the disk has to be."""
     import torch
-    from peft import get_peft_model_state_dict
 
     weights = source.weights
     state = {name: weights.tensor(name).to(getattr(torch, dtype or weights.dtypes[name])) for name in weights.shapes}
     model.save_pretrained(folder, state_dict=dict(state))
-    told = get_peft_model_state_dict(model, state_dict=dict(state))
-    return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in told.items()}
+    return planned_adapter(model, state)
+
+
+def planned_adapter(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
+    """What PEFT's `save_pretrained` has to write of a state: its names on the disk, and the bytes."""
+    from peft import get_peft_model_state_dict
+
+    return {
+        name: SavedTensor.of(tensor)
+        for name, tensor in get_peft_model_state_dict(model, state_dict=dict(state)).items()
+    }
 
 
 def compare_adapter(base: Any, wanted: torch.Tensor, folder: Path, spec: ModelSpec) -> float:
@@ -95,6 +102,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
     from transformers.pytorch_utils import Conv1D
 
     base = model.unload()
+    assert job.spec is not None
     # transformers quantizes the transpose of such a module's weight.
     turned = {
         f"{name}.weight"
@@ -107,4 +115,6 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
         base = base.float()
     gc.collect()
     whole = trained_over(base, job, source, None).merge_and_unload(safe_merge=True)
-    return Held({name: p.detach().T if name in turned else p.detach() for name, p in whole.named_parameters()})
+    # What text does not pass is taken from its source: the base's may have gone through 4 bits.
+    trained = ((name, p.detach()) for name, p in whole.named_parameters() if job.spec.trains(name))
+    return Held({name: tensor.T if name in turned else tensor for name, tensor in trained})

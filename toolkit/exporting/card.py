@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import Manifest
-from toolkit.exporting.results import load_line, told
+from toolkit.exporting.results import load_line, logits_text
 from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.redacting import redact
 from toolkit.show import Table
@@ -61,7 +61,7 @@ def write_card(
         f"```text\n{table.text()}\n```",
         "## How to load it",
         "```python\n" + "\n".join([*imports, "", f"model = {load}"]) + "\n```",
-        f"Checked when it was saved. Logits on a probe batch against the trained model: {told(error)}.",
+        f"Checked when it was saved. Logits on a probe batch against the trained model: {logits_text(error)}.",
     ]
     ModelCard(redact("\n\n".join(parts) + "\n")).save(folder / "README.md")
 

@@ -1,4 +1,4 @@
-"""Whether what was written is what was trained: its files tensor by tensor, then its logits beside the checkpoint's."""
+"""Whether what was written is what was trained: first the bytes of its files, then its logits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.adapting import quiet
+from toolkit.devices import host_memory
 from toolkit.errors import RunError
-from toolkit.exporting.results import PROBE_TOKENS, shapes
+from toolkit.exporting.results import PROBE_TOKENS, SavedTensor
 from toolkit.exporting.whole import Complete
 from toolkit.model import ModelSpec
 from toolkit.reading import attention_word, auto_class
@@ -20,40 +20,44 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_files(folder: Path, planned: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Every tensor that was to be written is there, in its dtype and shape, and finite; one is in memory at a time.
+def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
+    """Compare a folder's safetensors files with what was to be written, byte by byte; one tensor is in memory at a time.
 
     Raises:
-        RunError: naming the first that are not.
+        RunError: for a file that cannot be read, and for tensors that are missing, unknown, empty or different; it names
+            the first three.
     """
-    found = {name: (dtype, shape) for name, dtype, shape in shapes(folder)}
-    wrong = [f"{name} is missing" for name in planned.keys() - found.keys()]
-    wrong += [f"{name} does not belong to it" for name in found.keys() - planned.keys()]
-    wrong += [
-        f"{name} is {found[name]}, expected {planned[name]}"
-        for name in planned.keys() & found.keys()
-        if found[name] != planned[name]
-    ]
-    wrong += unsound(folder)
+    from safetensors import SafetensorError, safe_open
+
+    wrong, seen = [], set()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  not a dictionary
+                    seen.add(name)
+                    wrong += _faults(name, file.get_tensor(name), planned.get(name))
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{path.name} cannot be read: {error}") from error
+    wrong = [f"{name} is missing" for name in planned if name not in seen] + wrong
     if wrong:
         raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
 
 
-def unsound(folder: Path) -> list[str]:
-    """A sentence for each tensor in a folder's safetensors files that is of size zero or not finite; one is read at a time."""
+def _faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
+    """What is wrong with one tensor. One that is not finite may have been trained so: then its bytes are equal."""
     import torch
-    from safetensors import safe_open
 
-    wrong = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a dictionary
-                tensor = file.get_tensor(name)
-                if not tensor.numel():
-                    wrong.append(f"{name} is of size zero")
-                elif tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    wrong.append(f"{name} is not finite")
-    return wrong
+    found = SavedTensor.of(tensor)
+    if not tensor.numel():
+        return [f"{name} is of size zero"]
+    if planned is None:
+        return [f"{name} does not belong to it"]
+    if (found.dtype, found.shape) != (planned.dtype, planned.shape):
+        return [f"{name} is {found.dtype} {list(found.shape)}, expected {planned.dtype} {list(planned.shape)}"]
+    if found == planned:
+        return []
+    finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return [f"{name} has other bytes than were trained" if finite else f"{name} is not finite"]
 
 
 def check_tied(model: Any, spec: ModelSpec) -> None:
@@ -105,7 +109,7 @@ def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
     length = min(PROBE_TOKENS, spec.max_positions or PROBE_TOKENS)
     tokens = torch.randint(spec.vocab, (1, length), generator=torch.Generator().manual_seed(0))
     probe = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if spec.kind == "seq2seq" else {})
-    quiet(model)
+    model.eval()
     with torch.no_grad():
         found: torch.Tensor = model(**probe, use_cache=False).logits.float()
     return found
@@ -123,10 +127,8 @@ def attention_of(spec: ModelSpec) -> str:
 
 def fits(spec: ModelSpec, dtype: str) -> bool:
     """Whether there is host memory for the whole model in this dtype, with a fifth to spare."""
-    import psutil
-
     gc.collect()
-    return bool(psutil.virtual_memory().available > 1.2 * BYTES_OF[dtype] * spec.elements)
+    return host_memory()[1] > 1.2 * BYTES_OF[dtype] * spec.elements
 
 
 def _assembled(spec: ModelSpec, weights: Complete, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:

@@ -13,12 +13,12 @@ from toolkit.exporting.adapters import compare_adapter, job_of, merged, trained_
 from toolkit.exporting.card import told_of, write_card
 from toolkit.exporting.checking import check_files, compare_whole, fits, logits, logits_of, relative_error
 from toolkit.exporting.publishing import check_room, check_target, drafted
-from toolkit.exporting.results import TOLERANCE, Export, headers, load_line
+from toolkit.exporting.results import NO_ROOM, TOLERANCE, Export, beyond, headers, load_line
 from toolkit.exporting.sources import Source, Weights, opened_source
 from toolkit.exporting.whole import Complete, saved_bytes, skeleton, write_model
 from toolkit.flags import from_dict
 from toolkit.loading import load_tokenizer, quiet_bars
-from toolkit.model import EMBEDDED, ModelSpec, copy_code, describe, require_weights
+from toolkit.model import EMBEDDED, ModelSpec, copy_code, copy_processor, describe, require_weights
 from toolkit.reopening import read_base
 from toolkit.strategy import Strategy
 from toolkit.units import BYTES_OF, DTYPE_OF, format_bytes
@@ -41,7 +41,6 @@ class _Asked:
 class _Made:
     what: str
     error: float | None
-    limit: float
     notes: tuple[str, ...] = ()
 
 
@@ -87,11 +86,6 @@ def export(
         make = _whole if found.adapter == "none" else _merged if merge else _adapter
         with drafted(folder) as draft:
             made = make(asked, draft)
-            if made.error is not None and not made.error <= made.limit:
-                raise RunError(
-                    f"the export of {found.path} was removed, for it is not what was trained: its logits differ by "
-                    f"{made.error:.1e} relative, more than {made.limit:.0e}."
-                )
             rows = told_of(found.manifest) if found.manifest else {"checkpoint": found.weights.kind}
             trained = found.adapter
             write_card(
@@ -141,7 +135,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
     if identity.get("model") == EMBEDDED:
         spec = dataclasses.replace(spec, name=EMBEDDED)
     if source.manifest:
-        if source.adapter != "none":
+        if source.adapter != "none" or spec.frozen:
             require_weights(spec)
         strategy = from_dict(Strategy, source.manifest.strategy)
         check_same(identify(spec, strategy, identity["data"]), identity, source.path)
@@ -157,12 +151,13 @@ def _whole(asked: _Asked, draft: Path) -> _Made:
         )
     if dtype != weights.dtype:
         notes.append(f"Saved in {dtype}; the checkpoint holds {weights.dtype}. Logits were compared in {dtype}.")
-    return _Made(
-        what="model",
-        error=compare_whole(asked.spec, weights, draft, dtype),
-        limit=TOLERANCE[dtype],
-        notes=tuple(notes),
-    )
+    error = compare_whole(asked.spec, weights, draft, dtype)
+    return _Made(what="model", error=error, notes=(*notes, *_second(error, TOLERANCE[dtype])))
+
+
+def _second(error: float | None, limit: float) -> tuple[str, ...]:
+    """What logits say of an export whose bytes are the checkpoint's: they come second, and remove nothing."""
+    return (NO_ROOM,) if error is None else beyond(error, limit)
 
 
 def _merged(asked: _Asked, draft: Path) -> _Made:
@@ -180,7 +175,14 @@ def _merged(asked: _Asked, draft: Path) -> _Made:
     _write(asked, merged(model, job, source, dtype), dtype, draft)
     del model
     found, _ = logits_of(spec, draft, dtype)
+    error = relative_error(found, wanted)
     coarse = min(dtype, job.compute_dtype, key=lambda one: (BYTES_OF[one], one != "bfloat16"))
+    limit = INT8 if source.adapter == "qlora8" else TOLERANCE[coarse]
+    if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
+        raise RunError(
+            f"the export of {source.path} was removed, for it is not what was trained: its logits differ by "
+            f"{error:.1e} relative, more than {limit:.0e}."
+        )
     bits = {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter)
     notes = [f"The {source.adapter} adapter is merged into its base by PEFT, in {dtype}."]
     if bits:
@@ -188,12 +190,7 @@ def _merged(asked: _Asked, draft: Path) -> _Made:
             f"The base is the {bits} one that the adapter was trained over, dequantized: its weights are not those of the "
             "model that was trained from."
         )
-    return _Made(
-        what="merged model",
-        error=relative_error(found, wanted),
-        limit=INT8 if source.adapter == "qlora8" else TOLERANCE[coarse],
-        notes=tuple(notes),
-    )
+    return _Made(what="merged model", error=error, notes=tuple(notes))
 
 
 def _adapter(asked: _Asked, draft: Path) -> _Made:
@@ -207,7 +204,7 @@ def _adapter(asked: _Asked, draft: Path) -> _Made:
     tokenizer.save_pretrained(draft)
     check_files(draft, planned)
     error = None if wanted is None else compare_adapter(model.unload(), wanted, draft, spec)
-    return _Made(what="adapter", error=error, limit=TOLERANCE[job.compute_dtype])
+    return _Made(what="adapter", error=error, notes=_second(error, TOLERANCE[job.compute_dtype]))
 
 
 def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> Complete:
@@ -219,5 +216,6 @@ def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> C
     planned = write_model(model, complete, dtype, draft)
     tokenizer.save_pretrained(draft)
     copy_code(asked.spec, draft)
+    copy_processor(asked.spec, draft)
     check_files(draft, planned)
     return complete

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.model import ModelSpec
 from toolkit.reading import auto_class
 from toolkit.show import Shown, Table
 from toolkit.units import dtype_name, format_bytes
 
+if TYPE_CHECKING:
+    import torch
+
 PROBE_TOKENS = 64
 """Length of the batch on which the saved model has to say what the trained one says."""
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
+
+OTHER_KERNELS = 10
+"""Times the tolerance, where the saved model computes on another device or with another attention kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +40,7 @@ class Export(Shown):
     size_bytes: int
     """Of the safetensors files."""
     logits_error: float | None
-    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None where there is too little memory to compare them."""
+    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None where they were not compared: `notes` say why."""
     load: str
     """The Python that loads it."""
     checkpoint: str | None = None
@@ -40,7 +48,7 @@ class Export(Shown):
     step: int | None = None
     """Of the checkpoint, where that says it."""
     notes: tuple[str, ...] = ()
-    """What was skipped or converted, a sentence each."""
+    """What was skipped or converted, and how logits were compared, a sentence each."""
 
     def tables(self) -> list[Table]:
         what = "adapter" if self.adapter else "model"
@@ -49,7 +57,7 @@ class Export(Shown):
             ("folder", self.folder),
             *([("made from", f"{self.checkpoint}{step}")] if self.checkpoint else []),
             ("holds", f"{what}, {self.tensors} tensors, {format_bytes(self.size_bytes)}"),
-            ("logits against the trained model", told(self.logits_error)),
+            ("logits against the trained model", logits_text(self.logits_error)),
             ("load it with", self.load),
         ]
         return [Table(title="Saved and checked", columns=("what", "value"), rows=rows, notes=self.notes)]
@@ -78,9 +86,43 @@ def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -
     return f"PeftModel.from_pretrained({auto}.from_pretrained({base!r}{bits}), {folder!r})"
 
 
-def told(error: float | None) -> str:
+def logits_text(error: float | None) -> str:
     """The logits' error in words."""
-    return "not compared: too little memory for that" if error is None else f"{error:.1e} relative"
+    return "not compared" if error is None else f"{error:.1e} relative"
+
+
+NO_ROOM = (
+    "Logits were not compared: there is too little memory for the whole model. The saved bytes are the trained ones."
+)
+
+
+def beyond(error: float, limit: float) -> tuple[str, ...]:
+    """A sentence for logits that differ more than usual, of a model whose saved bytes are the trained ones."""
+    if error <= limit:
+        return ()
+    return (
+        f"The saved bytes are the trained ones, but logits differ by {error:.1e} relative; up to {limit:.0e} is usual. "
+        "The opened model computes differently, or its forward depends on state that is not saved.",
+    )
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor on the disk, or as it has to be there."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    sha256: str
+    """Of its bytes."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SavedTensor:
+        """`tensor` may lie on any device."""
+        import torch
+
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data.numpy().data).hexdigest())
 
 
 def headers(folder: Path) -> list[tuple[str, str, int]]:

@@ -8,15 +8,29 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.adapting import quiet
-from toolkit.engines.job import Piece, Prepared, engine_of
+from toolkit.devices import host_memory
+from toolkit.engines.job import Job, Piece, Prepared, engine_of
+from toolkit.engines.waiting import on_main
 from toolkit.errors import RunError
+from toolkit.exporting.adapters import planned_adapter
 from toolkit.exporting.card import rows_of, write_card
-from toolkit.exporting.checking import check_tied, relative_error, unsound
+from toolkit.exporting.checking import attention_of, check_files, check_tied, relative_error
 from toolkit.exporting.publishing import drafted
-from toolkit.exporting.results import PROBE_TOKENS, TOLERANCE, Export, headers, load_line
+from toolkit.exporting.results import (
+    NO_ROOM,
+    OTHER_KERNELS,
+    PROBE_TOKENS,
+    TOLERANCE,
+    Export,
+    SavedTensor,
+    beyond,
+    headers,
+    load_line,
+)
+from toolkit.exporting.sources import Origin
+from toolkit.exporting.whole import planned_model
 from toolkit.loading import quiet_bars
-from toolkit.model import copy_code
+from toolkit.model import copy_code, copy_processor
 from toolkit.reopening import reopen
 from toolkit.units import BYTES_OF, DTYPE_OF
 
@@ -24,24 +38,36 @@ if TYPE_CHECKING:
     import torch
 
 
-def save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
-    """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format; every rank calls it.
+def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTensor]:
+    """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format. A collective.
 
     Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers one tensor at a time, into host
     memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all; what was there
     before is replaced by them.
+
+    Returns:
+        On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
     """
     module = prepared.accelerator.unwrap_model(prepared.model)
     adapter = prepared.job.strategy.adapter != "none"
-    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not adapter}
+    spec = prepared.job.spec
+    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
     state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
     if not adapter:
         known = set(module.state_dict())
         state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
-    if prepared.accelerator.is_main_process:
+    planned: dict[str, SavedTensor] = {}
+
+    def write() -> None:
+        if spec is not None and not adapter:
+            origin = Origin(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
+            state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in wanted})
         with quiet_bars(True, shown=False):
+            planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
             _write(prepared, module, tokenizer, state, folder)
-    prepared.accelerator.wait_for_everyone()
+
+    on_main(prepared.accelerator, write)
+    return planned
 
 
 def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any], folder: Path) -> None:
@@ -59,6 +85,7 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
             tokenizer.save_pretrained(draft)
         if spec and prepared.job.strategy.adapter == "none":
             copy_code(spec, draft)
+            copy_processor(spec, draft)
 
 
 def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -114,62 +141,86 @@ def _assemble(prepared: Prepared, mine: list[Piece], plan: list[list[tuple[int, 
 
 
 def verify(
-    prepared: Prepared, folder: Path, batch: Mapping[str, torch.Tensor], *, about: Mapping[str, Any] | None = None
+    prepared: Prepared,
+    folder: Path,
+    planned: Mapping[str, SavedTensor],
+    batch: Mapping[str, torch.Tensor],
+    *,
+    about: Mapping[str, Any] | None = None,
 ) -> Export | None:
-    """Reopen what was saved and compare it with the trained model; rank 0 gets the result, the others None. A collective.
+    """Compare the saved files with the trained model; rank 0 gets the result, the others None. A collective.
 
-    What passed gets its model card.
+    The bytes decide. Logits of the reopened model come second: where only they differ, the result says by how much.
+    What passes gets its model card.
 
     Args:
         prepared: the trained model.
         folder: where `save` wrote.
+        planned: what `save` returned.
         batch: a batch of the training data; its first row's first tokens are the probe.
         about: more rows of the model card: data, versions.
 
     Raises:
-        RunError: for a tensor of size zero, missing or unexpected keys, and logits that are not the trained model's.
+        RunError: for files whose bytes are not the trained model's, and that do not open as a whole model.
     """
     import torch
 
     accelerator = prepared.accelerator
     probe = {name: tensor[:1, :PROBE_TOKENS].to(accelerator.device) for name, tensor in batch.items()}
-    quiet(prepared.model)
+    prepared.model.eval()
     with torch.no_grad():
         trained = prepared.model(**probe, use_cache=False).logits.float().cpu()
     prepared.model.train()
-    error: float | None = None
-    problem = ""
-    if accelerator.is_main_process:
+    result: list[Export] = []
+
+    def check() -> None:
         try:
-            error = _compare(prepared, folder, probe, trained)
-        except Exception as found:  # the other ranks wait for the verdict
-            problem = f"{type(found).__name__}: {found}"
-    return _verdict(prepared, folder, problem, error, about or {})
+            check_files(folder, planned)
+            error, notes = _compare(prepared, folder, probe, trained)
+        except RunError as wrong:
+            raise RunError(f"the saved model in {folder} is not what was trained: {wrong}. Do not use it.") from wrong
+        result.append(_result(prepared, folder, error, notes, about or {}))
+
+    on_main(accelerator, check)
+    return result[0] if result else None
 
 
 def _compare(
     prepared: Prepared, folder: Path, probe: Mapping[str, torch.Tensor], trained: torch.Tensor
-) -> float | None:
-    """The logits' error on rank 0: on its device where the model fits there again, else on the host, else not at all."""
-    job = prepared.job
-    if wrong := unsound(folder):
-        raise RunError("; ".join(wrong[:3]))
+) -> tuple[float | None, tuple[str, ...]]:
+    """The logits' error on rank 0, and how it was measured: on its device where the model fits there again, else on the host.
+
+    Raises:
+        RunError: for a model that does not open whole.
+    """
     place = _place(prepared)
     if place is None:
-        return None
-    with quiet_bars(True, shown=False):
-        model = reopen(job, folder)
-    assert job.spec is not None
-    if job.strategy.adapter == "none":
-        check_tied(model, job.spec)
-    model = model.to(place)
-    here = {name: tensor.to(place) for name, tensor in probe.items()}
-    return _error(model, here, trained, job.strategy.precision, sharding=job.strategy.sharding)
+        return None, (NO_ROOM,)
+    job = _opened_as(prepared.job, place)
+    try:
+        with quiet_bars(True, shown=False):
+            model = reopen(job, folder)
+        assert job.spec is not None
+        if job.strategy.adapter == "none":
+            check_tied(model, job.spec)
+        here = {name: tensor.to(place) for name, tensor in probe.items()}
+        error = _error(model.to(place), here, trained, job.strategy.precision, sharding=job.strategy.sharding)
+    except RunError:
+        raise
+    except Exception as problem:  # the bytes are right: a kernel, or memory, that is missing here spoils no export
+        return None, (
+            f"Logits were not compared ({type(problem).__name__}: {problem}). The saved bytes are the trained ones.",
+        )
+    limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
+    if job is prepared.job and place.type == prepared.accelerator.device.type:
+        return error, beyond(error, limit)
+    how = f"Logits were compared on the {place.type} with {attention}; the model was trained on the "
+    how += f"{prepared.accelerator.device.type} with {prepared.job.strategy.attention}."
+    return error, (how, *beyond(error, OTHER_KERNELS * limit))
 
 
 def _place(prepared: Prepared) -> torch.device | None:
-    """Where there is memory for the whole model a second time, with a fifth to spare."""
-    import psutil
+    """Where there is memory for the whole model a second time, with a fifth to spare; it is read on the host first."""
     import torch
 
     job = prepared.job
@@ -177,46 +228,45 @@ def _place(prepared: Prepared) -> torch.device | None:
     assert job.spec is not None
     each = 1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]
     needed = 1.2 * each * job.spec.elements
+    if host_memory()[1] <= needed:
+        return None
     if device.type == "cuda":
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info(device)[0] > needed:
             return device
         if job.strategy.quantized:  # bitsandbytes would quantize on the device
             return None
-    return torch.device("cpu") if psutil.virtual_memory().available > needed else None
+    return torch.device("cpu")
 
 
-def _verdict(
-    prepared: Prepared, folder: Path, problem: str, error: float | None, about: Mapping[str, Any]
-) -> Export | None:
-    from accelerate.utils import broadcast_object_list
+def _opened_as(job: Job, place: torch.device) -> Job:
+    """The same job, with an attention kernel that computes in this place."""
+    assert job.spec is not None
+    if place.type == "cuda" or job.strategy.attention in ("sdpa", "eager"):
+        return job
+    return dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=attention_of(job.spec)))
 
+
+def _result(
+    prepared: Prepared, folder: Path, error: float | None, notes: tuple[str, ...], about: Mapping[str, Any]
+) -> Export:
+    """What was saved, with its model card written."""
     job = prepared.job
-    limit = TOLERANCE[job.compute_dtype]
-    if error is not None and not error <= limit:
-        problem = f"logits differ from the trained model's by {error:.1e} relative, more than {limit:.0e}"
-    said = [problem]
-    if job.ranks > 1:
-        broadcast_object_list(said)
-    if said[0]:
-        raise RunError(f"the saved model in {folder} is not what was trained: {said[0]}. Do not use it.")
-    if not prepared.accelerator.is_main_process:
-        return None
     saved = headers(folder)
     adapter = job.strategy.adapter != "none"
     assert job.spec is not None
     strategy, loop = dataclasses.asdict(job.strategy), dataclasses.asdict(job.loop)
     rows = {**rows_of(strategy, loop, ranks=job.ranks, steps=job.loop.steps), **about}
     what = "adapter" if adapter else "model"
-    write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=(), error=error)
-    size = sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in saved)
+    write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=notes, error=error)
     return Export(
         folder=str(folder),
         adapter=adapter,
         tensors=len(saved),
-        size_bytes=size,
+        size_bytes=sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in saved),
         logits_error=error,
         load=load_line(job.spec, job.spec.source, str(folder), adapter=job.strategy.adapter),
+        notes=notes,
     )
 
 

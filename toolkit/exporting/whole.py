@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import RunError
+from toolkit.exporting.results import SavedTensor
 from toolkit.exporting.sources import Origin, Weights
 from toolkit.loading import LONG
 from toolkit.model import ModelSpec
-from toolkit.reading import auto_class
+from toolkit.reading import auto_class, freeze
 from toolkit.units import BYTES_OF, dtype_name
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(spec).from_config(config, trust_remote_code=spec.runs_code)
+    freeze(model, spec)
     try:
         model.generation_config = GenerationConfig.from_pretrained(spec.source)
     except OSError:  # it has none, and transformers has made one from its config
@@ -118,9 +120,20 @@ def saved_bytes(model: PreTrainedModel, weights: Complete, dtype: str | None) ->
     return sum(math.prod(weights.shapes[name]) * BYTES_OF[one] for name, one in found)
 
 
-def write_model(
-    model: PreTrainedModel, weights: Complete, dtype: str | None, folder: Path
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
+    """What `save_pretrained` has to write of a state: transformers' names on the disk, and the bytes; a layer at a time."""
+    import torch
+
+    kept = {name: tensor for name, tensor in state.items() if name not in (model._keys_to_ignore_on_save or ())}
+    metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in kept.items()}
+    return {
+        name: SavedTensor.of(tensor)
+        for group in _groups(model, metas)
+        for name, tensor in _on_disk(model, {name: kept[name] for name in group}).items()
+    }
+
+
+def write_model(model: PreTrainedModel, weights: Complete, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
     """Write a model's config and its weights, as `save_pretrained` would. What each tensor on the disk has to be.
 
     Tensors get the names and shapes that they have on the disk (one expert a tensor, say) by transformers' own
@@ -145,14 +158,18 @@ def write_model(
     groups = _groups(model, metas)
     parts = [_on_disk(model, {name: metas[name] for name in group}) for group in groups]
     # Of a view the size of its whole storage would be counted.
-    planned = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
-    layout = split_torch_state_dict_into_shards(planned, max_shard_size=SHARD_BYTES)
+    shapes = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
+    layout = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
     made: dict[str, torch.Tensor] = {}
+    written: dict[str, SavedTensor] = {}
     waiting = iter(tqdm(groups, desc="writing", unit="layer", disable=model.num_parameters() < LONG))
     for file, names in layout.filename_to_tensors.items():
         while not made.keys() >= set(names):
             made |= _on_disk(model, {name: weights.tensor(name).to(dtypes[name]) for name in next(waiting)})
-        save_file({name: made.pop(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        tensors = {name: made.pop(name).contiguous() for name in names}
+        written |= {name: SavedTensor.of(tensor) for name, tensor in tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        del tensors
     if layout.is_sharded:
         about = {"total_parameters": model.num_parameters(), **layout.metadata}
         index = json.dumps({"metadata": about, "weight_map": layout.tensor_to_filename}, indent=2, sort_keys=True)
@@ -162,7 +179,7 @@ def write_model(
         custom_object_save(model, folder, config=model.config)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    return {name: (dtype_name(meta.dtype), tuple(meta.shape)) for name, meta in planned.items()}
+    return written
 
 
 def _saved(model: PreTrainedModel, weights: Complete) -> list[str]:

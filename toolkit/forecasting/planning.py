@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.adapting import check_quantized
 from toolkit.devices import Hardware, hardware
 from toolkit.engines.job import engine_of, resolve
 from toolkit.errors import StrategyError, ToolkitError
@@ -124,6 +125,7 @@ def plan(
     strategy: Strategy | None = None,
     loop: Loop | None = None,
     one_document: bool = False,
+    allow_unquantized: bool = False,
 ) -> Plan:
     """Every candidate, the fastest that fits first. Nothing is launched, and no device is touched.
 
@@ -134,10 +136,11 @@ def plan(
         seq_len: tokens of a sample; the loop's where it is left out.
         strategy: what stays as it is: adapter, precision, attention. Sharding, offload and checkpointing are chosen.
         loop: likewise; micro-batch and accumulation are chosen.
-        one_document: as in `forecast`.
+        one_document, allow_unquantized: as in `forecast`.
 
     Raises:
         StrategyError: for a global batch that the ranks cannot share evenly.
+        ModelError: for a model that a run would refuse.
         ToolkitError: for a model or a machine that is not known.
     """
     spec = model if isinstance(model, ModelSpec) else describe(model)
@@ -148,6 +151,8 @@ def plan(
             f"Choose {max(1, round(global_batch / machine.ranks)) * machine.ranks}."
         )
     base, asked = strategy or Strategy(), loop or Loop()
+    if base.quantized:
+        check_quantized(spec, allow_unquantized)
     asked = dataclasses.replace(asked, seq_len=seq_len or asked.seq_len)
     ranked: list[Candidate] = []
     rejected: list[Candidate] = []

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from toolkit.adapting import check_quantized
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import Job, engine_of, on_device, resolve
+from toolkit.engines.job import Job, default_ranks, engine_of, on_device, resolve
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
@@ -29,6 +30,7 @@ def forecast(
     *,
     ranks: int | None = None,
     one_document: bool = False,
+    allow_unquantized: bool = False,
 ) -> Forecast:
     """What a run will take, on the fullest rank: nothing is launched, and no device is touched.
 
@@ -37,14 +39,19 @@ def forecast(
         strategy: the default one where it is left out.
         on: the machine, or its name; this one where it is left out.
         loop: batch and lengths.
-        ranks: processes; one a device where it is left out.
+        ranks: processes; as `default_ranks` says where it is left out.
         one_document: every row holds one document and no padding, so attention needs no mask.
+        allow_unquantized: as a run takes it: QLoRA even where more than half of the weights stay unquantized.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
+        ModelError: for a model that a run would refuse.
         ToolkitError: for a model or a machine that is not known.
     """
     job, machine = asked(model, strategy, on, loop, ranks=ranks)
+    assert job.spec is not None
+    if job.strategy.quantized:
+        check_quantized(job.spec, allow_unquantized)
     found = forecast_job(job, machine, one_document=one_document, others=True)
     # A peak that lies elsewhere than the logits is the same without them.
     logits = found.parts["logits"]
@@ -71,17 +78,21 @@ def asked(
         raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
-    count = machine.ranks if ranks is None else ranks
+    strategy = strategy or Strategy()
+    count = default_ranks(strategy, machine) if ranks is None else ranks
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
-    return resolve(strategy or Strategy(), loop or Loop(), spec, count, machine.device), machine
+    return resolve(strategy, loop or Loop(), spec, count, machine.device), machine
 
 
 def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
     """The same, with the smallest change that fits: of single ones, then of several together."""
+    assert job.spec is not None
     for change, strategy, loop in _smaller(found):
         try:
             other = resolve(strategy, loop, job.spec, job.ranks, job.device)
+            if strategy.quantized and not found.strategy.quantized:
+                check_quantized(job.spec, allow_unquantized=False)
             if _states(other) > found.limit_bytes:
                 continue  # no trace is needed to see that
             made = forecast_job(other, found.hardware, one_document=one_document)

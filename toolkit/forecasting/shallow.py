@@ -21,11 +21,12 @@ def cut(model: nn.Module, spec: ModelSpec) -> tuple[Stack, ...]:
     from torch import nn
 
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    types = getattr(text, "layer_types", None)
+    text_types = getattr(text, "layer_types", None)
     found = []
     for name, stack in module_lists(model):
         if not any(type(layer).__name__ in spec.blocks for layer in stack.children()):
             continue
+        types = text_types if spec.trains(name) else None
         known: list[Any] = []
         for index, layer in enumerate(stack.children()):
             shapes = tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())

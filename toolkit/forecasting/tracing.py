@@ -21,7 +21,7 @@ from toolkit.forecasting.shallow import cut
 from toolkit.forecasting.timeline import Event, Stack, Trace
 from toolkit.forecasting.ways import Way
 from toolkit.model import ModelSpec
-from toolkit.reading import attention_word, auto_class
+from toolkit.reading import attention_word, auto_class, freeze
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,9 @@ def _build(spec: ModelSpec, way: Way) -> Any:
     config.use_cache = False
     word = "sdpa" if way.attention.startswith("flash") else attention_word(way.attention)
     with torch.device("meta"):
-        return auto_class(spec).from_config(config, dtype=getattr(torch, way.weights), attn_implementation=word)
+        model = auto_class(spec).from_config(config, dtype=getattr(torch, way.weights), attn_implementation=word)
+    freeze(model, spec)
+    return model
 
 
 def _inputs(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
@@ -108,7 +110,8 @@ def _inputs(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> dict[str, to
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
     if way.masked:
-        names.append("attention_mask" if spec.kind == "seq2seq" else "position_ids")
+        # A model of several parts is padded, never packed.
+        names.append("attention_mask" if spec.kind == "seq2seq" or spec.frozen else "position_ids")
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 

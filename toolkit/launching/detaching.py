@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.devices import Hardware, hardware
+from toolkit.devices import hardware
 from toolkit.durable import write_json
 from toolkit.engines.job import resolve
 from toolkit.errors import RunError, StrategyError, ToolkitError, nearest
@@ -27,7 +27,7 @@ from toolkit.launching.targets import RECIPE, Target, check_call, named, ship
 from toolkit.locking import TOKEN, held_by_others, started
 from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.readying import Recipe
-from toolkit.runtime import STRATEGY, check_ranks
+from toolkit.runtime import STRATEGY, choose_ranks, print_default
 from toolkit.strategy import Loop, Strategy
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -54,7 +54,7 @@ def launch(
         target: the recipe (`"toolkit.finetune"`), a module, a script that ends in .py, or a function, which is shipped by value
             and called in every rank.
         strategy: a Strategy, the word of a sharding, or what `plan` found best (its batch included).
-        processes: ranks on this machine. None: one for `none`, else one a GPU, and two on a CPU.
+        processes: ranks on this machine. None: 1 for `none`, else one a device, and on a CPU 2 (for `hsdp` 2 a replica); printed.
         run_dir: a new folder; None: `runs/<time>-<sharding>`.
         args: a function's arguments, or the command line of a module or script.
         kwargs: a function's keyword arguments.
@@ -68,8 +68,7 @@ def launch(
     _check_target(target, args, kwargs or {})
     found = _sorted(strategy, fields, recipe=target == RECIPE)
     asked, machine = found["strategy"], hardware()
-    ranks = _ranks(asked, machine) if processes is None else processes
-    check_ranks(machine, ranks)
+    ranks = choose_ranks([asked], machine, processes)
     resolve(asked, found["loop"], None, ranks, machine.device)
     check_new(run_dir)
     path = Path(run_dir) if run_dir else new_path(RUNS, asked.sharding)
@@ -87,6 +86,7 @@ def launch(
             raise
         hashed = ["--sha256", made.sha256] if made.sha256 else []
         command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
+    print_default(ranks, machine, processes)
     return _started(path, command, asked)
 
 
@@ -170,12 +170,6 @@ def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any],
         name: from_dict(owner, {key: value for key, value in given.items() if key in known[name]})
         for name, owner in owners.items()
     }
-
-
-def _ranks(strategy: Strategy, machine: Hardware) -> int:
-    if strategy.sharding == "none":
-        return 1
-    return max(2, 2 * strategy.replicate) if machine.device.kind == "cpu" else machine.ranks
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:

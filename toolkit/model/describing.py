@@ -16,6 +16,7 @@ from toolkit.model.finding import EMBEDDED, check_generates, check_known, config
 from toolkit.model.hub import first_line
 from toolkit.model.remembering import recall, remember
 from toolkit.model.spec import ModelSpec, MoE, Parameter
+from toolkit.model.text_part import check_text_part, class_with_text, frozen_modules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,12 +81,13 @@ def describe(
 def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTrainedModel:
     """The model's modules on the meta device: shapes without memory, and no weight is initialised."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     generates = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in own
     causal = generates and not getattr(config, "is_encoder_decoder", False)
-    auto = AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM
+    whole = not own and class_with_text(config.to_dict()) is not None
+    auto = AutoModelForImageTextToText if whole else AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM
     try:
         with torch.device("meta"):
             # Building writes into the config (dtype, attention), and this one may be the caller's.
@@ -95,6 +97,8 @@ def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTr
         raise ModelError(
             f"model {name!r}: transformers cannot build {type(config).__name__}: {first_line(error)}"
         ) from error
+    if whole:
+        check_text_part(name, built)
     return built
 
 
@@ -123,7 +127,8 @@ def _spec(
     # Some families spell it their own way: GPT-2's `hidden_size` is `n_embd`.
     figures = {known: values.get(own) for known, own in getattr(text, "attribute_map", {}).items()} | values
     kind = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
-    blocks = _blocks(module)
+    frozen = frozen_modules(module)
+    blocks = _blocks(module, frozen)
     routed = _routed(module)
     moe = _moe(name, module, figures, routed)
     depth = figures.get("num_hidden_layers")
@@ -153,6 +158,7 @@ def _spec(
         moe=moe,
         unadapted=_unadapted(module, str(figures.get("model_type"))) if moe else (),
         unquantized=_unquantized(module),
+        frozen=frozen,
         copied=_copied(module) if moe else 0,
         trusted=trusted,
     )
@@ -187,10 +193,11 @@ def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _blocks(module: PreTrainedModel) -> tuple[str, ...]:
+def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]:
     """Classes of `_no_split_modules` that are repeated; where there are none, of the largest stacks of layers.
 
     Embeddings and poolers, which transformers lists too so that no device map splits them, are in no list.
+    A vision tower without such a class would be gathered whole by FSDP: of it the layers of its largest stack are taken.
     """
     from torch import nn
 
@@ -200,11 +207,20 @@ def _blocks(module: PreTrainedModel) -> tuple[str, ...]:
     named = set(getattr(module, "_no_split_modules", None) or ())
     found = tuple(dict.fromkeys(name for name in members if name in named))
     if found:
-        return found
+        return found + _unlisted(module, frozen, found)
     sizes = {stack: sum(parameter.numel() for parameter in stack.parameters()) for _, stack in module_lists(module)}
     # An encoder's and a decoder's stack may differ in size; below a hundredth of the largest it is no stack of layers.
     large = [stack for stack, size in sizes.items() if size * 100 >= max(sizes.values())]
     return tuple(dict.fromkeys(type(layer).__name__ for stack in large for layer in stack.children()))
+
+
+def _unlisted(module: nn.Module, frozen: tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """Classes of the largest stack of each part in `frozen` that holds none of `blocks`."""
+    parts = [child for name, child in module.named_modules() if name in frozen]
+    bare = [part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)]
+    stacks = [[stack for _, stack in module_lists(part)] for part in bare]
+    largest = [max(own, key=lambda stack: sum(one.numel() for one in stack.parameters())) for own in stacks if own]
+    return tuple(dict.fromkeys(type(layer).__name__ for stack in largest for layer in stack.children()))
 
 
 def _depth(module: nn.Module, blocks: tuple[str, ...]) -> int:

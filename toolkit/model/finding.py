@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import ModelError, nearest
 from toolkit.model.hub import cached, first_line, hub_config, hub_snapshot
 from toolkit.model.spec import ModelSpec
+from toolkit.model.text_part import class_with_text
 from toolkit.model.trusting import check_code, check_kernels, named_code
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def check_generates(name: str, values: Mapping[str, Any]) -> None:
     speaks = kind in (
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if values.get("is_encoder_decoder") else _trainable()
     )
-    if encoder or not speaks:
+    if encoder or not (speaks or class_with_text(values)):
         what = "an encoder" if encoder else "no model that reads and writes text"
         raise ModelError(
             f"model {name!r} ({architecture}) is {what}: expected a causal model such as Llama, "

@@ -23,7 +23,7 @@ def recall(config: bytes) -> ModelSpec | None:
         )
         values["tied"] = tuple(map(tuple, values["tied"]))
         values["moe"] = MoE(**values["moe"]) if values["moe"] else None
-        for name in ("linears", "blocks", "attentions", "unadapted", "unquantized"):
+        for name in ("linears", "blocks", "attentions", "unadapted", "unquantized", "frozen"):
             values[name] = tuple(values[name])
         return ModelSpec(**values)
     except (OSError, ToolkitError, ValueError, KeyError, TypeError):

@@ -85,6 +85,8 @@ class ModelSpec(Shown):
     """Of `linears`, what transformers leaves as it is in 4 and 8 bits (T5's `wo`)."""
     copied: int = 0
     """Elements that writing the model copies, since the disk has them in another form (one expert a tensor)."""
+    frozen: tuple[str, ...] = ()
+    """Of a model of several parts: the modules and parameters that text does not pass (vision tower, projector). Never trained."""
     trusted: str | None = None
     """The revision of the model's own code that is run: a commit on the Hub, or a folder's sha256. None: none is."""
 
@@ -102,6 +104,19 @@ class ModelSpec(Shown):
     def elements(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(parameter.elements for parameter in self.parameters)
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter or module of this name belongs to what is trained: all of it, or the text part."""
+        return not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
+
+    @property
+    def frozen_line(self) -> str:
+        """What is frozen, and how much of the model it is."""
+        size = sum(parameter.elements for parameter in self.parameters if not self.trains(parameter.name))
+        more = f" and {len(self.frozen) - 4} more" if len(self.frozen) > 4 else ""
+        return (
+            f"{', '.join(self.frozen[:4])}{more}: {format_count(size)} parameters ({size / self.elements:.0%} of all)"
+        )
 
     @property
     def active_elements(self) -> int:
@@ -134,6 +149,8 @@ class ModelSpec(Shown):
             ("tied", "; ".join(" = ".join(group) for group in self.tied) or "nothing"),
             ("weights", self.source or "none: a config only"),
         ]
+        if self.frozen:
+            figures.insert(2, ("frozen (not text)", self.frozen_line))
         if self.trusted is not None:
             figures.append(("code of its own", f"is run, revision {self.trusted}"))
         if self.moe is not None:

@@ -97,6 +97,14 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
         copy.write_bytes(path.read_bytes())
 
 
+def copy_processor(spec: ModelSpec, folder: Path) -> None:
+    """Copy the files with which the base prepares images and sound, where it has any; text training does not change them."""
+    source = Path(spec.source or spec.name).expanduser()
+    base = source if source.is_dir() else cached(str(source))
+    for path in sorted(base.glob("*processor_config.json")) if base is not None else ():
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
 def checkpoint_dtype(source: str | Path) -> str | None:
     """torch's name of the dtype that most elements of a checkpoint have, by the files' headers; None without weights.
 

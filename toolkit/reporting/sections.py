@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.exporting import logits_text
 from toolkit.readying import Recipe
 from toolkit.redacting import MARK
 from toolkit.reporting.memory import by_part, by_phase, by_rank, ratio
@@ -27,7 +28,7 @@ STATES = ("trainable", "frozen", "master", "optimizer")
 
 def sections_of(run: Record) -> list[Section]:
     """All of them, in the order of the page."""
-    made = (_outcome, _asked, _got, _beside, training, checkpoints, _attempts, _machine)
+    made = (_outcome, _asked, _got, _beside, training, checkpoints, _saved, _attempts, _machine)
     return [section for make in made if (section := make(run)) is not None]
 
 
@@ -173,6 +174,15 @@ def _beside(run: Record) -> Section | None:
     if run.steps:
         tables.append((speed(run), ""))
     return Section(title=title, words=" ".join(words), tables=tables)
+
+
+def _saved(run: Record) -> Section | None:
+    export = run.about.get("export")
+    if run.status != "finished" or not export:
+        return None
+    rows = [("folder", export["folder"]), ("logits against the trained model", logits_text(export["logits_error"]))]
+    table = Table(title="Saved and checked", columns=("what", "value"), rows=rows)
+    return Section(title="The trained model", words=" ".join(export["notes"]), tables=[(table, "")])
 
 
 def _attempts(run: Record) -> Section | None:

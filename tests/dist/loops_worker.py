@@ -1,0 +1,246 @@
+"""README's loops, run as they stand under one sharding after the other: what they compute, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ranks
+
+README = Path(__file__).parents[2] / "README.md"
+SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTED = ("ddp", "zero2", "zero3", "fsdp")
+BATCH, LENGTH, NORM = 8, 16, 0.05
+
+
+def code(mark: str, changes: dict[str, str]) -> str:
+    """README's block with a mark, each change made exactly once."""
+    (found,) = (block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if mark in block)
+    for old, new in changes.items():
+        assert found.count(old) == 1, (old, found)
+        found = found.replace(old, new)
+    return str(found)
+
+
+def function(sharding: str, count: int, call: bool) -> str:
+    """The loop in a function, which takes its strategy from the launcher. With the call also without a spec."""
+    changes = {
+        "micro_batch=8": f"micro_batch={BATCH // count}",
+        "max_grad_norm=1.0": f"max_grad_norm={NORM}",
+        "tk.log(step, steps=steps, loss=loss": "log(loss=loss",
+        'accelerator.save_state("mine")  # a loop of your own keeps checkpoints of its own': "done(accelerator, model, optimizer)",
+    }
+    if call:
+        changes["            optimizer.step()"] = (
+            f"            norm = accelerator.clip_grad_norm_(model.parameters(), {NORM})\n"
+            "            assert (norm is None) != accelerator.sync_gradients, norm\n"
+            "            optimizer.step()"
+        )
+        changes[", spec=tk.describe(config)"] = ""
+    return "import toolkit as tk\n" + code("def train(steps)", changes).partition("\n\n\nrun =")[0] + "\n\ntrain(10)\n"
+
+
+def script(sharding: str, count: int, call: bool) -> str:
+    """The loop in a script: 21 micro-batches, so that the last step is an incomplete one."""
+    groups = ", replicate=2" if sharding == "hsdp" else ""
+    changes = {
+        '"Qwen/Qwen3-0.6B"': "folder",
+        'sharding="zero3", precision="bf16"': f'sharding="{sharding}", precision="fp32"{groups}',
+        "micro_batch=2, accumulation=4, max_grad_norm=1.0, seq_len=2048": (
+            f"micro_batch={BATCH // count}, accumulation=2, max_grad_norm={NORM}, seq_len={LENGTH}"
+        ),
+        'torch.load("rows.pt")': "rows()",
+        "lr=2e-5": "lr=1e-3",
+        "accelerator.end_training()": "    log(loss=loss)\ndone(accelerator, model, optimizer)",
+    }
+    if not call:
+        changes[
+            "        norm = accelerator.clip_grad_norm_(model.parameters(), loop.max_grad_norm)  # only to know the norm\n"
+        ] = ""
+        changes["tk.prepare(accelerator, model, optimizer, loader, schedule)"] = (
+            "accelerator.prepare(model, optimizer, loader, schedule)"
+        )
+    return code("tk.prepare(", changes)
+
+
+def script_of_others(name: str, loop: str, changes: dict[str, str]) -> Any:
+    """The `main` of a script, with its one line changed."""
+    from toolkit.runtime import let_go
+
+    text = (SCRIPTS / f"{name}.py").read_text()
+    line = re.findall(r"accelerator = (Accelerator\(.*\))\n", text)
+    for old, new in {line[0]: f"tk.accelerator(loop=tk.Loop({loop}))", **changes}.items():
+        assert text.count(old) == 1, (old, text)
+        text = text.replace(old, new)
+    spaces: dict[str, Any] = {}
+    exec("import toolkit as tk\n" + text.replace("    accelerator.end", "    let_go()\n    accelerator.end"), spaces)
+    spaces["let_go"] = let_go
+    return spaces["main"]
+
+
+def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
+    """What each of the three scripts gives."""
+    import toolkit as tk
+
+    root, size = Path(folder).parent, BATCH // count
+    states = str(root / f"states-{sharding}")
+    found: dict[str, Any] = {
+        "accumulation": script_of_others("accumulation", "accumulation=2", {})(str(root / "bert"), size)
+    }
+    loop = "accumulation=3, max_grad_norm=0.5"
+    try:
+        found["tokens as they are"] = script_of_others("tokens", loop, {})(folder, size)
+    except tk.StrategyError as error:
+        found["tokens as they are"] = str(error)
+    told = {"ctx = model.no_sync if": "ctx = (lambda: accelerator.no_sync(model)) if"}
+    found["tokens"] = script_of_others("tokens", loop, told)(folder, size)
+    checkpoints = script_of_others("checkpoints", "", {})
+    found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
+    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_3")
+    return found
+
+
+def rows() -> Any:
+    import torch
+
+    return torch.randint(3, 250, (21 * BATCH, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Both loops with and without the call, one Accelerator after the other in this process."""
+    from toolkit.runtime import let_go
+
+    sharding, count = cell["sharding"], int(os.environ.get("WORLD_SIZE", "1"))
+    strategy = {"sharding": sharding, "precision": "fp32"} | ({"replicate": 2} if sharding == "hsdp" else {})
+    os.environ["TOOLKIT_STRATEGY"] = json.dumps(strategy)
+    before, found = dict(os.environ), {}
+    try:
+        for name, source in (("function", function), ("script", script)):
+            for call in (True, False):
+                losses: list[float] = []
+                key = f"{name}{' with the call' if call else ''}"
+                place = Path(folder).parent / f"{sharding} {key}.pt"
+                final = name == "script" and not call
+
+                def log(loss: Any, tokens: int = 0, losses: list[float] = losses) -> None:
+                    losses.append(mean(loss.detach()))
+
+                def done(
+                    accelerator: Any, model: Any, optimizer: Any, place: Path = place, final: bool = final
+                ) -> None:
+                    assert dict(os.environ) == before, set(dict(os.environ).items()) ^ set(before.items())
+                    keep(accelerator, model, optimizer, place)
+                    if final:
+                        found["refusals"] = refusals(accelerator, model, optimizer)
+                    let_go()
+                    accelerator.end_training()
+
+                exec(source(sharding, count, call), {"log": log, "done": done, "rows": rows, "folder": folder})
+                found[key] = {"losses": losses, "weights": str(place)}
+        if sharding in SCRIPTED:
+            found["scripts"] = scripts(folder, count, sharding)
+        if sharding == "fsdp":
+            found["mismatch"] = mismatch(folder)
+    finally:
+        del os.environ["TOOLKIT_STRATEGY"]
+    return found
+
+
+def mean(loss: Any) -> float:
+    """Over the ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return float(loss)
+
+
+def keep(accelerator: Any, model: Any, optimizer: Any, place: Path) -> None:
+    """Save the whole weights, put together from what each rank holds."""
+    import torch
+    from accelerate.utils import gather_object
+
+    from toolkit.engines.job import engine_of
+    from toolkit.preparing import prepared
+
+    ours = prepared(accelerator, (model, optimizer))
+    pieces = engine_of(ours.job.strategy).pieces(ours)
+    held = gather_object([(p.name, p.shape, p.start, p.tensor.clone()) for p in pieces if p.kind == "parameter"])
+    if accelerator.is_main_process:
+        whole = {name: torch.full(shape, float("nan")).view(-1) for name, shape, _, _ in held}
+        for name, _, start, tensor in held:
+            whole[name][start : start + tensor.numel()] = tensor
+        torch.save(whole, place)
+
+
+def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
+    """What each call gives that some engine cannot do: the sentence, or nothing."""
+    import torch
+
+    import toolkit as tk
+
+    ids = rows()[:2]
+
+    def another_norm() -> None:
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+
+    def some_parameters() -> None:
+        accelerator.clip_grad_norm_(list(model.parameters())[:1], NORM)
+
+    def no_sync() -> None:
+        with model.no_sync():
+            pass
+
+    def backward_twice() -> None:
+        for _ in range(2):
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+
+    def not_finite() -> None:
+        optimizer.step()
+        accelerator.backward(model(input_ids=ids, labels=ids).loss * torch.inf)
+        optimizer.step()
+
+    def second() -> None:
+        tk.accelerator()
+
+    calls: tuple[Callable[[], None], ...] = (
+        another_norm, some_parameters, no_sync, backward_twice, not_finite, second
+    )  # fmt: skip
+    found = {}
+    for call in calls:
+        try:
+            call()
+            found[call.__name__] = ""
+        except (tk.ToolkitError, AttributeError) as error:
+            found[call.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def mismatch(folder: str) -> str:
+    """What plain `prepare` says where Accelerate would silently take DDP, as it does for FSDP on a CPU."""
+    import torch
+    from accelerate.utils import DistributedType
+    from transformers import AutoModelForCausalLM
+
+    import toolkit as tk
+
+    accelerator = tk.accelerator()
+    accelerator.state.distributed_type = DistributedType.MULTI_CPU
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    try:
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    except tk.StrategyMismatch as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return ""
+
+
+if __name__ == "__main__":
+    ranks.main(run, *sys.argv[1:])

@@ -1,0 +1,88 @@
+"""A loop of the user's own means the same on every engine: README's, and scripts in the manner of Accelerate's examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+
+from toolkit.strategy import SHARDINGS
+
+pytestmark = pytest.mark.dist
+
+LOOPS = ("function", "function with the call", "script", "script with the call")
+RANKS = {"none": 1, "hsdp": 4}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What README's loops gave, by sharding."""
+    root = tmp_path_factory.mktemp("loops")
+    groups = [(count, [{"sharding": word} for word in SHARDINGS if RANKS.get(word, 2) == count]) for count in (1, 2, 4)]
+    tiny.bert(root / "bert")
+    gave = tiny.run_groups("loops_worker.py", groups, tiny.llama(root / "llama"), root)
+    return {result["cell"]["sharding"]: result for results in gave for result in results}
+
+
+def test_readmes_loops_compute_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
+    """Over the same global batches, with a norm that is clipped, to 1e-5 in fp32."""
+    import torch
+
+    assert set(found) == set(SHARDINGS)
+    for loop in LOOPS:
+        reference = found["ddp"][loop]
+        whole = torch.load(reference["weights"])
+        assert len(reference["losses"]) == {"function": 10, "script": 21}[loop.split()[0]]
+        for sharding, result in found.items():
+            assert result[loop]["losses"] == pytest.approx(reference["losses"], rel=1e-5), (sharding, loop)
+            weights = torch.load(result[loop]["weights"])
+            assert set(weights) == set(whole)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{sharding}, {loop}: {name}")
+
+
+def test_the_call_of_clip_grad_norm_changes_nothing(found: dict[str, dict[str, Any]]) -> None:
+    for sharding, result in found.items():
+        for loop in ("function", "script"):
+            assert result[loop]["losses"] == pytest.approx(result[f"{loop} with the call"]["losses"], rel=1e-6), (
+                sharding
+            )
+
+
+def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict[str, Any]]) -> None:
+    for sharding, result in found.items():
+        said = result["refusals"]
+        assert said["another_norm"].startswith("StrategyError: clip_grad_norm_ got max_norm 0.5"), sharding
+        assert "clips the L2 norm at 0.05 on every engine. Give tk.Loop(max_grad_norm=0.5)" in said["another_norm"]
+        assert "got 1 of " in said["some_parameters"], sharding
+        assert "NotFinite: the gradient norm is " in said["not_finite"], sharding
+        # Two of one process each, in one precision, share Accelerate's state.
+        second = f"RunError: this process already has an Accelerator, with sharding {sharding!r}"
+        assert said["second"] == "" if sharding == "none" else said["second"].startswith(second)
+        deepspeed = SHARDINGS[sharding].engine == "deepspeed"
+        assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
+        if sharding == "ddp":
+            assert said["no_sync"] == ""
+        elif sharding != "none":
+            assert said["no_sync"] == (
+                f"StrategyError: model.no_sync() does not exist under sharding {sharding!r}. Write "
+                "accelerator.no_sync(model), which every sharding has."
+            )
+
+
+def test_plain_prepare_raises_where_something_else_was_prepared(found: dict[str, dict[str, Any]]) -> None:
+    assert "sharding 'fsdp' was asked for, and something else was prepared" in found["fsdp"]["mismatch"]
+
+
+def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
+    """With the one line changed; where an engine has no `model.no_sync()`, also with what the sentence says."""
+    reference = found["ddp"]["scripts"]
+    assert reference["tokens"] == reference["tokens as they are"]
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        result = found[sharding]["scripts"]
+        for name in ("accumulation", "tokens", "checkpoints", "resumed"):
+            assert result[name] == pytest.approx(reference[name], rel=1e-5), (sharding, name)
+        assert result["resumed"] == pytest.approx(result["checkpoints"][3:], rel=1e-6), sharding
+        if sharding != "ddp":
+            assert "Write accelerator.no_sync(model)" in result["tokens as they are"]

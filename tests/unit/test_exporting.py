@@ -1,0 +1,154 @@
+"""What a running engine saves: the bytes decide whether it is what was trained, and logits only add a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import devices
+from toolkit.engines.job import Prepared
+from toolkit.errors import RunError
+from toolkit.exporting import Export, save, trained, verify
+from toolkit.exporting.checking import fits
+from toolkit.loading import load
+from toolkit.model import describe
+from toolkit.preparing import prepare, prepared
+from toolkit.reopening import read_base, reopen
+from toolkit.runtime import accelerator as make
+from toolkit.strategy import Loop, Strategy
+from toolkit.training import adamw, evaluate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+import tiny
+
+
+@pytest.fixture(autouse=True)
+def one_accelerator() -> Iterator[None]:
+    """Accelerate keeps the last one's state."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.llama(tmp_path_factory.mktemp("base") / "llama")
+
+
+def loaded(base: Path, **words: Any) -> tuple[Prepared, Any]:
+    """A model that could be trained, and its tokenizer."""
+    accelerator = make(Strategy(**words), Loop(micro_batch=2, seq_len=16), describe(base))
+    accelerator.print = lambda *lines: None
+    model, tokenizer = load(accelerator, allow_unquantized=True)
+    model, optimizer = prepare(accelerator, model, adamw(model, Loop(lr=1e-3)))
+    return prepared(accelerator, (model, optimizer)), tokenizer
+
+
+def batch() -> dict[str, Any]:
+    import torch
+
+    rows = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": rows, "labels": rows}
+
+
+def flags(model: Any) -> list[bool]:
+    """Whether each 4-bit module would repack its weight."""
+    return [m.support_avx512bf16_for_cpu for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+
+
+def packed_bytes(model: Any) -> list[str]:
+    import torch
+
+    weights = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    return [hashlib.sha256(p.data.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for p in weights]
+
+
+def test_four_bit_weights_stay_as_they_were_packed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every CPU as on one with AVX512-BF16, where bitsandbytes would overwrite them in eval mode."""
+    import torch
+
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    ours, tokenizer = loaded(base, adapter="qlora", lora_rank=4)
+    before = packed_bytes(ours.model)
+    assert len(before) == len(flags(ours.model)) == 14
+    assert not any(flags(ours.model))
+    with torch.no_grad():
+        trained_with = ours.model(**batch()).logits
+        ours.model.eval()
+        assert torch.equal(ours.model(**batch()).logits, trained_with)
+    evaluate(ours, [batch()])
+    planned = save(ours, tokenizer, tmp_path / "out")
+    result = verify(ours, tmp_path / "out", planned, batch())
+    assert result is not None
+    assert (result.logits_error, result.notes) == (0.0, ())
+    assert packed_bytes(ours.model) == before
+    assert not any([*flags(reopen(ours.job, tmp_path / "out")), *flags(read_base(ours.job, on_host=True))])
+
+
+def checked(ours: Prepared, folder: Path, planned: Any) -> Export:
+    result = verify(ours, folder, planned, batch())
+    assert result is not None
+    return result
+
+
+def test_bytes_decide_and_logits_add_a_sentence(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, tokenizer = loaded(base)
+    folder = tmp_path / "out"
+    planned = save(ours, tokenizer, folder)
+    assert checked(ours, folder, planned).notes == ()
+
+    # Its forward depends on what no checkpoint holds.
+    rotary = next(module for name, module in ours.model.named_modules() if name.endswith("rotary_emb"))
+    rotary.inv_freq.mul_(2)
+    result = checked(ours, folder, planned)
+    assert result.logits_error is not None
+    assert result.logits_error > 1e-3
+    said = f"The saved bytes are the trained ones, but logits differ by {result.logits_error:.1e} relative"
+    for text in (str(result), (folder / "README.md").read_text()):
+        assert said in " ".join(text.split())
+        assert "Do not use it" not in text
+    rotary.inv_freq.div_(2)
+
+    # What was trained with a kernel of a GPU is compared with one that computes here.
+    strategy = dataclasses.replace(ours.job.strategy, attention="flash_attention_2")
+    gpu = dataclasses.replace(ours, job=dataclasses.replace(ours.job, strategy=strategy))
+    (note,) = checked(gpu, folder, planned).notes
+    assert note == (
+        "Logits were compared on the cpu with sdpa; the model was trained on the cpu with flash_attention_2."
+    )
+
+    def fails(*_: object) -> None:
+        raise ImportError("no kernel here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trained, "reopen", fails)
+        result = checked(ours, folder, planned)
+    assert result.logits_error is None
+    assert "not compared (ImportError: no kernel here). The saved bytes are the trained ones." in result.notes[0]
+
+    # The control group of a container leaves less than the host has.
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "cgroup_memory", lambda *_: [(1 << 30, 100_000)])
+        assert not fits(describe(base), "float32")
+        result = checked(ours, folder, planned)
+    assert result.logits_error is None
+    assert "too little memory" in result.notes[0]
+    assert fits(describe(base), "float32")
+
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match=r"not what was trained: .* has other bytes than were trained\. Do not use it"):
+        checked(ours, folder, planned)
+    path.write_bytes(data[:-4])
+    with pytest.raises(RunError, match=r"model\.safetensors cannot be read: .*Do not use it"):
+        checked(ours, folder, planned)

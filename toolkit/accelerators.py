@@ -1,0 +1,318 @@
+"""The `accelerate.Accelerator` of a job: a loop of the user's own means the same on every engine."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet, ref
+
+from toolkit.adapting import keep_packing
+from toolkit.engines.job import Job, Prepared, engine_of
+from toolkit.engines.variables import engine_variables
+from toolkit.errors import NotFinite, RunError, StrategyError
+from toolkit.mastering import restore_masters
+from toolkit.phases import phase
+from toolkit.preparing import audit, check_pair, check_uniform
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator as Upstream
+else:
+    Upstream = object  # importing this module imports no accelerate
+
+
+@cache
+def accelerator_class() -> Any:
+    """Accelerate's Accelerator with the methods of `UniformLoop`."""
+    import accelerate
+
+    return type("Accelerator", (UniformLoop, accelerate.Accelerator), {})
+
+
+class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
+    """Accumulation, clipping and the audit follow the job on every engine. Everything else is Accelerate's.
+
+    - The gradient is the mean over `Loop.accumulation` micro-batches. A loader's incomplete rest is one step too, and
+      its sum is divided by `accumulation`, as Accelerate does.
+    - A prepared optimizer's `step` clips the global norm to `Loop.max_grad_norm` once, with and without a call of
+      `clip_grad_norm_`, and takes no step where the norm is not finite.
+    - A prepared scheduler's `step` does nothing in a micro-batch that only accumulates.
+    - `prepare` raises `StrategyMismatch` where its result differs from the request.
+    """
+
+    def __init__(self, job: Job, timeout: timedelta | None = None, **options: Any) -> None:
+        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+        _reset_state(job, timeout)
+        self.job = job
+        self.ended = False
+        self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
+        """Models with the checkpoint's values. `prepare` makes their fp32 masters exact."""
+        self._prepared: WeakSet[torch.nn.Module] = WeakSet()
+        self._norm: torch.Tensor | None = None
+        """The norm of this step's gradients before clipping. None until they are clipped."""
+        self._took_step = False
+        """DeepSpeed took a step in `backward`, and the loop has not called `step` since."""
+        with engine_variables(job):
+            super().__init__(
+                **engine_of(job.strategy).plugin(job, timeout),
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=job.loop.accumulation,
+                    # Without it FSDP holds whole gradients until the last micro-batch.
+                    sync_each_batch=job.strategy.engine == "fsdp",
+                ),
+                # Batches are sharded by `data`, whose order does not depend on the number of ranks.
+                dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
+                # A prepared scheduler would otherwise step once for every rank.
+                step_scheduler_with_optimizer=False,
+                **options,
+            )
+        self.state.owner = ref(self)
+
+    @property
+    def _deepspeed(self) -> bool:
+        from accelerate.utils import DistributedType
+
+        return bool(self.distributed_type == DistributedType.DEEPSPEED)
+
+    def end_training(self) -> None:
+        """Accelerate's. Afterwards this process can make another Accelerator."""
+        import torch.distributed as dist
+
+        if self._deepspeed and dist.is_initialized():
+            from deepspeed import comm
+            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+            comm.destroy_process_group()  # DeepSpeed's own references to the groups go with them
+            unset_hf_deepspeed_config()  # otherwise the next model is made under ZeRO-3
+        super().end_training()
+        self.ended = True
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Accelerate's, with the audit, and exact fp32 masters for a model of `toolkit.load()`.
+
+        Raises:
+            StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
+        """
+        import torch
+
+        models = [item for item in objects if isinstance(item, torch.nn.Module)]
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        if self.job.strategy.engine != "ddp" and (optimizers or self.is_fsdp2):
+            check_pair(models, optimizers)
+        for model in models:
+            check_uniform(self.job, model)
+            engine_of(self.job.strategy).arrange(self.job, model)
+            keep_packing(model)  # a user's own may be quantized, too
+        known = [*self._optimizers, *self._schedulers]
+        with phase("prepare"), engine_variables(self.job):
+            made = super().prepare(*objects, device_placement=device_placement)
+            for item in (*self._optimizers, *self._schedulers):
+                if not any(item is other for other in known):
+                    self._replace_step(item)
+            # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+            items = made if isinstance(made, list | tuple) else (made,)
+            self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
+            self._check_prepared(items, any(model in self.from_checkpoint for model in models))
+        return made
+
+    def _check_prepared(self, items: Sequence[Any], from_checkpoint: bool) -> None:
+        """Audit a model and its optimizer with the call that completes the two: DDP takes them one by one, too."""
+        if not self._optimizers or not self._prepared:
+            return
+        optimizer, model = self._optimizers[-1], self._trained_model()
+        if model is None or not any(item is model or item is optimizer for item in items):
+            return
+        prepared = Prepared(self.job, model, optimizer, self)
+        if from_checkpoint:
+            restore_masters(prepared)
+        audit(prepared)
+        if self._deepspeed or self.is_fsdp2:
+            model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
+
+    def _trained_model(self) -> Any:
+        """The prepared model that the newest optimizer steps. DeepSpeed's optimizer holds other tensors than its model."""
+        stepped = {id(parameter) for group in self._optimizers[-1].param_groups for parameter in group["params"]}
+        found = (model for model in self._prepared if any(id(p) in stepped for p in model.parameters()))
+        return next(found, self._models[-1] if self._deepspeed else None)
+
+    def _replace_step(self, item: Any) -> None:
+        """Clip before an optimizer's `step`, and step a scheduler with the optimizer only.
+
+        No hook of torch's: it runs behind fp16's scaler, which leaves the gradients of a fused optimizer scaled. A
+        method: torch's schedulers replace an optimizer's `step` too, and take it apart.
+        """
+        import torch
+
+        upstream: Callable[..., Any] = item.step
+
+        def step_optimizer(optimizer: Any, closure: Any = None) -> None:
+            if self.sync_gradients:
+                self._check_finite(self._clip())
+            upstream(closure) if closure else upstream()
+            if self.sync_gradients:
+                self._norm, self._took_step = None, False
+
+        def step_scheduler(scheduler: Any, *arguments: Any, **named: Any) -> None:
+            if self.sync_gradients:
+                upstream(*arguments, **named)
+
+        item.step = MethodType(step_optimizer if isinstance(item, torch.optim.Optimizer) else step_scheduler, item)
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Accelerate's: the loss is divided by `Loop.accumulation`.
+
+        Raises:
+            StrategyError: for a second call before `optimizer.step()` where DeepSpeed has taken a step in the first.
+        """
+        if self._took_step and self.sync_gradients:
+            raise StrategyError(
+                f"accelerator.backward was called twice before optimizer.step(), and sharding "
+                f"{self.job.strategy.sharding!r} took a step in the first call: DeepSpeed has to know the last micro-batch "
+                "beforehand. Give tk.Loop(accumulation=…), and write `with accelerator.accumulate(model):` around each one."
+            )
+        self._norm = None
+        super().backward(loss, **options)
+        # A step that DeepSpeed skipped for its norm is no step, and the loop may leave `step` out.
+        self._took_step = self._deepspeed and self.sync_gradients and _is_finite(self._clip())
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip to `Loop.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
+
+        Returns:
+            The global L2 norm before clipping, over all ranks. None in a micro-batch that only accumulates.
+
+        Raises:
+            StrategyError: for another norm than the job's, and for a part of the parameters.
+        """
+        import torch
+
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        limit = self.job.loop.max_grad_norm
+        if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
+            raise StrategyError(
+                f"clip_grad_norm_ got max_norm {float(max_norm):g} (norm_type {float(norm_type):g}), and the job clips the L2 "
+                f"norm at {limit:g} on every engine. Give tk.Loop(max_grad_norm={float(max_norm):g}), or call it with {limit:g}."
+            )
+        trained = [p for model in self._models for p in model.parameters() if p.requires_grad]
+        left = {id(parameter) for parameter in trained} - {id(parameter) for parameter in given}
+        if left:
+            raise StrategyError(
+                f"clip_grad_norm_ got {len(trained) - len(left)} of {len(trained)} trained parameters, and the norm is that of "
+                "all of them. Give model.parameters() of the prepared model."
+            )
+        return self._clip() if self.sync_gradients else None
+
+    def _clip(self) -> torch.Tensor | None:
+        """Clip once a step. DeepSpeed has done it in `backward`."""
+        import torch
+
+        if self._deepspeed:
+            norm = self._models[-1].get_global_grad_norm()
+            if norm is not None:
+                norm = float(norm) if norm >= 0 else math.inf  # -1: an overflow
+                self._norm = torch.tensor(norm, device=self.device)
+        elif self._norm is None:
+            self.unscale_gradients()
+            stepped = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(stepped, self.job.loop.max_grad_norm or math.inf)
+            self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return self._norm
+
+    def _check_finite(self, norm: torch.Tensor | None) -> None:
+        """Under fp16 the scaler skips the step instead."""
+        if self.job.strategy.precision != "fp16" and not _is_finite(norm):
+            raise NotFinite(
+                f"the gradient norm is {norm:g}, and the step was not taken. Weights are those of the step before. "
+                "Look at this step's batches, or lower the learning rate."
+            )
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Accelerate's. Under DeepSpeed a `backward` within it takes no step."""
+        if not self._deepspeed:
+            with super().no_sync(model):
+                yield
+            return
+        state = self.gradient_state
+        before, state.sync_gradients = state.sync_gradients, False
+        try:
+            yield
+        finally:
+            state.sync_gradients = before
+
+
+def _is_finite(norm: torch.Tensor | None) -> bool:
+    """A norm that is not known yet counts as finite."""
+    return norm is None or math.isfinite(norm)
+
+
+def _refuse_no_sync(sharding: str) -> NoReturn:
+    raise StrategyError(
+        f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every "
+        "sharding has."
+    )
+
+
+_made = 0
+"""Accelerators of this process, equally many on every rank."""
+
+
+def _reset_state(job: Job, timeout: timedelta | None) -> None:
+    """Accelerate keeps one state for the whole process: forget that of an Accelerator that was ended or dropped.
+
+    Accelerators of one process each, in one precision, can share a state.
+
+    Raises:
+        RunError: where the last one is still in use.
+    """
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+
+    global _made
+    if (owner := AcceleratorState._shared_state.get("owner")) is not None:
+        if owner() is not None and not owner().ended:
+            gc.collect()  # a dropped one is part of cycles
+        if (last := owner()) is not None and not last.ended:
+            asked, other = job.strategy, last.job.strategy
+            if asked.sharding == other.sharding == "none" and asked.precision == other.precision:
+                return
+            raise RunError(
+                f"this process already has an Accelerator, with sharding {other.sharding!r} and precision "
+                f"{other.precision!r}, and Accelerate keeps one state a process. Call its end_training() first."
+            )
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+    if _made and job.strategy.sharding != "none" and not dist.is_initialized():
+        _init_group(job, timeout)
+    _made += 1
+
+
+def _init_group(job: Job, timeout: timedelta | None) -> None:
+    """Make this process's next process group, which Accelerate and DeepSpeed take as it is.
+
+    The launcher's store keeps the addresses of the groups that have ended, and torch gives every group their names,
+    which DTensor's caches need. So the keys get a prefix.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    backend = "gloo" if job.device.kind == "cpu" else "nccl" if job.strategy.offload == "none" else "cuda:nccl,cpu:gloo"
+    store, rank, size = next(iter(rendezvous("env://")))
+    dist.init_process_group(
+        backend, store=PrefixStore(f"accelerator-{_made}", store), rank=rank, world_size=size, timeout=timeout
+    )

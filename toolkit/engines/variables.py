@@ -1,0 +1,23 @@
+"""`engine_variables()`: the environment variables that an engine's libraries read, set only while they read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from toolkit.engines.job import Job, engine_of
+
+
+@contextmanager
+def engine_variables(job: Job) -> Iterator[None]:
+    """Set an engine's variables, and leave `os.environ` as it was: Accelerate and its plugins write into it too."""
+    before = dict(os.environ)
+    try:
+        for name, value in engine_of(job.strategy).variables(job).items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
