@@ -79,8 +79,8 @@ def export(prepared: Any, tokenizer: Any, source: str, batch: Any, out: Path) ->
     from toolkit.exporting.trained import save, verify
 
     layout = lay_out(prepared)
-    save(prepared, tokenizer, out)
-    result = verify(prepared, out, {"input_ids": batch})
+    planned = save(prepared, tokenizer, out)
+    result = verify(prepared, out, planned, {"input_ids": batch})
     if result is None:
         return None
     from safetensors.torch import load_file
