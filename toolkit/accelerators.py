@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -296,7 +297,7 @@ def _reset_state(job: Job, timeout: timedelta | None) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         unset_hf_deepspeed_config()
-    if _made and job.strategy.sharding != "none" and not dist.is_initialized():
+    if _made and job.strategy.sharding != "none" and "RANK" in os.environ and not dist.is_initialized():
         _init_group(job, timeout)
     _made += 1
 

@@ -149,20 +149,19 @@ def compare(
         ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
         plans.append((strategy, ours, 1 if alone else ranks))
     check_place(root)
-    for strategy, ours, count in plans:
-        get_ready(recipe, strategy, ours, count, machine.device)
+    environs = [get_ready(recipe, *plan, machine.device).handed_over for plan in plans]
     print_default(ranks, machine, processes)
-    results = tuple(_run(recipe, strategy, ours, count, root) for strategy, ours, count in plans)
+    results = tuple(_run(recipe, *plan, root, environ) for plan, environ in zip(plans, environs, strict=True))
     return Comparison(model=recipe.model, data=recipe.data, results=results)
 
 
-def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path) -> Result:
+def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path, environ: Mapping[str, str]) -> Result:
     path = new_path(root, strategy.sharding)
     recipe = dataclasses.replace(recipe, save_every=0, save_seconds=0.0)  # what is compared is the training
     with enter(path, token=new_token()) as folder, reported(path):
         arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        supervise(folder, "toolkit.finetune", arguments, config, timeout=recipe.timeout)
+        supervise(folder, "toolkit.finetune", arguments, config, environ=environ, timeout=recipe.timeout)
     return read_run(path)
 
 

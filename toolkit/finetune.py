@@ -40,7 +40,7 @@ from toolkit.loading import load
 from toolkit.locking import run_token, supervised
 from toolkit.phases import phase
 from toolkit.preparing import Audit, audit, prepare, prepared
-from toolkit.readying import Ready, Recipe, foretold, get_ready, versions
+from toolkit.readying import PREPARED, Ready, Recipe, foretold, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
 from toolkit.runtime import agree, job, launched, on_any_rank
 from toolkit.shrinking import is_out_of_memory, out_of_memory
@@ -77,7 +77,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     machine = hardware()
     window = measuring.start(machine.device.kind, recipe.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
-    ready = get_ready(recipe, strategy, loop, ranks, machine.device)
+    ready = get_ready(recipe, strategy, loop, ranks, machine.device, prepared=os.environ.pop(PREPARED, None))
     if rank == 0:
         ready = foretold(ready, recipe, machine)
 
@@ -91,7 +91,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     )
     seed_everything(ready.job.loop.seed)
     asked = job(accelerator)
-    accelerator.print(_headline(asked))
+    accelerator.print("\n".join((_headline(asked), *ready.notes)))
     found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
     with accelerator.local_main_process_first():  # the others find the base's hashes in the cache
         identity = identify(ready.spec, asked.strategy, ready.rows.fingerprint)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit import redacting
@@ -26,6 +27,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 0.5
 
 _forks_arranged = False
+_parent_of_forks: int | None = None
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -133,6 +135,28 @@ def _arrange_forks() -> None:
                 os._exit(1)
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+@contextlib.contextmanager
+def forks_die_with_parent() -> Iterator[None]:
+    """Whatever a library forks meanwhile dies with this process, and a signal ends it without this process's handlers."""
+    global _parent_of_forks
+    if _parent_of_forks is None:
+        os.register_at_fork(after_in_child=_in_fork)
+    _parent_of_forks = os.getpid()
+    try:
+        yield
+    finally:
+        _parent_of_forks = 0
+
+
+def _in_fork() -> None:
+    if _parent_of_forks:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
+        _watch(_parent_of_forks)
+        if os.getppid() != _parent_of_forks:
+            os._exit(1)
 
 
 class StopSignal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from toolkit.adapting import check_quantized, require_libraries
 from toolkit.cache import cache_folder
-from toolkit.data import Rows, check_batch, check_source, embedded_tokenizer, prepare_data
+from toolkit.data import Contents, Rows, check_batch, embedded_tokenizer, find_rows, ingest, prepare_data
 from toolkit.devices import Device, Hardware, hardware
 from toolkit.engines import cpu
 from toolkit.engines.job import Job, resolve
@@ -29,6 +30,9 @@ from toolkit.strategy import Loop, Strategy
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
 """Whose versions `run.json` records."""
 
+PREPARED = "TOOLKIT_PREPARED_DATA"
+"""The environment variable in which the parent tells its ranks which rows to open."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -41,7 +45,7 @@ class Recipe:
     )
     """As `describe` takes it. A run's folder alone never says it: resuming needs the flag again."""
     data: str = amount(EMBEDDED, "text, JSONL, folder, dataset, or the embedded text")
-    """As `data.check_source` says."""
+    """As `data.find_source` says."""
     eval_data: str | None = amount(None, "data whose loss is reported")
     """Evaluated every `eval_every` steps, and at the end."""
     eval_every: int = amount(0, "steps between evaluations; 0: at the end alone")
@@ -100,6 +104,14 @@ class Ready:
     """What the run will take; None where nobody asked, and where it cannot be forecast."""
     unforecast: str | None = None
     """Why it cannot be."""
+    notes: tuple[str, ...] = ()
+    """Which files of a folder are the data, and which are left out."""
+
+    @property
+    def handed_over(self) -> dict[str, str]:
+        """Environment of the ranks: they open the same rows, and read no data."""
+        evaluated = self.eval_rows.fingerprint if self.eval_rows else None
+        return {PREPARED: json.dumps([self.rows.fingerprint, evaluated, self.notes])}
 
     @property
     def spec(self) -> ModelSpec:
@@ -108,8 +120,16 @@ class Ready:
         return self.job.spec
 
 
-def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device) -> Ready:
-    """Describe the model, resolve the job, tokenize the data. The parent does it first; in ranks the data are cached.
+def get_ready(
+    recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device, *, prepared: str | None = None
+) -> Ready:
+    """Describe the model, resolve the job, read and tokenize the data, unless the parent did that and says so.
+
+    Args:
+        recipe, strategy, loop: what is trained, and how.
+        ranks: number of processes.
+        device: of a rank.
+        prepared: in a rank, the value of `PREPARED`.
 
     Raises:
         ToolkitError: for everything that would stop the run: strategy, model, weights, data.
@@ -118,9 +138,10 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
         cpu.say_so_to_deepspeed()
     check_trackers(recipe.tracker)
     require_libraries(resolve(strategy, loop, None, ranks, device))
-    for source in filter(None, (recipe.data, recipe.eval_data)):
-        if source != EMBEDDED:
-            check_source(source, text_column=recipe.text_column)
+    rows, eval_rows, notes = _prepared(prepared)
+    # Mistakes in the data are found before anything heavy is imported.
+    data = None if rows else ingest(recipe.data, text_column=recipe.text_column)
+    eval_data = ingest(recipe.eval_data, text_column=recipe.text_column) if recipe.eval_data and not eval_rows else None
     spec = described(recipe.model, recipe.trust_remote_code)
     asked = resolve(strategy, loop, spec, ranks, device)
     if strategy.quantized:
@@ -128,9 +149,9 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
 
-    def rows(source: str) -> Rows:
+    def rows_of(contents: Contents) -> Rows:
         return prepare_data(
-            None if source == EMBEDDED else source,
+            contents,
             tokenizer,
             spec,
             seq_len=asked.loop.seq_len,
@@ -140,11 +161,21 @@ def get_ready(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device
             text_column=recipe.text_column,
         )
 
-    trained = rows(recipe.data)
-    check_batch(trained, asked.loop, ranks=ranks)
-    return Ready(
-        job=asked, tokenizer=tokenizer, rows=trained, eval_rows=rows(recipe.eval_data) if recipe.eval_data else None
-    )
+    rows = rows_of(data) if data else rows
+    assert rows is not None, "the data were prepared by the parent, or read here"
+    check_batch(rows, asked.loop, ranks=ranks)
+    eval_rows = rows_of(eval_data) if eval_data else eval_rows
+    read = {"data": data, "eval_data": eval_data}
+    notes += tuple(f"{name}: {each.source.summary}" for name, each in read.items() if each and each.source.summary)
+    return Ready(job=asked, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
+
+
+def _prepared(said: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
+    """Rows, rows for evaluation and notes that the parent handed over; nothing without a parent."""
+    if said is None:
+        return None, None, ()
+    rows, eval_rows, notes = json.loads(said)
+    return find_rows(rows), find_rows(eval_rows) if eval_rows else None, tuple(notes)
 
 
 def foretold(ready: Ready, recipe: Recipe, machine: Hardware) -> Ready:

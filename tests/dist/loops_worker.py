@@ -27,45 +27,35 @@ def code(mark: str, changes: dict[str, str]) -> str:
     return str(found)
 
 
-def function(sharding: str, count: int, call: bool) -> str:
-    """The loop in a function, which takes its strategy from the launcher. With the call also without a spec."""
+def function(sharding: str, count: int) -> str:
+    """The loop in a function, which takes its strategy from the launcher and leaves clipping to `step`."""
     changes = {
         "micro_batch=8": f"micro_batch={BATCH // count}",
         "max_grad_norm=1.0": f"max_grad_norm={NORM}",
         "tk.log(step, steps=steps, loss=loss": "log(loss=loss",
-        'accelerator.save_state("mine")  # a loop of your own keeps checkpoints of its own': "done(accelerator, model, optimizer)",
+        'accelerator.save_state("mine")  # a loop of your own keeps checkpoints of its own': (
+            "done(accelerator, model, optimizer)"
+        ),
     }
-    if call:
-        changes["            optimizer.step()"] = (
-            f"            norm = accelerator.clip_grad_norm_(model.parameters(), {NORM})\n"
-            "            assert (norm is None) != accelerator.sync_gradients, norm\n"
-            "            optimizer.step()"
-        )
-        changes[", spec=tk.describe(config)"] = ""
     return "import toolkit as tk\n" + code("def train(steps)", changes).partition("\n\n\nrun =")[0] + "\n\ntrain(10)\n"
 
 
-def script(sharding: str, count: int, call: bool) -> str:
-    """The loop in a script: 21 micro-batches, so that the last step is an incomplete one."""
+def script(sharding: str, count: int) -> str:
+    """The loop in a script, with a call of `clip_grad_norm_`. 21 micro-batches: the last step is an incomplete one."""
     groups = ", replicate=2" if sharding == "hsdp" else ""
-    changes = {
-        '"Qwen/Qwen3-0.6B"': "folder",
-        'sharding="zero3", precision="bf16"': f'sharding="{sharding}", precision="fp32"{groups}',
-        "micro_batch=2, accumulation=4, max_grad_norm=1.0, seq_len=2048": (
-            f"micro_batch={BATCH // count}, accumulation=2, max_grad_norm={NORM}, seq_len={LENGTH}"
-        ),
-        'torch.load("rows.pt")': "rows()",
-        "lr=2e-5": "lr=1e-3",
-        "accelerator.end_training()": "    log(loss=loss)\ndone(accelerator, model, optimizer)",
-    }
-    if not call:
-        changes[
-            "        norm = accelerator.clip_grad_norm_(model.parameters(), loop.max_grad_norm)  # only to know the norm\n"
-        ] = ""
-        changes["tk.prepare(accelerator, model, optimizer, loader, schedule)"] = (
-            "accelerator.prepare(model, optimizer, loader, schedule)"
-        )
-    return code("tk.prepare(", changes)
+    return code(
+        "tk.prepare(",
+        {
+            '"Qwen/Qwen3-0.6B"': "folder",
+            'sharding="zero3", precision="bf16"': f'sharding="{sharding}", precision="fp32"{groups}',
+            "micro_batch=2, accumulation=4, max_grad_norm=1.0, seq_len=2048": (
+                f"micro_batch={BATCH // count}, accumulation=2, max_grad_norm={NORM}, seq_len={LENGTH}"
+            ),
+            'torch.load("rows.pt")': "rows()",
+            "lr=2e-5": "lr=1e-3",
+            "accelerator.end_training()": "    log(loss=loss, norm=norm)\ndone(accelerator, model, optimizer)",
+        },
+    )
 
 
 def script_of_others(name: str, loop: str, changes: dict[str, str]) -> Any:
@@ -98,7 +88,7 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
     found["tokens"] = script_of_others("tokens", loop, told)(folder, size)
     checkpoints = script_of_others("checkpoints", "", {})
     found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
-    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_3")
+    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_2")
     return found
 
 
@@ -109,33 +99,29 @@ def rows() -> Any:
 
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Both loops with and without the call, one Accelerator after the other in this process."""
+    """Both loops, then scripts of others: one Accelerator after the other in this process."""
     sharding, count = cell["sharding"], int(os.environ.get("WORLD_SIZE", "1"))
     strategy = {"sharding": sharding, "precision": "fp32"} | ({"replicate": 2} if sharding == "hsdp" else {})
     os.environ["TOOLKIT_STRATEGY"] = json.dumps(strategy)
     before, found = dict(os.environ), {}
     try:
         for name, source in (("function", function), ("script", script)):
-            for call in (True, False):
-                losses: list[float] = []
-                key = f"{name}{' with the call' if call else ''}"
-                place = Path(folder).parent / f"{sharding} {key}.pt"
-                final = name == "script" and not call
+            losses: list[float] = []
+            place = Path(folder).parent / f"{sharding} {name}.pt"
 
-                def log(loss: Any, tokens: int = 0, losses: list[float] = losses) -> None:
-                    losses.append(mean(loss.detach()))
+            def log(loss: Any, tokens: int = 0, norm: Any = None, losses: list[float] = losses) -> None:
+                losses.append(mean(loss.detach()))
+                losses.extend([] if norm is None else [float(norm)])
 
-                def done(
-                    accelerator: Any, model: Any, optimizer: Any, place: Path = place, final: bool = final
-                ) -> None:
-                    assert dict(os.environ) == before, set(dict(os.environ).items()) ^ set(before.items())
-                    keep(accelerator, model, optimizer, place)
-                    if final:
-                        found["refusals"] = refusals(accelerator, model, optimizer)
-                    accelerator.end_training()
+            def done(accelerator: Any, model: Any, optimizer: Any, name: str = name, place: Path = place) -> None:
+                assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+                keep(accelerator, model, optimizer, place)
+                if name == "script":
+                    found["refusals"] = refusals(accelerator, model, optimizer)
+                accelerator.end_training()
 
-                exec(source(sharding, count, call), {"log": log, "done": done, "rows": rows, "folder": folder})
-                found[key] = {"losses": losses, "weights": str(place)}
+            exec(source(sharding, count), {"log": log, "done": done, "rows": rows, "folder": folder})
+            found[name] = {"losses": losses, "weights": str(place)}
         if sharding in SCRIPTED:
             found["scripts"] = scripts(folder, count, sharding)
         if sharding == "fsdp":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 import signal
@@ -41,6 +42,30 @@ def test_these_are_the_benchmarks() -> None:
     assert {path.stem for path in (FOLDER / "results").glob("*.md")} == set(SCRIPTS)
 
 
+def test_a_commit_is_named_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results alone do not count: each benchmark's would mark the next one's."""
+    monkeypatch.syspath_prepend(FOLDER)
+    machine = importlib.import_module("machine")
+    results = tmp_path / "benchmarks" / "results"
+    monkeypatch.setattr(machine, "HERE", tmp_path / "benchmarks")
+    monkeypatch.setattr(machine, "RESULTS", results)
+    results.mkdir(parents=True)
+
+    def git(*words: str) -> str:
+        known = ["-c", "user.name=me", "-c", "user.email=me@here"]
+        return subprocess.run(["git", *known, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    commit = machine.commit.__wrapped__
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit() == "not recorded"
+    git("init")
+    git("commit", "--allow-empty", "--message=one")
+    (results / "kill.json").touch()
+    assert commit() == git("rev-parse", "HEAD").strip()
+    (tmp_path / "new.py").touch()
+    assert commit() == f"{git('rev-parse', 'HEAD').strip()} + uncommitted changes"
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_runs_and_says_of_which_commit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {path: path.read_bytes() for path in (FOLDER / "results").iterdir()}
@@ -49,7 +74,6 @@ def test_a_benchmark_runs_and_says_of_which_commit(name: str, tmp_path: Path, mo
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke", "--results", str(tmp_path)])
     assert not exit_code(name)
     assert {path: path.read_bytes() for path in (FOLDER / "results").iterdir()} == stored
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     commit = json.loads((tmp_path / f"{name}.json").read_text())["commit"]
-    assert commit.removesuffix(" + uncommitted changes") == head.stdout.strip()
+    assert commit == importlib.import_module("machine").commit()
     assert f"\ncommit {commit}\n" in (tmp_path / f"{name}.md").read_text()

@@ -11,7 +11,6 @@ from toolkit.strategy import SHARDINGS
 
 pytestmark = pytest.mark.dist
 
-LOOPS = ("function", "function with the call", "script", "script with the call")
 RANKS = {"none": 1, "hsdp": 4}
 
 
@@ -26,28 +25,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def test_readmes_loops_compute_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
-    """Over the same global batches, with a norm that is clipped, to 1e-5 in fp32."""
+    """Losses, norms and weights over the same global batches, with a norm that is clipped: to 1e-5 in fp32."""
     import torch
 
     assert set(found) == set(SHARDINGS)
-    for loop in LOOPS:
+    for loop, count in (("function", 10), ("script", 21 + 11)):
         reference = found["ddp"][loop]
         whole = torch.load(reference["weights"])
-        assert len(reference["losses"]) == {"function": 10, "script": 21}[loop.split()[0]]
+        assert len(reference["losses"]) == count  # with 11 norms, each of a step
         for sharding, result in found.items():
             assert result[loop]["losses"] == pytest.approx(reference["losses"], rel=1e-5), (sharding, loop)
             weights = torch.load(result[loop]["weights"])
             assert set(weights) == set(whole)
             for name, tensor in weights.items():
                 torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{sharding}, {loop}: {name}")
-
-
-def test_the_call_of_clip_grad_norm_changes_nothing(found: dict[str, dict[str, Any]]) -> None:
-    for sharding, result in found.items():
-        for loop in ("function", "script"):
-            assert result[loop]["losses"] == pytest.approx(result[f"{loop} with the call"]["losses"], rel=1e-6), (
-                sharding
-            )
 
 
 def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict[str, Any]]) -> None:
@@ -83,6 +74,6 @@ def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, d
         result = found[sharding]["scripts"]
         for name in ("accumulation", "tokens", "checkpoints", "resumed"):
             assert result[name] == pytest.approx(reference[name], rel=1e-5), (sharding, name)
-        assert result["resumed"] == pytest.approx(result["checkpoints"][3:], rel=1e-6), sharding
+        assert result["resumed"] == pytest.approx(result["checkpoints"][2:], rel=1e-6), sharding
         if sharding != "ddp":
             assert "Write accelerator.no_sync(model)" in result["tokens as they are"]

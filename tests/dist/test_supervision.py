@@ -287,17 +287,33 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert run.seconds < 5 * TIMEOUT
 
 
+COUNTING = """
+import os, sys
+def hook(event, about):
+    if event == "open" and str(about[0]).endswith(("text.jsonl", "held.jsonl")):
+        log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(log, os.path.basename(about[0]).encode() + b"\\n")
+        os.close(log)
+sys.addaudithook(hook)
+"""
+"""Every process writes down which data file it opens."""
+
+
 def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> None:
     """A signal in its midst ends the run within its 30 s; who goes on with it begins with the evaluation."""
     tiny.llama(tmp_path / "llama")
     for name, count in (("text", 2_000), ("held", 40_000)):
         lines = (f'{{"text": "w{index % 240}"}}\n' for index in range(count))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
+        (tmp_path / name / "README.md").write_text("# Words")
+    (tmp_path / "counting").mkdir()
+    (tmp_path / "counting" / "sitecustomize.py").write_text(COUNTING.format(log=str(tmp_path / "opened")))
     command = ["train", "--steps", "2", "--seq-len", "32", "--model", str(tmp_path / "llama"), "--no-memory-window"]
-    command += ["--data", str(tmp_path / "text.jsonl"), "--eval-data", str(tmp_path / "held.jsonl"), "--no-save"]
+    command += ["--data", str(tmp_path / "text"), "--eval-data", str(tmp_path / "held"), "--no-save"]
     command += ["--eval-every", "1", "--sharding", "ddp", "--processes", "2"]
     run = tmp_path / "run"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'counting'}", "CUDA_VISIBLE_DEVICES": ""}
 
     def toolkit(*words: str) -> subprocess.Popen[str]:
         called = [sys.executable, "-m", "toolkit.cli", *words]
@@ -318,9 +334,15 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     assert "step 1: evaluation left out, since the run is asked to stop\n" in out
     assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples"]
     assert complete(run / "checkpoints")[0].name == "step-00000001"
+    for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
+        assert f"\n{name}; left out: README.md\n" in out
+    assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
+        "read once by all processes"
+    )
     again = toolkit("resume", str(run))
     _, err = again.communicate(timeout=200)
     assert again.returncode == 0, err
+    assert len((tmp_path / "opened").read_text().split()) == 2, "unchanged data are read again"
     events = read_events(run / "events.jsonl")
     assert [(event["step"], "eval_loss" in event) for event in events] == [(1, False), (1, True), (2, False), (2, True)]
     assert all(0 < event["eval_loss"] < 10 for event in events[1::2])

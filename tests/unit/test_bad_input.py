@@ -168,7 +168,6 @@ LIBRARIES = {
     "deepspeed": ("--sharding zero3 --processes 2", "needs DeepSpeed, which is not installed", "[deepspeed]"),
     "bitsandbytes": ("--adapter qlora", "needs bitsandbytes, which is not installed", "[qlora]"),
     "peft": ("--adapter lora", "needs peft, which is not installed", "pip install peft"),
-    "datasets": ("--data organisation/set", "needs the library `datasets`", "pip install"),
 }
 
 

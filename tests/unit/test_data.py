@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -13,14 +15,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
 
 import toolkit.data as data
+from toolkit.data import tokenization
 from toolkit.data.encoding import Encoded, Encoder
 from toolkit.data.packing import IGNORED, Counts, arrange
-from toolkit.errors import DataError, MissingLibrary, StrategyError
+from toolkit.errors import DataError, StrategyError
 from toolkit.model import ModelSpec
 from toolkit.strategy import Loop
 
@@ -120,7 +124,7 @@ def test_embedded_text_is_the_standard_library_in_order() -> None:
     assert not {"test", "tests", "site-packages", "idlelib", "lib2to3"} & {
         part for path in files for part in path.parts
     }
-    first = next(iter(data.documents(data.reading.find_source("embedded"))))
+    first = next(iter(data.documents(data.find_source("embedded"))))
     assert first.content["text"] == files[0].read_text(encoding="utf-8")
 
 
@@ -149,7 +153,7 @@ def test_import_is_light() -> None:
 
 
 def texts(source: Path | str) -> list[dict[str, Any]]:
-    return [dict(document.content) for document in data.documents(data.reading.find_source(source))]
+    return [dict(document.content) for document in data.documents(data.find_source(source))]
 
 
 def test_sources(tmp_path: Path) -> None:
@@ -163,7 +167,7 @@ def test_sources(tmp_path: Path) -> None:
     assert texts(folder) == [{"text": "one"}, {"text": "two"}, {"text": "bé"}, {"text": "deep"}]
     pairs = jsonl(tmp_path / "p.jsonl", {"prompt": "p", "completion": "c", "text": "unused"})
     assert texts(pairs) == [{"prompt": "p", "completion": "c"}]
-    (column,) = data.documents(data.reading.find_source(jsonl(tmp_path / "c.jsonl", {"body": "b"})), text_column="body")
+    (column,) = data.documents(data.find_source(jsonl(tmp_path / "c.jsonl", {"body": "b"})), text_column="body")
     assert (column.kind, column.content, column.where) == ("text", {"text": "b"}, f"{tmp_path / 'c.jsonl'}, line 1")
 
 
@@ -172,10 +176,108 @@ def test_datasets_from_disk_and_parquet(tmp_path: Path) -> None:
 
     table = datasets.Dataset.from_list([{"messages": CHAT}, {"messages": CHAT[:2]}])
     table.save_to_disk(str(tmp_path / "saved"))
-    table.to_parquet(str(tmp_path / "rows.parquet"))
+    (tmp_path / "parts").mkdir()
+    table.select([0]).to_parquet(str(tmp_path / "parts" / "a.parquet"))
+    table.select([1]).to_parquet(str(tmp_path / "parts" / "b.parquet"))
+    (tmp_path / "parts" / "README.md").write_text("# What this is")
     expected = [{"messages": CHAT}, {"messages": CHAT[:2]}]
-    assert texts(tmp_path / "saved") == expected
-    assert texts(tmp_path / "rows.parquet") == expected
+    for source in (tmp_path / "saved", tmp_path / "parts"):
+        assert texts(source) == expected
+        first = data.ingest(source)
+        written = first.documents.stat().st_mtime_ns
+        assert data.ingest(source).hashes == first.hashes
+        assert first.documents.stat().st_mtime_ns == written, "unchanged tables were read again"
+    assert data.ingest(tmp_path / "saved").hashes == first.hashes, "the rows are the same in another format"
+    # The header of a README on the Hub says which files are data.
+    header = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.parquet\n---\n"
+    (tmp_path / "parts" / "README.md").write_text(header)
+    assert texts(tmp_path / "parts") == expected[1:]
+
+
+FOLDERS = {
+    "describing files": (
+        "README.md LICENSE x.yaml y.yml z.yaml dataset_infos.json config.json .gitattributes .git/a.json b.parquet sub/c.parquet",
+        "b.parquet sub/c.parquet",
+        "2 parquet files; left out: .git, .gitattributes, 2 .json files, 2 .yaml files, LICENSE, README.md, y.yml",
+    ),
+    "beside JSONL": ("README.md readme_zh.txt a.jsonl", "a.jsonl", "1 jsonl file; left out: README.md, readme_zh.txt"),
+    "JSONL and text": ("a.jsonl b.txt image.png", "a.jsonl b.txt", "1 jsonl file, 1 txt file; left out: image.png"),
+    "notes": ("README.md config.yaml", "README.md config.yaml", "1 md file, 1 yaml file"),
+    "no licence": ("license_plates.csv README", "license_plates.csv", "1 csv file; left out: README"),
+    "kinds of tables": ("b.csv a.parquet", "a.parquet b.csv", "1 csv file, 1 parquet file"),
+    "splits": (
+        "train-0.parquet train-1.parquet test.parquet more.parquet",
+        "train-0.parquet train-1.parquet",
+        "2 parquet files of the split train; left out: 2 of no or another split (more.parquet, test.parquet)",
+    ),
+    "folders of splits": (
+        "train/a.jsonl dev/a.jsonl",
+        "train/a.jsonl",
+        "1 jsonl file of the split train; left out: 1 of no or another split (dev/a.jsonl)",
+    ),
+    "splits of text": (
+        "train.txt valid.txt test.txt",
+        "train.txt",
+        "1 txt file of the split train; left out: 2 of no or another split (test.txt, valid.txt)",
+    ),
+    "a program": ("train.py test_model.py model.py", "model.py test_model.py train.py", "3 py files"),
+    "no training split": (
+        "a.jsonl my-test.jsonl",
+        "a.jsonl",
+        "1 jsonl file of the split train; left out: 1 of no or another split (my-test.jsonl)",
+    ),
+    "one split": ("eval.jsonl", "eval.jsonl", "1 jsonl file of the split test"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_a_folder_holds(name: str, tmp_path: Path) -> None:
+    there, taken, summary = FOLDERS[name]
+    for file in there.split():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    found = data.find_source(tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in found.files] == taken.split()
+    assert found.summary == summary
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (
+            "a.parquet b.csv c.txt d.jsonl README.md",
+            r"tables \(a.parquet, b.csv\) and text \(c.txt, d.jsonl\)\. Expected one of the two\. Name a single file",
+        ),
+        (
+            "test.csv val.csv",
+            r"holds the splits test and validation, expected train\. Name a single file: test.csv, val.csv",
+        ),
+        ("image.png .hidden.txt", "the folder holds no text"),
+    ],
+)
+def test_folders_that_are_refused(there: str, said: str, tmp_path: Path) -> None:
+    for file in there.split():
+        (tmp_path / file).touch()
+    with pytest.raises(DataError, match=said):
+        data.find_source(tmp_path)
+
+
+def test_only_what_changed_is_hashed_again(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "corpus" / name).write_text(name)
+    first = data.ingest(tmp_path / "corpus").hashes
+    (entry,) = (cache.parent / "sources").glob("*.json")
+    entry.write_text(entry.read_text().replace(first[0].split()[1], "known"))
+    changed = tmp_path / "corpus" / "b.txt"
+    before = changed.stat()
+    changed.write_text("c.txt")
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # also where the time of the last change is set back
+    again = data.ingest(tmp_path / "corpus").hashes
+    assert again[0] == ".txt known", "a file that had not changed was hashed again"
+    assert again[1] != first[1]
+    entry.write_text("[]")
+    assert data.ingest(tmp_path / "corpus").hashes[0] == first[0]
 
 
 BAD = {
@@ -206,31 +308,32 @@ def test_bad_row(name: str, tmp_path: Path, cache: Path, tokenizer: Any) -> None
     rows, said = BAD[name]
     path = jsonl(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(DataError) as caught:
-        data.check_source(path)
+        data.ingest(path)
     assert str(path) in str(caught.value)
     assert said in str(caught.value)
     with pytest.raises(DataError, match="line"):
         data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16)
-    assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [], "something half-written"
+    left = [entry.name for entry in cache.parent.rglob("*") if entry.is_file() and entry.suffix != ".lock"]
+    assert left == [], "something half-written"
 
 
 def test_bad_files(tmp_path: Path) -> None:
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).touch()
         with pytest.raises(DataError, match="the file is empty"):
-            data.check_source(tmp_path / name)
+            data.ingest(tmp_path / name)
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
     with pytest.raises(DataError, match=r"not UTF-8 at byte 1.*iconv"):
-        data.check_source(tmp_path / "latin.txt")
+        data.ingest(tmp_path / "latin.txt")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
-        data.check_source(tmp_path / "latin.jsonl")
+        data.ingest(tmp_path / "latin.jsonl")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="the folder holds no text"):
-        data.check_source(tmp_path / "folder")
+        data.ingest(tmp_path / "folder")
     for missing in (tmp_path / "no.jsonl", "no.txt", "./no", "data/no.jsonl"):
         with pytest.raises(DataError, match="no such file or folder"):
-            data.check_source(missing)
+            data.ingest(missing)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +349,7 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path: Path) -> None:
     code = (
         "import toolkit.data as d\nfrom toolkit.errors import DataError\n"
-        "try: d.check_source('some/dataset')\nexcept DataError as error: print(error)"
+        "try: d.ingest('some/dataset')\nexcept DataError as error: print(error)"
     )
     run = python(code, HF_HOME=str(tmp_path), **environment)
     assert run.returncode == 0, run.stderr
@@ -255,16 +358,10 @@ def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path
     assert (run.stdout.count("\n"), run.stderr) == (1, "")
 
 
-def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingLibrary, match="pip install datasets"):
-        data.check_source("some/dataset")
-
-
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     # Root may read everything; a folder is no file for anybody.
     (tmp_path / "corpus" / "a.txt").mkdir(parents=True)
-    files = data.reading.Source(files=(tmp_path / "corpus" / "a.txt",), name="corpus")
+    files = data.sources.Source(files=(tmp_path / "corpus" / "a.txt",), name="corpus")
     with pytest.raises(DataError, match=r"a\.txt: cannot be read: Is a directory"):
         next(data.documents(files))
     with pytest.raises(DataError, match="cannot be read: No such file"):
@@ -390,7 +487,7 @@ def test_loss_of_rows_is_the_loss_of_the_documents(packing: bool, tokenizer: Any
     assert rows.count < 5 if packing else rows.count == 5
     model = build(LLAMA)
     encoder = Encoder(tokenizer=tokenizer, eos=2, mask_prompts=False, template=None)
-    encoded = list(encoder.encode(data.documents(data.reading.find_source(tmp_path / "p.jsonl"))))
+    encoded = list(encoder.encode(data.documents(data.find_source(tmp_path / "p.jsonl"))))
     alone = [torch.tensor([document.ids]) for document in encoded]
     expected = sum(summed(model, {"input_ids": ids, "labels": ids}) for ids in alone)
     assert rows.tokens == sum(ids.numel() for ids in alone)
@@ -627,16 +724,71 @@ def test_ranks_that_come_at_once_make_it_once(tokenizer_folder: Path, tmp_path: 
     path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES * 200))
     spec = {field.name: getattr(LLAMA_SPEC, field.name) for field in fields(ModelSpec)}
     code = f"""
-import transformers, toolkit.data as d
+import sys, transformers, toolkit.data as d
 from toolkit.model import ModelSpec
 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained({str(tokenizer_folder)!r})
-print(d.prepare_data({str(path)!r}, tokenizer, ModelSpec(**{spec!r}), seq_len=16, packing=False).to_json())
+opened = []
+sys.addaudithook(lambda event, about: opened.append(about[0]) if event == "open" and {str(path)!r} == about[0] else None)
+rows = d.prepare_data({str(path)!r}, tokenizer, ModelSpec(**{spec!r}), seq_len=16, packing=False)
+print(rows.to_json().strip(), len(opened), sep="\\n---")
 """
     command = [sys.executable, "-c", code]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [process.communicate(timeout=120)[0] for process in started]
+    said, opens = zip(*(process.communicate(timeout=120)[0].split("\n---") for process in started), strict=True)
     assert said[0] == said[1] == said[2] != ""
+    assert sorted(map(int, opens)) == [0, 0, 1], "the file is read once, by one of them"
     assert [entry.name for entry in cache.iterdir() if entry.suffix != ".lock"] == [json.loads(said[0])["fingerprint"]]
+
+
+def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mixed").mkdir()
+    jsonl(tmp_path / "mixed" / "c.jsonl", *[{"messages": CHAT}] * 7)
+    jsonl(tmp_path / "mixed" / "p.jsonl", *({"prompt": f"{n}", "completion": "x" * n} for n in range(1, 70)))
+    jsonl(tmp_path / "mixed" / "t.jsonl", *({"text": f"{n} " * n} for n in range(1, 90)))
+    (tmp_path / "mixed" / "z.txt").write_text("\n".join(SENTENCES))
+
+    def prepare() -> dict[str, Any]:
+        rows = data.prepare_data(tmp_path / "mixed", tokenizer, LLAMA_SPEC, seq_len=16, chat_template=TEMPLATE)
+        found = {name: column.tolist() for name, column in rows.columns.items()}
+        (rows.folder / "meta.json").rename(tmp_path / "meta.json")
+        rows.folder.rename(tmp_path / f"rows-{len(list(tmp_path.iterdir()))}")
+        return {**found, "meta": (tmp_path / "meta.json").read_text()}
+
+    alone, environ = prepare(), os.environ
+    monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
+    monkeypatch.setattr(tokenization, "_cores", lambda: 3)
+    assert prepare() == alone
+    assert os.environ is environ
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1: the chat template refuses these messages: no"):
+        data.prepare_data(
+            tmp_path / "mixed", tokenizer, LLAMA_SPEC, seq_len=16, chat_template="{{ raise_exception('no') }}"
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_processes_that_tokenize_end_with_their_parent(
+    number: signal.Signals, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
+    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
+    path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 50_000)
+    parent = os.fork()
+    if not parent:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16, chat_template=TEMPLATE)
+        except KeyboardInterrupt:
+            os._exit(130)
+        os._exit(1)
+    deadline = time.monotonic() + 200
+    while len(family := psutil.Process(parent).children(recursive=True)) < 3:  # two, and the manager of their queue
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(parent, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == (130 if number == signal.SIGINT else -number)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
 
 
 # ---- order and batches

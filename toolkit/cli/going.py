@@ -40,7 +40,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
-    get_ready(recipe, strategy, loop, ranks, machine.device)
+    environ = get_ready(recipe, strategy, loop, ranks, machine.device).handed_over
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         print_default(ranks, machine, flags.processes)
@@ -48,7 +48,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        persevere(folder, "toolkit.finetune", first, [*first, "--resume"], config, timeout=recipe.timeout, care=care)
+        again = [*first, "--resume"]
+        persevere(folder, "toolkit.finetune", first, again, config, environ=environ, timeout=recipe.timeout, care=care)
     return _result(path)
 
 
@@ -133,11 +134,11 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         print(said, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
-    get_ready(recipe, strategy, loop, ranks, machine.device)
+    environ = get_ready(recipe, strategy, loop, ranks, machine.device).handed_over
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
         again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        persevere(folder, "toolkit.finetune", again, again, config, timeout=recipe.timeout, care=care)
+        persevere(folder, "toolkit.finetune", again, again, config, environ=environ, timeout=recipe.timeout, care=care)
     return _result(path)
 
 

@@ -1,6 +1,7 @@
 """Text, JSONL, chat and Hub datasets → packed, masked rows; the embedded text and its tokenizer.
 
-In order: `reading` (a source → documents), `encoding` (a document → token ids, and which of them are trained),
+In order: `sources` (a name → files), `reading` (files → documents), `ingestion` (documents → the cache, once),
+`encoding` (a document → token ids, and which of them are trained), `tokenization` (all documents, in several processes),
 `packing` (documents → rows of equal length), `building` (all of that once, into the cache), `rows` (what is read from
 there), `batching` (which rows a rank takes when).
 """
@@ -16,22 +17,27 @@ from toolkit.data.batching import (
 )
 from toolkit.data.building import prepare_data
 from toolkit.data.embedded import embedded_files, embedded_tokenizer
+from toolkit.data.ingestion import Contents, ingest
 from toolkit.data.packing import packs
-from toolkit.data.reading import Document, check_source, documents
-from toolkit.data.rows import Rows, open_rows
+from toolkit.data.reading import Document, documents
+from toolkit.data.rows import Rows, find_rows, open_rows
+from toolkit.data.sources import find_source
 
 __all__ = [
+    "Contents",
     "Document",
     "Order",
     "Rows",
     "batches",
     "check_batch",
-    "check_source",
     "documents",
     "embedded_files",
     "embedded_tokenizer",
     "eval_batches",
+    "find_rows",
+    "find_source",
     "hash_ids",
+    "ingest",
     "open_rows",
     "packs",
     "prepare_data",

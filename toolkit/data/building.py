@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from toolkit.cache import cache_folder
 from toolkit.data.encoding import Encoder, read_template
+from toolkit.data.ingestion import Contents, cache_errors, ingest
 from toolkit.data.packing import Counts, arrange, packs
-from toolkit.data.reading import Document, Source, documents, find_source
-from toolkit.data.rows import Rows, open_rows, write_rows
+from toolkit.data.rows import Rows, find_rows, open_rows, write_rows
+from toolkit.data.tokenization import tokenize
 from toolkit.errors import DataError, StrategyError
 from toolkit.model import ModelSpec
 
@@ -21,7 +22,7 @@ FORMAT = 1
 
 
 def prepare_data(
-    source: str | Path | None,
+    source: str | Path | Contents | None,
     tokenizer: Any,
     spec: ModelSpec,
     *,
@@ -33,11 +34,10 @@ def prepare_data(
 ) -> Rows:
     """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
 
-    The parent calls it before it starts processes, then every rank does and finds the rows. Ranks that come at once
-    wait for the first.
+    Unchanged files are not read again. Ranks that come at once wait for the first.
 
     Args:
-        source: as `reading.find_source` says; None is the embedded text.
+        source: as `sources.find_source` says, or what `ingest` returned; None is the embedded text.
         tokenizer: a loaded transformers tokenizer.
         mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
@@ -47,31 +47,25 @@ def prepare_data(
     Raises:
         DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.
         StrategyError: for a `seq_len` over the model's limit.
-        MissingLibrary: for a dataset without the `datasets` library.
     """
     packed = _check(tokenizer, spec, seq_len, packing)
     eos = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
     template = read_template(chat_template)
-    found = find_source(source)
+    contents = source if isinstance(source, Contents) else ingest(source, text_column=text_column)
     about = {"seq_len": seq_len, "packed": packed, "kind": spec.kind, "pad_token_id": pad}
     settings = {
         **about, "format": FORMAT, "eos": eos, "mask_prompts": mask_prompts, "template": template, "text_column":
         text_column,
     }  # fmt: skip
-    fingerprint = _fingerprint(found, tokenizer, settings)
-    folder = cache_folder("data") / fingerprint
-    if not folder.exists():
+    fingerprint = _fingerprint(contents, tokenizer, settings)
+    if (rows := find_rows(fingerprint)) is None:
+        folder = cache_folder("data") / fingerprint
         seq2seq = spec.kind == "seq2seq"
         encoder = Encoder(tokenizer=tokenizer, eos=eos, mask_prompts=mask_prompts, template=template, seq2seq=seq2seq)
-        _build(
-            folder,
-            documents(found, text_column=text_column),
-            found.size,
-            encoder,
-            {**about, "fingerprint": fingerprint},
-        )
-    return open_rows(folder)
+        _build(folder, contents, encoder, {**about, "fingerprint": fingerprint})
+        rows = open_rows(folder)
+    return rows
 
 
 def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) -> bool:
@@ -102,18 +96,12 @@ def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) 
     return can
 
 
-def _fingerprint(source: Source, tokenizer: Any, settings: dict[str, Any]) -> str:
-    """sha256 over the source's bytes, the tokenizer and the settings; file names are left out."""
+def _fingerprint(contents: Contents, tokenizer: Any, settings: dict[str, Any]) -> str:
+    """sha256 over the hashes of the source's contents, the tokenizer and the settings; file names are left out."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(json.dumps(_tokenizer_state(tokenizer), sort_keys=True).encode())
-    for path in source.files:
-        try:
-            with path.open("rb") as file:
-                digest.update(f"\n{path.suffix.lower()} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}. Check its permissions.") from error
-    for row in source.dataset if source.dataset is not None else ():
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    for each in contents.hashes:
+        digest.update(f"\n{each}".encode())
     return digest.hexdigest()
 
 
@@ -135,29 +123,14 @@ def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _build(folder: Path, found: Iterable[Document], size: int, encoder: Encoder, about: dict[str, Any]) -> None:
+def _build(folder: Path, contents: Contents, encoder: Encoder, about: dict[str, Any]) -> None:
     from filelock import FileLock
 
     counts = Counts()
-    try:
-        with FileLock(folder.with_suffix(".lock")):
-            if folder.exists():
-                return
-            encoded = encoder.encode(_shown(found, size))
-            shape = {"kind": about["kind"], "packed": about["packed"], "seq_len": about["seq_len"]}
+    with cache_errors(folder.parent), FileLock(folder.with_suffix(".lock")):
+        if folder.exists():
+            return
+        shape = {"kind": about["kind"], "packed": about["packed"], "seq_len": about["seq_len"]}
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokens-") as fresh:
+            encoded = tokenize(contents, encoder, Path(fresh))
             write_rows(folder, arrange(encoded, counts, **shape, pad=about["pad_token_id"]), counts, about)
-    except OSError as error:
-        raise DataError(
-            f"the cache {folder.parent} cannot be written: {error.strerror or error}. Free some space there, or set"
-            " XDG_CACHE_HOME to another folder."
-        ) from error
-
-
-def _shown(found: Iterable[Document], size: int) -> Iterator[Document]:
-    """The same documents, with a progress bar on a terminal when it takes longer than two seconds."""
-    from tqdm import tqdm
-
-    with tqdm(total=size, desc="tokenizing", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
-        for document in found:
-            yield document
-            bar.update(document.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,14 @@ class Encoder:
         Raises:
             DataError: for messages without a chat template, or one that cannot tell the assistant's turns.
         """
-        waiting: list[Document] = []
-        for document in documents:
-            if document.kind == "text":
-                waiting.append(document)
-                if len(waiting) < BATCH:
-                    continue
-            yield from self._texts(waiting)
-            waiting = []
-            if document.kind != "text":
-                yield self._prompt(document) if document.kind == "prompt" else self._messages(document)
-        yield from self._texts(waiting)
+        for kind, alike in groupby(documents, lambda document: document.kind):
+            while some := list(islice(alike, BATCH)):
+                if kind == "text":
+                    yield from self._texts(some)
+                elif kind == "prompt":
+                    yield from self._prompts(some)
+                else:
+                    yield from map(self._messages, some)
 
     def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
@@ -72,21 +70,20 @@ class Encoder:
         return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
 
     def _texts(self, documents: list[Document]) -> Iterator[Encoded]:
-        if not documents:
-            return
         for ids in self._ids([document.content["text"] for document in documents]):
             closed = self._closed(ids)
             yield Encoded(ids=closed, trained=[True] * len(closed), whole=False, split=0)
 
-    def _prompt(self, document: Document) -> Encoded:
-        prompt = self._ids([document.content["prompt"]])[0]
-        # Some tokenizers close every text. An encoder wants that; between prompt and completion it would be an end in
-        # the middle.
-        if not self.seq2seq and prompt and prompt[-1] == self.eos:
-            prompt = prompt[:-1]
-        completion = self._closed(self._ids([document.content["completion"]], special=False)[0])
-        trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
-        return Encoded(ids=prompt + completion, trained=trained, whole=True, split=len(prompt))
+    def _prompts(self, documents: list[Document]) -> Iterator[Encoded]:
+        prompts = self._ids([document.content["prompt"] for document in documents])
+        completions = self._ids([document.content["completion"] for document in documents], special=False)
+        for prompt, completion in zip(prompts, map(self._closed, completions), strict=True):
+            # Some tokenizers close every text. An encoder wants that; between prompt and completion it would be an end
+            # in the middle.
+            if not self.seq2seq and prompt and prompt[-1] == self.eos:
+                prompt = prompt[:-1]
+            trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
+            yield Encoded(ids=prompt + completion, trained=trained, whole=True, split=len(prompt))
 
     def _messages(self, document: Document) -> Encoded:
         if self.seq2seq:

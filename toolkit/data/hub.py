@@ -1,12 +1,13 @@
-"""What the `datasets` library reads: the Hub's data sets, and files and folders of its own kinds."""
+"""The `datasets` library: the Hub's datasets, and files and folders of its own kinds."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError, MissingLibrary
+from toolkit.errors import DataError
 from toolkit.model.hub import first_line, hub_reachable
 
 
@@ -15,9 +16,7 @@ def check_hub(source: str) -> None:
 
     Raises:
         DataError: where it does not, unless `HF_HUB_OFFLINE` says that the local cache is meant.
-        MissingLibrary: without the `datasets` library.
     """
-    _library(source)
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and not hub_reachable():
@@ -27,19 +26,55 @@ def check_hub(source: str) -> None:
         )
 
 
-def open_dataset(source: str, *, saved: Path | None = None, split: str = "train", **load: Any) -> Any:
-    """A `datasets.Dataset`: from a folder that `save_to_disk` wrote, else by `load_dataset`, which takes `load`.
+def load_dataset(source: str, *, path: str, config: str | None = None, split: str = "train", **options: Any) -> Any:
+    """`datasets.load_dataset`, which runs no code of a dataset's own.
 
     Raises:
         DataError: with the library's own first line.
-        MissingLibrary: without the `datasets` library.
     """
-    datasets = _library(source)
-    try:
-        if saved is None:
-            return datasets.load_dataset(split=split, **load)
-        found = datasets.load_from_disk(str(saved))
+    import datasets
+
+    with _errors(source):
+        return datasets.load_dataset(path, config, split=split, **options)
+
+
+def open_saved(source: str, folder: Path, split: str = "train") -> Any:
+    """A dataset that `save_to_disk` wrote.
+
+    Raises:
+        DataError: with the library's own first line.
+    """
+    import datasets
+
+    with _errors(source):
+        found = datasets.load_from_disk(str(folder))
         return found[split] if isinstance(found, dict) else found
+
+
+def configured_files(source: str, folder: Path) -> list[str]:
+    """The training files, relative to the folder, that its README.md names under `configs`; none without such a header.
+
+    Raises:
+        DataError: for several configurations, and for what the library cannot read.
+    """
+    try:
+        header = (folder / "README.md").read_text(encoding="utf-8", errors="replace").split("\n---")[0]
+    except OSError:
+        return []
+    if not header.startswith("---") or "\nconfigs:" not in header:
+        return []
+    import datasets
+
+    folder = folder.absolute()
+    with _errors(source):
+        files = datasets.load_dataset_builder(str(folder)).config.data_files["train"]
+        return [Path(file).relative_to(folder).as_posix() for file in files]
+
+
+@contextlib.contextmanager
+def _errors(source: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # the library lets its own, the Hub's and the HTTP client's exceptions through
         raise DataError(
             f"data {source}: cannot be loaded as a dataset: {first_line(error)} ({type(error).__name__})."
@@ -47,8 +82,16 @@ def open_dataset(source: str, *, saved: Path | None = None, split: str = "train"
         ) from error
 
 
-def _library(source: str) -> Any:
+@contextlib.contextmanager
+def progress(shown: bool) -> Iterator[None]:
+    """Show the progress bars of `datasets` only where `shown`."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    disabled = are_progress_bars_disabled()
+    if not shown:
+        disable_progress_bars()
     try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingLibrary(f"data {source}: reading it needs the library `datasets`: pip install datasets") from error
+        yield
+    finally:
+        if not disabled:
+            enable_progress_bars()

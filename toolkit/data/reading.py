@@ -1,30 +1,19 @@
-"""Where text comes from: a source → documents, each checked, with its file and line. Imports nothing heavy."""
+"""A source → documents, each checked, with its file and line. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.embedded import embedded_files
-from toolkit.data.hub import check_hub, open_dataset
+from toolkit.data.sources import JSONL, Source
 from toolkit.errors import DataError
 
-EMBEDDED = "embedded"
-"""The source's name that means the embedded text, as None does."""
-
-JSONL = (".jsonl", ".ndjson")
-TEXT = (
-    ".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
-    ".java", ".js", ".ts", ".rb", ".sh", ".sql", ".html", ".css", ".toml", ".yaml", ".yml",
-)  # fmt: skip
-"""What is taken from a folder. A single file with any other ending is read as text too."""
-
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".json": "json"}
-"""Files that the `datasets` library reads, with its name for them."""
+ROWS = "rows"
+"""The key in `hashes` of a dataset's rows."""
 
 COLUMNS = {"prompt": ("prompt", "completion"), "messages": ("messages",)}
 """The columns of a kind of row; a text's one column is named by the caller."""
@@ -41,101 +30,56 @@ class Document:
     where: str
     """The file and line, for messages to the user."""
     size: int
-    """Its part of `Source.size`."""
+    """Its bytes."""
+    file: int = 0
+    """The index of its file in the source."""
+    line: int = 0
+    """Its line there, or its row in a dataset; of a text 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where the documents are: files, or rows of the `datasets` library."""
+def documents(
+    source: Source, *, text_column: str = "text", hashes: dict[str, str] | None = None, cache: Path | None = None
+) -> Iterator[Document]:
+    """The documents of a source, in its order, each checked as it is read. Every file is read once.
 
-    files: tuple[Path, ...] = ()
-    dataset: Any = None
-    name: str = ""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files, or rows of the dataset."""
-        return sum(path.stat().st_size for path in self.files) if self.dataset is None else len(self.dataset)
-
-
-def find_source(source: str | Path | None) -> Source:
-    """What a name given as `--data` means.
-
-    None or `embedded`; a file; a folder (its text and JSONL files, subfolders included, sorted by name); or what the
-    `datasets` library reads: a folder or a file of its own, or a Hub id as `ID`, `ID:SPLIT` or `ID:CONFIG:SPLIT` (split
-    `train` unless named).
-
-    Raises:
-        DataError: for a path that does not exist, a folder without text, a dataset that cannot be loaded.
-        MissingLibrary: for a dataset without the `datasets` library.
-    """
-    if source is None or str(source) == EMBEDDED:
-        return Source(files=tuple(embedded_files()), name=EMBEDDED)
-    name, path = str(source), Path(source).expanduser()
-    if path.is_dir():
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            return Source(dataset=open_dataset(name, saved=path), name=name)
-        files = _files_of(path)
-        if files:
-            return Source(files=files, name=name)
-        if any(file.suffix.lower() in BUILDERS for file in path.rglob("*")):
-            return Source(dataset=open_dataset(name, path=str(path)), name=name)
-        raise DataError(
-            f"data {name}: the folder holds no text. Expected .jsonl files, or text such as .txt, .md or .py."
-        )
-    if path.exists():
-        if path.suffix.lower() in BUILDERS:
-            builder = BUILDERS[path.suffix.lower()]
-            return Source(dataset=open_dataset(name, path=builder, data_files=str(path)), name=name)
-        return Source(files=(path,), name=name)
-    known = (*JSONL, *TEXT, *BUILDERS)
-    hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name)
-    if not hub or Path(name).suffix.lower() in known:
-        raise DataError(
-            f"data {name}: no such file or folder. Give a path that exists, or leave --data out to train on the"
-            " embedded text."
-        )
-    identifier, *rest = name.split(":")
-    split = rest[-1] if rest else "train"
-    config = rest[0] if len(rest) == 2 else None
-    check_hub(name)
-    return Source(dataset=open_dataset(name, path=identifier, name=config, split=split), name=name)
-
-
-def check_source(source: str | Path | None, *, text_column: str = "text") -> None:
-    """Read every row once and say what is wrong with the first bad one, before anything heavy is imported.
-
-    Raises:
-        DataError: naming file, line, reason and fix.
-    """
-    for _ in documents(find_source(source), text_column=text_column):
-        pass
-
-
-def documents(source: Source, *, text_column: str = "text") -> Iterator[Document]:
-    """The documents of a source, in its order, each checked as it is read.
+    Args:
+        source: from `find_source`.
+        text_column: the column of rows that holds a text.
+        hashes: takes the sha256 of each file's bytes by its path, or by `ROWS` that of a dataset's documents. A file
+            that is in it already is not hashed.
+        cache: folder in which `datasets` converts tables; its own by default.
 
     Raises:
         DataError: for a file that is empty or not UTF-8, and for a row that is malformed, empty, or lacks a column:
             file, line, reason, fix.
     """
-    if source.dataset is not None:
-        rows = ((f"{source.name}, row {number}", row, 1) for number, row in enumerate(source.dataset))
-        yield from _rows(rows, text_column, source.name)
+    hashes = {} if hashes is None else hashes
+    if source.kind != "files":
+        digest = hashlib.sha256()
+        numbered = ((number, row, 0) for number, row in enumerate(source.rows(cache)))
+        for document in _rows(numbered, 0, source, text_column, source.name):
+            line = json.dumps(document.content, sort_keys=True).encode() + b"\n"
+            digest.update(line)
+            yield replace(document, size=len(line))
+        hashes[ROWS] = digest.hexdigest()
         return
-    for path in source.files:
+    for file, path in enumerate(source.files):
+        known = str(path) in hashes
+        digest = hashlib.sha256()
+        update = _ignore if known else digest.update
         if path.suffix.lower() in JSONL:
-            yield from _rows(_json_lines(path), text_column, str(path))
+            yield from _rows(_json_lines(path, update), file, source, text_column, str(path))
         else:
             data, where = _bytes(path), str(path)
+            update(data)
             text = _filled(_decoded(data, where), where, "the file")
-            yield Document(kind="text", content={"text": text}, where=where, size=len(data))
+            yield Document(kind="text", content={"text": text}, where=where, size=len(data), file=file)
+        if not known:
+            hashes[str(path)] = digest.hexdigest()
 
 
-def _files_of(folder: Path) -> tuple[Path, ...]:
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in (*JSONL, *TEXT) and p.is_file())
-    names = {path.relative_to(folder).as_posix(): path for path in found}
-    return tuple(names[name] for name in sorted(names) if not re.search(r"(^|/)\.", name))
+def _ignore(_: bytes) -> None:
+    """In place of a hash's `update`, for a file whose hash is known."""
 
 
 def _bytes(path: Path) -> bytes:
@@ -178,16 +122,17 @@ def _type(value: Any) -> str:
     return names.get(type(value).__name__, repr(value))
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any, int]]:
+def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple[int, Any, int]]:
     _bytes_at_least_one(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            update(line)
             where = f"{path}, line {number}"
             text = _decoded(line, where)
             if not text.strip():
                 raise DataError(f"{where}: the row is empty. Remove it.")
             try:
-                yield where, json.loads(text), len(line)
+                yield number, json.loads(text), len(line)
             except (ValueError, RecursionError) as error:
                 reason = str(error)
                 if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at" already
@@ -206,10 +151,13 @@ def _bytes_at_least_one(path: Path) -> None:
         raise DataError(f"{path}: the file is empty. Give one with rows, or leave it out.")
 
 
-def _rows(rows: Iterable[tuple[str, Any, int]], text_column: str, source: str) -> Iterator[Document]:
-    """Rows as documents. The first row says which kind all rows of this source are."""
+def _rows(
+    rows: Iterable[tuple[int, Any, int]], file: int, source: Source, text_column: str, name: str
+) -> Iterator[Document]:
+    """Rows, with line and size, as documents. The first row says which kind all rows of this file are."""
     kind = ""
-    for where, row, size in rows:
+    for line, row, size in rows:
+        where = source.where(file, line)
         if not isinstance(row, dict):
             raise DataError(
                 f'{where}: the row is {_type(row)}, expected an object such as {{"{text_column}": "…"}}.'
@@ -229,9 +177,9 @@ def _rows(rows: Iterable[tuple[str, Any, int]], text_column: str, source: str) -
             names = ("text",) if kind == "text" else wanted
             pairs = zip(names, wanted, strict=True)
             content = {name: _filled(row[column], where, f"column {column!r}") for name, column in pairs}
-        yield Document(kind=kind, content=content, where=where, size=size)
+        yield Document(kind=kind, content=content, where=where, size=size, file=file, line=line)
     if not kind:
-        raise DataError(f"{source}: no rows. Give data with at least one.")
+        raise DataError(f"{name}: no rows. Give data with at least one.")
 
 
 def _kind(row: Mapping[str, Any], text_column: str, where: str) -> str:

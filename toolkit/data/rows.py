@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.cache import cache_folder
 from toolkit.data.packing import IGNORED, PACKED, PADDED, Counts
 from toolkit.errors import DataError
 from toolkit.show import Shown, Table
@@ -91,6 +92,12 @@ class Rows(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "folder": str(self.folder)}
+
+
+def find_rows(fingerprint: str) -> Rows | None:
+    """The rows with this fingerprint, if the cache has them."""
+    folder = cache_folder("data") / fingerprint
+    return open_rows(folder) if folder.exists() else None
 
 
 def open_rows(folder: Path) -> Rows:

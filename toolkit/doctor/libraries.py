@@ -26,7 +26,7 @@ COMPILE = "+compile"
 """A check's name with this behind it also compiles what is not built yet."""
 
 _INSTALLED = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "bitsandbytes", "peft")
-_EXTRAS = {"deepspeed": "deepspeed", "bitsandbytes": "qlora", "datasets": "data"}
+_EXTRAS = {"deepspeed": "deepspeed", "bitsandbytes": "qlora"}
 
 
 def library(name: str) -> Finding:

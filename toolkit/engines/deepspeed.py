@@ -180,8 +180,8 @@ def _free_builds() -> None:
     """
     import psutil
 
-    root = _build_root()
-    locks = {str(path) for path in root.glob("**/lock") if path.stat().st_uid == os.getuid()}
+    # Resolved, as the system names open files.
+    locks = {str(path) for path in _build_root().resolve().glob("**/lock") if _is_own(path)}
     if not locks:
         return
     for process in psutil.process_iter():
@@ -189,6 +189,14 @@ def _free_builds() -> None:
             locks -= {file.path for file in process.open_files()}
     for lock in locks:
         Path(lock).unlink(missing_ok=True)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file exists and belongs to this user."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
 
 
 def _announce_build(job: Job) -> None:

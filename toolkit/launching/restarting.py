@@ -48,6 +48,7 @@ def persevere(
     *,
     timeout: float,
     care: Care,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """`supervise` a module, again and again as `care` says.
 
@@ -59,6 +60,7 @@ def persevere(
         config: content of the Accelerate config file.
         timeout: seconds after which a rank without a heartbeat has hung.
         care: how often, and when.
+        environ: added to the environment of the ranks.
 
     Raises:
         ToolkitError: as `supervise`, when it is not, or no longer, met by a restart.
@@ -69,7 +71,7 @@ def persevere(
     furthest = value_or(0, last_step, folder.events)
     while True:
         try:
-            return supervise(folder, module, arguments, config, timeout=timeout)
+            return supervise(folder, module, arguments, config, environ=environ, timeout=timeout)
         except OutOfMemory as error:
             if care.on_oom != "shrink" or not (fewer := value_or(dict[str, int](), _fewer, folder)):
                 raise

@@ -10,8 +10,8 @@ from toolkit.launching.failing import RankHung, awaited, end_of_log
 from toolkit.launching.sweeping import lives
 from toolkit.locking import process_lives
 
-BEGIN_SECONDS = 60.0
-"""What a rank has at least until its first beat: the interpreter's and the launcher's start."""
+BEGIN_SECONDS = 300.0
+"""Time limit for a rank's first heartbeat: a busy machine takes over a minute to start the interpreter and the launcher."""
 
 IDLE = 0.2
 """Share of a processor below which a rank that does not move is not computing."""

@@ -16,8 +16,8 @@ def pairs(count, seed):
 def main(folder, batch_size, epochs=2):
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     set_seed(42)
-    train_dataloader = torch.utils.data.DataLoader(pairs(48, 1), shuffle=True, batch_size=batch_size)
-    eval_dataloader = torch.utils.data.DataLoader(pairs(30, 2), batch_size=batch_size)
+    train_dataloader = torch.utils.data.DataLoader(pairs(24, 1), shuffle=True, batch_size=batch_size)
+    eval_dataloader = torch.utils.data.DataLoader(pairs(14, 2), batch_size=batch_size)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model = model.to(accelerator.device)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-3)
@@ -48,7 +48,7 @@ def main(folder, batch_size, epochs=2):
             predictions, references = accelerator.gather_for_metrics((logits.argmax(dim=-1), batch["labels"]))
             right.append((predictions == references).float())
         right = torch.cat(right)
-        assert len(right) == 30, len(right)
+        assert len(right) == 14, len(right)
         losses.append(right.mean().item())
     accelerator.end_training()
     return losses

@@ -13,13 +13,13 @@ def pairs(count, seed):
     return [{"input_ids": row, "labels": (row[0] < 100).long()} for row in ids]
 
 
-def main(folder, batch_size, output_dir, resume_from_checkpoint=None, epochs=2, checkpointing_steps=3):
+def main(folder, batch_size, output_dir, resume_from_checkpoint=None, epochs=2, checkpointing_steps=2):
     accelerator = Accelerator()
     set_seed(42)
-    train_dataloader = torch.utils.data.DataLoader(pairs(32, 1), shuffle=True, batch_size=batch_size)
+    train_dataloader = torch.utils.data.DataLoader(pairs(24, 1), shuffle=True, batch_size=batch_size)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-3)
-    lr_scheduler = get_linear_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=2, num_training_steps=16)
+    lr_scheduler = get_linear_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=2, num_training_steps=6)
     model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, lr_scheduler
     )

@@ -24,7 +24,7 @@ def texts(count):
 def main(folder, batch_size):
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     set_seed(42)
-    train_dataloader = torch.utils.data.DataLoader(texts(64), shuffle=False, batch_size=batch_size)
+    train_dataloader = torch.utils.data.DataLoader(texts(32), shuffle=False, batch_size=batch_size)
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-3)
     lr_scheduler = get_constant_schedule(optimizer=optimizer)

@@ -1,0 +1,181 @@
+"""Read a source once: its files are hashed and checked, and its documents kept as an Arrow file in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cache import cache_folder, keep
+from toolkit.data.hub import progress
+from toolkit.data.reading import ROWS, Document, documents
+from toolkit.data.sources import Source, find_source
+from toolkit.errors import DataError
+
+FORMAT = 1
+"""Of the cached documents. Raise it when their columns or checks change."""
+
+BATCH_DOCUMENTS, BATCH_BYTES = 10_000, 16 << 20
+"""A record batch of the Arrow file ends at either of them."""
+
+LARGE = 64 << 20
+"""Bytes of a source from which on libraries show their progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A source that was read and checked."""
+
+    source: Source
+    hashes: tuple[str, ...]
+    """Ending and sha256 of each file, in their order; of a dataset `rows` and the sha256 of its documents."""
+    documents: Path
+    """An Arrow stream with a row for each document, in their order."""
+
+
+def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
+    """Read, check and hash a source, unless all its files are as they were when they were read last.
+
+    A file is known by path, device, inode, size, and the times of its last changes. Processes that come at once wait
+    for the first.
+
+    Raises:
+        DataError: naming file, line, reason and fix.
+    """
+    found = find_source(source)
+    place = Path(found.name).expanduser()
+    key = f"{place.absolute() if place.exists() else found.name}\n{text_column}"
+    entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    contents = _known(found, entry, text_column)
+    if contents is None:
+        from filelock import FileLock
+
+        with cache_errors(entry.parent), FileLock(entry.with_suffix(".lock")):
+            contents = _known(found, entry, text_column) or _read(found, entry, text_column)
+    return contents
+
+
+@contextlib.contextmanager
+def cache_errors(folder: Path) -> Iterator[None]:
+    """Turn a failed write into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the cache {folder} cannot be written: {error.strerror or error}. Free some space there, or set"
+            " XDG_CACHE_HOME to another folder."
+        ) from error
+
+
+@contextlib.contextmanager
+def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
+    """A progress bar on a terminal, if the work takes longer than two seconds."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=name, unit=unit, unit_scale=True, delay=2, disable=None, leave=False) as bar:
+        yield bar
+
+
+def _known(found: Source, entry: Path, text_column: str) -> Contents | None:
+    """What an earlier reading of the same, unchanged files left."""
+    hashes = _known_hashes(found, entry)
+    if not found.files or not set(_hashed(found)) <= set(hashes):
+        return None
+    contents = _contents(found, hashes, text_column)
+    return contents if contents.documents.exists() else None
+
+
+def _known_hashes(found: Source, entry: Path) -> dict[str, str]:
+    """The hashes of the files that have not changed since; of a dataset, only if none has."""
+    try:
+        stored = json.loads(entry.read_bytes())
+        before, hashes = dict(stored["files"]), dict(stored["hashes"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    now = _stats(found)
+    if found.kind != "files":
+        return hashes if before == now else {}
+    return {path: value for path, value in hashes.items() if path in now and before.get(path) == now[path]}
+
+
+def _hashed(found: Source) -> list[str]:
+    return [ROWS] if found.kind != "files" else [str(path) for path in found.files]
+
+
+def _stats(found: Source) -> dict[str, list[int]]:
+    """Each regular file's device, inode, size, and times of change. No program can set the last one, `ctime`, back."""
+    result = {}
+    for path in found.files:
+        with contextlib.suppress(OSError):  # reading it says why
+            now = path.stat()
+            if stat.S_ISREG(now.st_mode):  # a pipe is new each time
+                result[str(path)] = [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+    return result
+
+
+def _contents(found: Source, hashes: Mapping[str, str], text_column: str) -> Contents:
+    if found.kind != "files":
+        named: tuple[str, ...] = (f"{ROWS} {hashes[ROWS]}",)
+    else:
+        named = tuple(f"{path.suffix.lower()} {hashes[str(path)]}" for path in found.files)
+    key = json.dumps([FORMAT, text_column, named])
+    folder = cache_folder("documents")
+    return Contents(source=found, hashes=named, documents=folder / f"{hashlib.sha256(key.encode()).hexdigest()}.arrow")
+
+
+def _read(found: Source, entry: Path, text_column: str) -> Contents:
+    """Read the source and keep its documents and hashes.
+
+    Raises:
+        DataError: also for a file that changes meanwhile.
+    """
+    before, hashes = _stats(found), _known_hashes(found, entry)
+    hashes = hashes if found.kind == "files" else {}
+    with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
+        draft = Path(fresh, "documents.arrow")
+        read = documents(found, text_column=text_column, hashes=hashes, cache=Path(fresh))
+        with _quiet(found), progress_bar("reading", found.size, "B") as bar:
+            _write(read, draft, bar)
+        if _stats(found) != before:
+            raise DataError(f"data {found.name}: changed while it was read. Start again once it is complete.")
+        contents = _contents(found, hashes, text_column)
+        draft.replace(contents.documents)
+    keep(entry, json.dumps({"files": before, "hashes": hashes}))
+    return contents
+
+
+def _quiet(found: Source) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if found.kind == "files" else progress(is_shown(found.size))
+
+
+def is_shown(size: int) -> bool:
+    """Whether libraries show their progress with so many bytes."""
+    return size >= LARGE and sys.stderr.isatty()
+
+
+def _write(read: Iterable[Document], path: Path, bar: Any) -> None:
+    import pyarrow as pa
+
+    turn = pa.struct({"role": pa.large_string(), "content": pa.large_string()})
+    texts = dict.fromkeys(("text", "prompt", "completion"), pa.large_string())
+    schema = pa.schema({"file": pa.int32(), "line": pa.int64(), "messages": pa.list_(turn), **texts})
+    rows: list[dict[str, Any]] = []
+    size = 0
+    with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        for document in read:
+            rows.append({"file": document.file, "line": document.line, **document.content})
+            size += document.size
+            if len(rows) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+                stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                bar.update(size)
+                rows, size = [], 0
+        if rows:
+            stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
