@@ -18,8 +18,13 @@ def busy_worker():
     dist.all_gather([torch.empty(4_000_000)], torch.ones(4_000_000), async_op=True)
     ctypes.PyDLL(None).usleep(100_000)
 
+def init(store, rank, ranks):
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+    while len(list(process_exit.workers())) < 2:  # a thread names itself as it starts
+        time.sleep(0.01)
+
 def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    init(dist.HashStore(), 0, 1)
 
 def returns():
     one_rank()
@@ -45,8 +50,7 @@ def never_meets_its_peer():
     path = os.path.join(tempfile.mkdtemp(), "store")
     parent = os.getpid()
     peer = os.fork()
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", rank=int(peer == 0), world_size=2, store=store)
+    init(dist.FileStore(path, 2), int(peer == 0), 2)
     if peer == 0:
         while os.getppid() == parent:
             time.sleep(0.05)
