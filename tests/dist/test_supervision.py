@@ -174,7 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
         "silent": (hang_then_stop, ("slow", "--sharding", "ddp", *TWO, "--save-every", "2", "--restarts", "3")),
         "behind": (at_rank(signal.SIGUSR1), ("slow", "--sharding", "fsdp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
-        "alone": (at_all(signal.SIGINT), ("slow", "--save-seconds", "0", "--seq-len", "32", *LONG)),
+        "alone": (at_all(signal.SIGINT), ("slow", "--processes", "1", "--save-seconds", "0", "--seq-len", "32", *LONG)),
         "bare": (at_all(signal.SIGTERM), ("slow", "--seq-len", "32", *LONG)),
         "disk": (
             until_rank_1_waits,
