@@ -98,7 +98,6 @@ def differing(one: Path, other: Path) -> list[tuple[str, str]]:
     return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
 
 
-@pytest.mark.timeout(300)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
     runs = {name: lives for name, lives in found.items() if not name.startswith("chain")}
     assert len(runs) == 3 + 18 + 8 + 2 + 5

@@ -47,13 +47,12 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     out = tmp_path_factory.mktemp("training") / "found.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", "localhost:0", str(WORKER), str(model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     result: dict[str, Any] = json.loads(out.read_text())
     return {**result, "out": out.parent, "model": model}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_accumulation_equals_one_large_batch(found: dict[str, Any], sharding: str) -> None:
     whole, split = found["accumulation"][f"{sharding} 1"], found["accumulation"][f"{sharding} 4"]
