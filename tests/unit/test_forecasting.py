@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
@@ -68,6 +69,12 @@ def config(family: str, layers: int) -> Any:
     if family == "mamba":
         return transformers.MambaConfig(hidden_size=64, num_hidden_layers=layers, state_size=8, vocab_size=256)
     return transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers, vocab_size=256)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def peft() -> None:
+    """Adapters are traced in this process then, and not in a child process each."""
+    importlib.import_module("peft")
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,12 @@ def flash(groups: int) -> Any:
     return backward(query, query, key, key, query, sums, none, none, 100, 100, 0.0, True, seed, seed)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def peft() -> None:
+    """Adapters are traced in this process then, and not in a child process each."""
+    importlib.import_module("peft")
+
+
 @pytest.mark.parametrize(
     ("kernel", "size"),
     [
