@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -187,6 +188,7 @@ def _free_builds() -> None:
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             locks -= {file.path for file in process.open_files()}
+    time.sleep(0.5 if locks else 0.0)  # a rank that has just closed its lock still removes it itself
     for lock in locks:
         Path(lock).unlink(missing_ok=True)
 
