@@ -183,12 +183,14 @@ def _free_builds() -> None:
 
     # Resolved, as the system names open files.
     locks = {str(path) for path in _build_root().resolve().glob("**/lock") if _is_own(path)}
-    if not locks:
-        return
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            locks -= {file.path for file in process.open_files()}
-    time.sleep(0.5 if locks else 0.0)  # a rank that has just closed its lock still removes it itself
+    # Looked at twice: a rank that has just closed its lock removes it itself, and another may take the next one.
+    for pause in (0.5, 0.0):
+        if not locks:
+            return
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                locks -= {file.path for file in process.open_files()}
+        time.sleep(pause if locks else 0.0)
     for lock in locks:
         Path(lock).unlink(missing_ok=True)
 
