@@ -24,6 +24,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
+from nbclient.output_widget import OutputWidget
 from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
@@ -107,6 +108,17 @@ def claims(notebook: nbformat.NotebookNode) -> list[str]:
     return found
 
 
+class _Kept(OutputWidget):
+    """Keeps what an output widget shows, as nbclient does, and does not tell the kernel what it has kept.
+
+    nbclient's message goes over the socket whose reply it waits for, and may take that reply's wake-up with it: about
+    every fiftieth cell with a slider then waited for ever (jupyter/nbclient#312).
+    """
+
+    def sync_state(self) -> None:
+        pass
+
+
 def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIMIT) -> float:
     """Run every cell in a kernel of its own, in `folder`. The seconds it took.
 
@@ -125,6 +137,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
         config=Config({"KernelManager": {"transport": "ipc", "connection_file": str(folder / ".kernel.json")}}),
         resources={"metadata": {"path": str(folder)}},
     )
+    client.widget_registry = {"@jupyter-widgets/output": {"OutputModel": _Kept}}
     # The kernel imports this checkout's toolkit, and keeps nothing in the user's IPython.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder / ".ipython")}

@@ -141,6 +141,16 @@ def test_a_notebook_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         execute(notebook, tmp_path, limit=4)
 
 
+@pytest.mark.slow
+def test_a_cell_with_a_slider_is_answered(tmp_path: Path) -> None:
+    notebook = read(SOURCES[0])
+    slider = "import ipywidgets; ipywidgets.interact(lambda value: print(value), value=3); None"
+    notebook.cells = [nbformat.v4.new_code_cell(slider) for _ in range(250)]  # every fiftieth was not
+    execute(notebook, tmp_path, limit=200)
+    shown = [output for cell in notebook.cells for output in cell.outputs]
+    assert {output.output_type for output in shown} == {"display_data"}  # the widget; what it shows is kept in it
+
+
 @pytest.fixture(scope="module")
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
     """Those that are asked for, two at once: each has one thread, and most wait for kernels to begin."""
