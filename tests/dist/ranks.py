@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,14 @@ def main(
         ]
         for process in started:
             process.start()
-        for process in started:
-            process.join()
-        if any(process.exitcode for process in started):
-            sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in started]}")
+        failed: list[int | None] = []
+        waited = {process.sentinel: process for process in started}
+        while waited and not failed:
+            ended = [waited.pop(sentinel) for sentinel in connection.wait(list(waited))]
+            for process in ended:
+                process.join()
+            failed = [process.exitcode for process in ended if process.exitcode]
+        for process in waited.values():  # in a collective, for one that has failed
+            process.kill()
+        if failed:
+            sys.exit(f"one of {ranks} ranks ended with exit code {failed[0]}; its output is above")

@@ -31,7 +31,8 @@ TIMEOUT = 12
 """Seconds of silence after which these runs' ranks have hung."""
 
 # Read by every interpreter that starts with this folder on its path: faults in rank 1, or in the only rank. «disk»: rank 0
-# opens the manifest, the export's draft and the export itself for longer than ranks may wait in a collective.
+# opens the manifest, the export's draft and the export itself for longer than ranks may wait in a collective; and the
+# model that is opened from the export computes a little differently.
 FAULT = """
 import os, signal, sys, time
 
@@ -58,6 +59,10 @@ def slow_disk():
         for name in [name for name in slow if name in path]:
             slow.discard(name)
             time.sleep(7)
+            if not slow:
+                from torch.nn import functional
+                silu = functional.silu
+                functional.silu = lambda tensor, inplace=False: 1.01 * silu(tensor)
 
     sys.addaudithook(opens)
 
@@ -228,8 +233,19 @@ def test_a_slow_disk_ends_no_run(runs: dict[str, Running]) -> None:
     run = runs["disk"]
     assert run.code == 0, run.err
     assert [event["step"] for event in run.events] == [1, 2, 3, 4, 5]
-    assert json.loads((run.path / "run.json").read_text())["export"]["logits_error"] <= 1e-5
     assert "== The trained model ==" in str(report(run.path))
+
+
+def test_logits_alone_that_differ_end_no_run(runs: dict[str, Running]) -> None:
+    """The saved bytes are the trained ones: terminal, card and report say by how much the opened model differs."""
+    run = runs["disk"]
+    error = json.loads((run.path / "run.json").read_text())["export"]["logits_error"]
+    assert error > 1e-4
+    card = (run.path / "export" / "README.md").read_text()
+    for place in (run.out, card, str(report(run.path))):
+        said = " ".join(place.split())
+        assert f"The saved bytes are the trained ones, but logits differ by {error:.1e} relative" in said
+        assert "Do not use it" not in said
 
 
 def test_a_silent_rank_is_named_and_the_run_goes_on(runs: dict[str, Running]) -> None:
