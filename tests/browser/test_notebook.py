@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,10 +98,8 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     # The button, also while the kernel waits: the step ends, a checkpoint is published, no process is left, and no button.
     waited = notebook.start(WAIT)
     until_step(waited, 1)
-    asked = time.monotonic()
     view.get_by_role("button", name="Stop").click()
     expect(view).to_contain_text("stopped by SIGTERM. Published")
-    assert time.monotonic() - asked < 30
     notebook.ended(WAIT)
     expect(waited).to_contain_text("stopped by SIGTERM. Published")
     found = tk.attach(run)

@@ -25,7 +25,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.strategy import Loop, Strategy
 
     options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder", "export") if name in cell}
-    steps, folder = options.get("steps", 3), options.get("folder", folder)
+    steps, folder = options.get("steps", 2), options.get("folder", folder)
     spec = describe(folder)
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     said: list[str] = []

