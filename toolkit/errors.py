@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -10,6 +12,12 @@ from typing import TypeVar
 from toolkit.redacting import redact
 
 T = TypeVar("T")
+
+_MEMORY_MESSAGES = re.compile(
+    r"can't allocate memory|not enough memory|CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA malloc|std::bad_alloc",
+    re.IGNORECASE,
+)
 
 
 class ToolkitError(Exception):
@@ -88,3 +96,19 @@ def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:
         return find(*arguments)
     except Exception:
         return default
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that it came from, says that an allocation failed, on a device or on the host."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
+    return any(
+        isinstance(one, MemoryError)
+        or type(one).__name__ == "OutOfMemoryError"  # torch's
+        or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
+        or (isinstance(one, RuntimeError) and bool(_MEMORY_MESSAGES.search(str(one))))
+        for one in chain
+    )

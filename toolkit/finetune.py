@@ -27,7 +27,7 @@ from toolkit.devices import hardware
 from toolkit.durable import write_json
 from toolkit.engines.job import Job, Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
-from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError
+from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
 from toolkit.evaluating import Evaluator
 from toolkit.exporting import save, spelled, verify
 from toolkit.flags import Parser, add_flags, from_dict, given
@@ -43,7 +43,7 @@ from toolkit.preparing import Audit, audit, prepare, prepared
 from toolkit.readying import PREPARED, Ready, Recipe, foretold, get_ready, versions
 from toolkit.runtime import accelerator as make_accelerator
 from toolkit.runtime import agree, job, launched, on_any_rank
-from toolkit.shrinking import is_out_of_memory, out_of_memory
+from toolkit.shrinking import out_of_memory
 from toolkit.strategy import Loop, Strategy
 from toolkit.training import Step, Wish, adamw, warmup_cosine
 

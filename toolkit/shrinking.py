@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import shlex
 import sys
@@ -22,28 +21,7 @@ from toolkit.smaller import changed, changes
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import format_bytes
 
-_SAID = re.compile(
-    r"can't allocate memory|not enough memory|CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA malloc|std::bad_alloc",
-    re.IGNORECASE,
-)
 _ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it came from, says that an allocation failed, on a device or on the host."""
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or one.__context__
-    return any(
-        isinstance(one, MemoryError)
-        or type(one).__name__ == "OutOfMemoryError"  # torch's
-        or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
-        or (isinstance(one, RuntimeError) and bool(_SAID.search(str(one))))
-        for one in chain
-    )
 
 
 def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:

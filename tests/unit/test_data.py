@@ -188,10 +188,42 @@ def test_datasets_from_disk_and_parquet(tmp_path: Path) -> None:
         assert data.ingest(source).hashes == first.hashes
         assert first.documents.stat().st_mtime_ns == written, "unchanged tables were read again"
     assert data.ingest(tmp_path / "saved").hashes == first.hashes, "the rows are the same in another format"
-    # The header of a README on the Hub says which files are data.
-    header = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.parquet\n---\n"
-    (tmp_path / "parts" / "README.md").write_text(header)
+    # The header of a README on the Hub says which files are data, of every kind.
+    (tmp_path / "parts" / "README.md").write_text(HEADER.format(train="b.parquet", test="a.parquet"))
     assert texts(tmp_path / "parts") == expected[1:]
+
+
+HEADER = (
+    "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {train}\n"
+    "  - split: test\n    path: {test}\n---\n"
+)
+
+
+def test_configured_splits(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    readme = folder / "README.md"
+    readme.write_text(HEADER.format(train="main.jsonl", test="heldout.jsonl"))
+    jsonl(folder / "main.jsonl", {"text": "train"})
+    jsonl(folder / "heldout.jsonl", {"text": "test"})
+    (folder / "statistics.csv").write_text("rows\n2\n")
+    (tmp_path / "link").symlink_to(folder)
+    for source in (folder, tmp_path / "link"):
+        assert texts(source) == [{"text": "train"}]
+        assert data.find_source(source).summary == (
+            "1 jsonl file of the split train; left out: 2 of no or another split (heldout.jsonl, statistics.csv), README.md"
+        )
+    (folder / "main.tsv").write_text("text\nrow\n")
+    readme.write_text(HEADER.format(train="main.*", test="heldout.jsonl"))
+    with pytest.raises(
+        DataError, match=r"README\.md configures files that cannot be read: main\.tsv\. Expected \.jsonl"
+    ):
+        data.find_source(folder)
+    readme.write_text(
+        HEADER.format(train="main.jsonl", test="heldout.jsonl").replace("split: train", "split: validation")
+    )
+    with pytest.raises(DataError, match=r"README\.md configures the splits validation, test, expected train"):
+        data.find_source(folder)
 
 
 FOLDERS = {
@@ -203,6 +235,13 @@ FOLDERS = {
     "beside JSONL": ("README.md readme_zh.txt a.jsonl", "a.jsonl", "1 jsonl file; left out: README.md, readme_zh.txt"),
     "JSONL and text": ("a.jsonl b.txt image.png", "a.jsonl b.txt", "1 jsonl file, 1 txt file; left out: image.png"),
     "notes": ("README.md config.yaml", "README.md config.yaml", "1 md file, 1 yaml file"),
+    "notes of several": ("README.md a.md image.png", "a.md", "1 md file; left out: README.md, image.png"),
+    "a described program": ("README.md LICENSE a.py", "a.py", "1 py file; left out: LICENSE, README.md"),
+    "notes with a licence": (
+        "README.md LICENSE dataset_infos.json .git/a",
+        "README.md",
+        "1 md file; left out: .git, LICENSE, dataset_infos.json",
+    ),
     "no licence": ("license_plates.csv README", "license_plates.csv", "1 csv file; left out: README"),
     "kinds of tables": ("b.csv a.parquet", "a.parquet b.csv", "1 csv file, 1 parquet file"),
     "splits": (
@@ -260,6 +299,17 @@ def test_folders_that_are_refused(there: str, said: str, tmp_path: Path) -> None
         (tmp_path / file).touch()
     with pytest.raises(DataError, match=said):
         data.find_source(tmp_path)
+
+
+def test_a_readme_beside_files_that_cannot_be_read(tmp_path: Path) -> None:
+    names = [f"a{end}" for end in (".tsv", ".jsonl.gz", ".json.zst", ".txt.gz", ".xlsx", ".feather", ".png", "")]
+    for file in ("README.md", "LICENSE", "config.yaml"):
+        (tmp_path / file).touch()
+    for name in (*names, "license_plates.tsv", "readme.jsonl.gz"):
+        (tmp_path / name).touch()
+        with pytest.raises(DataError, match=rf"cannot be read: {name}\. Expected \.jsonl, .*Unpack or convert"):
+            data.find_source(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_only_what_changed_is_hashed_again(tmp_path: Path, cache: Path) -> None:
@@ -328,6 +378,10 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
         data.ingest(tmp_path / "latin.jsonl")
+    for name in ("memory.txt", "memory.jsonl"):  # reading it fails with EIO
+        (tmp_path / name).symlink_to("/proc/self/mem")
+        with pytest.raises(DataError, match=rf"{name}: cannot be read: Input/output error\. Check its permissions"):
+            data.ingest(tmp_path / name)
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="the folder holds no text"):
         data.ingest(tmp_path / "folder")

@@ -125,14 +125,37 @@ def test_bytes_decide_and_logits_add_a_sentence(base: Path, tmp_path: Path, monk
         "Logits were compared on the cpu with sdpa; the model was trained on the cpu with flash_attention_2."
     )
 
-    def fails(*_: object) -> None:
-        raise ImportError("no kernel here")
+    # A library, a kernel or memory that is missing here.
+    def failing(name: str, problem: Exception) -> Export:
+        def fails(*_: object, **__: object) -> None:
+            raise problem
 
-    with monkeypatch.context() as patched:
-        patched.setattr(trained, "reopen", fails)
+        with monkeypatch.context() as patched:
+            patched.setattr(trained, name, fails)
+            return checked(ours, folder, planned)
+
+    for name, problem in (
+        ("reopen", ImportError("no kernel here")),
+        ("reopen", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+        ("_error", RuntimeError("no kernel here")),
+    ):
+        result = failing(name, problem)
+        assert result.logits_error is None
+        said = f"not compared ({type(problem).__name__}: {problem}). The saved bytes are the trained ones."
+        assert said in result.notes[0]
+
+    # What transformers refuses to open, though its bytes are right.
+    config = (folder / "config.json").read_text()
+    for broken in (config.replace('"llama"', '"no such type"'), "{"):
+        (folder / "config.json").write_text(broken)
         result = checked(ours, folder, planned)
-    assert result.logits_error is None
-    assert "not compared (ImportError: no kernel here). The saved bytes are the trained ones." in result.notes[0]
+        assert result.logits_error is None
+        for text in (str(result), (folder / "README.md").read_text(), " ".join(result.notes)):
+            assert "Warning: the saved folder does not open (" in " ".join(text.split())
+            assert "Do not use it" not in text
+        assert str(folder) not in (folder / "README.md").read_text()
+    (folder / "config.json").write_text(config)
+    assert "does not open (AssertionError: of ours)" in failing("reopen", AssertionError("of ours")).notes[0]
 
     # The control group of a container leaves less than the host has.
     with monkeypatch.context() as patched:

@@ -11,13 +11,13 @@ import pytest
 
 from toolkit import shrinking
 from toolkit.cli.parsing import parser
-from toolkit.errors import OutOfMemory
+from toolkit.errors import OutOfMemory, is_out_of_memory
 from toolkit.flags import given
 from toolkit.folder import enter
 from toolkit.heartbeat import Heartbeat
 from toolkit.launching import Care
 from toolkit.readying import Recipe
-from toolkit.shrinking import advice, is_out_of_memory, killed_for_memory, out_of_memory
+from toolkit.shrinking import advice, killed_for_memory, out_of_memory
 from toolkit.smaller import changes, halved
 from toolkit.strategy import Loop, Strategy
 

@@ -55,7 +55,7 @@ def configured_files(source: str, folder: Path) -> list[str]:
     """The training files, relative to the folder, that its README.md names under `configs`; none without such a header.
 
     Raises:
-        DataError: for several configurations, and for what the library cannot read.
+        DataError: for several configurations, for one without a split `train`, and for what the library cannot read.
     """
     try:
         header = (folder / "README.md").read_text(encoding="utf-8", errors="replace").split("\n---")[0]
@@ -65,10 +65,15 @@ def configured_files(source: str, folder: Path) -> list[str]:
         return []
     import datasets
 
-    folder = folder.absolute()
+    folder = folder.resolve()  # as the library does
     with _errors(source):
-        files = datasets.load_dataset_builder(str(folder)).config.data_files["train"]
-        return [Path(file).relative_to(folder).as_posix() for file in files]
+        splits = datasets.load_dataset_builder(str(folder)).config.data_files
+        files = [Path(file).relative_to(folder).as_posix() for file in splits.get("train", ())]
+    if not files:
+        raise DataError(
+            f"data {source}: README.md configures the splits {', '.join(splits)}, expected train. Name a single file."
+        )
+    return files
 
 
 @contextlib.contextmanager

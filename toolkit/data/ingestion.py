@@ -65,7 +65,7 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
 
 @contextlib.contextmanager
 def cache_errors(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a sentence."""
+    """Turn a failed write into a sentence. What fails while a source is read is a DataError already."""
     try:
         yield
     except OSError as error:
@@ -142,7 +142,8 @@ def _read(found: Source, entry: Path, text_column: str) -> Contents:
     with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
         draft = Path(fresh, "documents.arrow")
         read = documents(found, text_column=text_column, hashes=hashes, cache=Path(fresh))
-        with _quiet(found), progress_bar("reading", found.size, "B") as bar:
+        size = sum(stats[2] for stats in before.values())
+        with _quiet(found, size), progress_bar("reading", size, "B") as bar:
             _write(read, draft, bar)
         if _stats(found) != before:
             raise DataError(f"data {found.name}: changed while it was read. Start again once it is complete.")
@@ -152,8 +153,8 @@ def _read(found: Source, entry: Path, text_column: str) -> Contents:
     return contents
 
 
-def _quiet(found: Source) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if found.kind == "files" else progress(is_shown(found.size))
+def _quiet(found: Source, size: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if found.kind == "files" else progress(is_shown(size))
 
 
 def is_shown(size: int) -> bool:

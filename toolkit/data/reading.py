@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,23 +58,27 @@ def documents(
     if source.kind != "files":
         digest = hashlib.sha256()
         numbered = ((number, row, 0) for number, row in enumerate(source.rows(cache)))
-        for document in _rows(numbered, 0, source, text_column, source.name):
-            line = json.dumps(document.content, sort_keys=True).encode() + b"\n"
-            digest.update(line)
-            yield replace(document, size=len(line))
+        with _read_errors(source.name):
+            for document in _rows(numbered, 0, source, text_column, source.name):
+                line = json.dumps(document.content, sort_keys=True).encode() + b"\n"
+                digest.update(line)
+                yield replace(document, size=len(line))
         hashes[ROWS] = digest.hexdigest()
         return
     for file, path in enumerate(source.files):
         known = str(path) in hashes
         digest = hashlib.sha256()
         update = _ignore if known else digest.update
-        if path.suffix.lower() in JSONL:
-            yield from _rows(_json_lines(path, update), file, source, text_column, str(path))
-        else:
-            data, where = _bytes(path), str(path)
-            update(data)
-            text = _filled(_decoded(data, where), where, "the file")
-            yield Document(kind="text", content={"text": text}, where=where, size=len(data), file=file)
+        with _read_errors(path):
+            if path.suffix.lower() in JSONL:
+                yield from _rows(_json_lines(path, update), file, source, text_column, str(path))
+            else:
+                data, where = path.read_bytes(), str(path)
+                if not data:
+                    raise DataError(f"{path}: the file is empty. Give one with text, or leave it out.")
+                update(data)
+                text = _filled(_decoded(data, where), where, "the file")
+                yield Document(kind="text", content={"text": text}, where=where, size=len(data), file=file)
         if not known:
             hashes[str(path)] = digest.hexdigest()
 
@@ -82,14 +87,14 @@ def _ignore(_: bytes) -> None:
     """In place of a hash's `update`, for a file whose hash is known."""
 
 
-def _bytes(path: Path) -> bytes:
+@contextlib.contextmanager
+def _read_errors(name: str | Path) -> Iterator[None]:
+    """Convert a failed read into a DataError that names the file or the dataset."""
     try:
-        data = path.read_bytes()
+        yield
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-    if not data:
-        raise DataError(f"{path}: the file is empty. Give one with text, or leave it out.")
-    return data
+        reason = error.strerror or error
+        raise DataError(f"{name}: cannot be read: {reason}. Check its permissions and its disk.") from error
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -123,7 +128,7 @@ def _type(value: Any) -> str:
 
 
 def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple[int, Any, int]]:
-    _bytes_at_least_one(path)
+    number = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             update(line)
@@ -140,14 +145,7 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
                 raise DataError(
                     f"{where}: malformed JSON: {reason}. Each line must be one JSON object; correct or remove it."
                 ) from error
-
-
-def _bytes_at_least_one(path: Path) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-    if not size:
+    if not number:
         raise DataError(f"{path}: the file is empty. Give one with rows, or leave it out.")
 
 

@@ -22,10 +22,13 @@ TEXT = (
     ".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
     ".java", ".js", ".ts", ".rb", ".sh", ".sql", ".html", ".css", ".toml", ".yaml", ".yml",
 )  # fmt: skip
-"""What is taken from a folder. A single file with any other ending is read as text too."""
+"""Text in a folder. A single file with any other ending is read as text too."""
 
 TABLES = {".arrow": "arrow", ".csv": "csv", ".json": "json", ".parquet": "parquet"}
 """Files that the `datasets` library reads, with its name for them."""
+
+READ = (*JSONL, *TEXT, *TABLES)
+"""What is taken from a folder."""
 
 NAMED = 5
 """Files of a kind that a message lists by name."""
@@ -55,11 +58,6 @@ class Source:
     """The open dataset of a Hub id."""
     summary: str = ""
     """Of a folder: which files are read and which are left out, with counts."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum(path.stat().st_size for path in self.files)
 
     def where(self, file: int, line: int) -> str:
         """A document's place, for messages: its file and line (of a text: 0), or its row in a dataset."""
@@ -100,7 +98,7 @@ def find_source(source: str | Path | None) -> Source:
     if path.exists():
         return Source(name=name, files=(path,), kind="tables" if path.suffix.lower() in TABLES else "files")
     hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name)
-    if not hub or Path(name).suffix.lower() in (*JSONL, *TEXT, *TABLES):
+    if not hub or Path(name).suffix.lower() in READ:
         raise DataError(
             f"data {name}: no such file or folder. Give a path that exists, or leave --data out to train on the"
             " embedded text."
@@ -117,34 +115,40 @@ def find_source(source: str | Path | None) -> Source:
 def _folder(name: str, path: Path) -> Source:
     """The data files of a folder and its subfolders: one family, without files that describe and other splits.
 
+    The header of a Hub dataset's README.md decides, where it names the files of the training split.
+
     Raises:
-        DataError: for a folder without data, with data of both families, or with splits and none to train on.
+        DataError: for a folder without data that can be read, with data of both families, or with splits and none to
+            train on.
     """
-    every = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-    known = [n for n, file in every.items() if file.suffix.lower() in (*JSONL, *TEXT, *TABLES) and not _is_hidden(n)]
-    data = sorted(n for n in known if not _describes(n))
-    if not data:  # a folder that holds nothing but a README.md
-        data = sorted(n for n in known if Path(n).suffix.lower() not in TABLES)
-    tables = [n for n in data if Path(n).suffix.lower() in TABLES]
-    if not data:
+    every = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    visible = [n for n in every if not _is_hidden(n)]
+    data = [n for n in visible if not _describes(n)]
+    configured = configured_files(name, path)
+    # Files that describe are data only in a folder that holds nothing else.
+    chosen = configured or data or [n for n in visible if _suffix(n) in TEXT]
+    read = [n for n in chosen if _suffix(n) in READ]
+    unread = _listed(set(chosen) - set(read))
+    if not read or (configured and unread):
+        what = "README.md configures" if configured else "the folder holds no text or rows" + ", only" * bool(unread)
         raise DataError(
-            f"data {name}: the folder holds no text. Expected .jsonl files, text such as .txt, .md or .py, or tables:"
-            f" {', '.join(TABLES)}."
+            f"data {name}: {what}{f' files that cannot be read: {unread}' * bool(unread)}. Expected {', '.join(JSONL)},"
+            f" tables ({', '.join(TABLES)}), or text such as .txt, .md or .py. Unpack or convert the files, or name a"
+            " single text file."
         )
-    if tables and len(tables) < len(data):
+    tables = [n for n in read if _suffix(n) in TABLES]
+    if tables and len(tables) < len(read):
         raise DataError(
-            f"data {name}: the folder holds tables ({_listed(tables)}) and text ({_listed(set(data) - set(tables))})."
+            f"data {name}: the folder holds tables ({_listed(tables)}) and text ({_listed(set(read) - set(tables))})."
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
-    taken = configured_files(name, path) if tables else []
-    split = ""
-    if not taken:
-        taken, split = _training_split(name, data)
+    taken, split = (read, "train") if configured else _training_split(name, read)
+    others = {n for n in data if _suffix(n) in READ} - set(taken)
     return Source(
         name=name,
-        files=tuple(every[n] for n in taken),
+        files=tuple(path / n for n in taken),
         kind="tables" if tables else "files",
-        summary=_summary(taken, split, sorted(set(data) - set(taken)), sorted(set(every) - set(data))),
+        summary=_summary(taken, split, sorted(others), sorted(set(every) - set(taken) - others)),
     )
 
 
@@ -156,7 +160,7 @@ def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
     `test_model.py` of a program is no split.
     """
     splits = {n: _split_of(n) for n in data}
-    rows = [n for n in data if Path(n).suffix.lower() not in TEXT]
+    rows = [n for n in data if _suffix(n) not in TEXT]
     named = {splits[n] for n in rows or data} - {""}
     if not named or (not rows and ("" in splits.values() or "train" not in named)):
         return list(data), ""
@@ -177,15 +181,19 @@ def _split_of(name: str) -> str:
     return _SPLIT_NAMES[(found.lastindex or 1) - 1] if found else ""
 
 
+def _suffix(name: str) -> str:
+    return Path(name).suffix.lower()
+
+
 def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") for part in Path(name).parts)
 
 
 def _describes(name: str) -> bool:
     """Whether a file describes data, and is none where there are others."""
-    file = Path(name)
-    rows = file.suffix.lower() in (*JSONL, *TABLES)
-    return bool(_DESCRIBES.fullmatch(file.name)) or (not rows and bool(_DOCUMENTS.fullmatch(file.name)))
+    file = Path(name).name
+    text = _suffix(name) in ("", *TEXT)
+    return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.model import ModelSpec
+from toolkit.model.hub import first_line
 from toolkit.reading import auto_class
 from toolkit.show import Shown, Table
 from toolkit.units import dtype_name, format_bytes
@@ -94,6 +95,17 @@ def logits_text(error: float | None) -> str:
 NO_ROOM = (
     "Logits were not compared: there is too little memory for the whole model. The saved bytes are the trained ones."
 )
+
+
+def not_compared(problem: Exception, folder: Path, *, opened: bool) -> str:
+    """A sentence for a saved model, of the trained bytes, that cannot compute here; a warning where it does not even open."""
+    reason = f"{type(problem).__name__}: {first_line(problem)}".replace(str(folder), ".")
+    if opened:
+        return f"Logits were not compared ({reason}). The saved bytes are the trained ones."
+    return (
+        f"Warning: the saved folder does not open ({reason}). The saved bytes are the trained ones; logits were not"
+        " compared."
+    )
 
 
 def beyond(error: float, limit: float) -> tuple[str, ...]:

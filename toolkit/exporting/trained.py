@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.devices import host_memory
 from toolkit.engines.job import Job, Piece, Prepared, engine_of
 from toolkit.engines.waiting import on_main
-from toolkit.errors import RunError
+from toolkit.errors import RunError, is_out_of_memory
 from toolkit.exporting.adapters import planned_adapter
 from toolkit.exporting.card import rows_of, write_card
 from toolkit.exporting.checking import attention_of, check_files, check_tied, relative_error
@@ -26,6 +26,7 @@ from toolkit.exporting.results import (
     beyond,
     headers,
     load_line,
+    not_compared,
 )
 from toolkit.exporting.sources import Origin
 from toolkit.exporting.whole import planned_model
@@ -150,8 +151,8 @@ def verify(
 ) -> Export | None:
     """Compare the saved files with the trained model; rank 0 gets the result, the others None. A collective.
 
-    The bytes decide. Logits of the reopened model come second: where only they differ, the result says by how much.
-    What passes gets its model card.
+    The bytes decide. Where they are right and the folder does not open in transformers or PEFT, the result warns and says
+    why. Where only the logits of the reopened model differ, the result says by how much. What passes gets its model card.
 
     Args:
         prepared: the trained model.
@@ -161,7 +162,8 @@ def verify(
         about: more rows of the model card: data, versions.
 
     Raises:
-        RunError: for files whose bytes are not the trained model's, and that do not open as a whole model.
+        RunError: for files whose bytes are not the trained model's, and for an opened model that lacks keys, has keys too
+            many, or whose tied weights came untied.
     """
     import torch
 
@@ -188,29 +190,33 @@ def verify(
 def _compare(
     prepared: Prepared, folder: Path, probe: Mapping[str, torch.Tensor], trained: torch.Tensor
 ) -> tuple[float | None, tuple[str, ...]]:
-    """The logits' error on rank 0, and how it was measured: on its device where the model fits there again, else on the host.
+    """The logits' error on rank 0, and notes: how it was measured, or why it was not.
+
+    They are computed on rank 0's device where the model fits there a second time, else on the host.
 
     Raises:
-        RunError: for a model that does not open whole.
+        RunError: for an opened model that lacks keys, has keys too many, or whose tied weights came untied.
     """
     place = _place(prepared)
     if place is None:
         return None, (NO_ROOM,)
     job = _opened_as(prepared.job, place)
+    assert job.spec is not None
     try:
         with quiet_bars(True, shown=False):
             model = reopen(job, folder)
-        assert job.spec is not None
         if job.strategy.adapter == "none":
             check_tied(model, job.spec)
-        here = {name: tensor.to(place) for name, tensor in probe.items()}
-        error = _error(model.to(place), here, trained, job.strategy.precision, sharding=job.strategy.sharding)
     except RunError:
         raise
-    except Exception as problem:  # the bytes are right: a kernel, or memory, that is missing here spoils no export
-        return None, (
-            f"Logits were not compared ({type(problem).__name__}: {problem}). The saved bytes are the trained ones.",
-        )
+    except Exception as problem:  # transformers and PEFT refuse a folder with exceptions of every type
+        lacks = isinstance(problem, ImportError) or is_out_of_memory(problem)
+        return None, (not_compared(problem, folder, opened=lacks),)
+    try:
+        here = {name: tensor.to(place) for name, tensor in probe.items()}
+        error = _error(model.to(place), here, trained, job.strategy.precision, sharding=job.strategy.sharding)
+    except Exception as problem:  # a kernel or memory that this machine lacks
+        return None, (not_compared(problem, folder, opened=True),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == prepared.accelerator.device.type:
         return error, beyond(error, limit)
