@@ -128,6 +128,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             if self._deepspeed and optimizers:
                 # `backward` uses the engine that was made first, which may be a teacher's.
                 self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
+            elif self._deepspeed:
+                # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
+                self._optimizers = [item for item in self._optimizers if any(item is other for other in known)]
             # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
             items = made if isinstance(made, list | tuple) else (made,)
             self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))

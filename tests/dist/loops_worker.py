@@ -143,7 +143,7 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
     said: list[str] = []
     accelerator.print = said.append
     rank = accelerator.process_index
-    if sharding != "fsdp":  # FSDP takes no model without its optimizer
+    if sharding in ("ddp", "zero3"):  # the others take no model without its optimizer
         accelerator.prepare(torch.nn.Linear(4, 4))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.embed_tokens.requires_grad_(False)
@@ -233,8 +233,9 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         optimizer.step(lambda: None)
 
     def second_optimizer() -> None:
-        other = torch.nn.Linear(4, 4)
-        accelerator.prepare(other, torch.optim.SGD(other.parameters()))
+        if accelerator.job.strategy.engine == "deepspeed":
+            other = torch.nn.Linear(4, 4)
+            accelerator.prepare(other, torch.optim.SGD(other.parameters()))
 
     calls: tuple[Callable[[], None], ...] = (
         another_norm, some_parameters, single_values, closure, no_sync, backward_twice, not_finite,

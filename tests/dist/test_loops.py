@@ -58,7 +58,6 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         assert (
             f"got 2 optimizers in all, and sharding {sharding!r} can step one" in said["second_optimizer"]
         ) == deepspeed
-        assert deepspeed or not said["second_optimizer"], sharding
         assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
         if sharding == "ddp":
             assert said["no_sync"] == ""
