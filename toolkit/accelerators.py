@@ -130,7 +130,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
             elif self._deepspeed:
                 # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
-                self._optimizers = [item for item in self._optimizers if any(item is other for other in known)]
+                self._optimizers[:] = [item for item in self._optimizers if any(item is other for other in known)]
             # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
             items = made if isinstance(made, list | tuple) else (made,)
             self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
