@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.job import Holdings, Job, Prepared, engine_of, job_of
+from toolkit.engines.states import parameters_of
 from toolkit.errors import StrategyMismatch
 from toolkit.show import Shown, Table
 from toolkit.units import format_bytes
@@ -33,7 +34,7 @@ class Audit(Shown):
     ranks: int
     held: Holdings
     expected: Holdings | None
-    """None where the job has no spec, and so no account."""
+    """None where the job has no spec, or the model trains other parameters: there is no account then."""
 
     def tables(self) -> list[Table]:
         def cell(size: int | None) -> str:
@@ -103,12 +104,14 @@ def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         )
 
 
-def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
+def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = True) -> Audit:
     """Compare what this rank holds with what was asked.
 
     Args:
         prepared: the model, its optimizer and the job.
         gradients: after the first optimizer step, what dtype its gradients had; the moments exist then and are compared too.
+        known: the toolkit loaded the model. A user's own may train other parameters than the spec says (frozen parts, an
+            adapter of PEFT's). Its bytes and dtypes are then not compared, and a line says so.
 
     Raises:
         StrategyMismatch: naming everything that is otherwise than asked.
@@ -117,7 +120,10 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     held = engine.audit(prepared)
     if gradients is not None:
         held = replace(held, dtypes={**held.dtypes, "gradients": gradients})
-    expected = engine.account(asked) if asked.spec is not None else None
+    other = None if known else _trains_other(prepared)
+    if other:
+        prepared.accelerator.print(f"prepare: bytes and dtypes were not compared, since {other}")
+    expected = engine.account(asked) if asked.spec is not None and not other else None
     found = Audit(
         engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=held, expected=expected
     )
@@ -157,6 +163,20 @@ def _dtypes(held: Mapping[str, str], expected: Mapping[str, str], stepped: bool)
     ]
 
 
+def _trains_other(prepared: Prepared) -> str | None:
+    """What distinguishes the trained parameters from the spec's. None where the names are equal, or an adapter was asked for."""
+    job = prepared.job
+    if job.spec is None or job.strategy.adapter != "none":
+        return None
+    model = prepared.accelerator.unwrap_model(prepared.model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    asked = {state.name for state in parameters_of(job) if state.trainable}
+    names = sorted(trained ^ asked)
+    if not names:
+        return None
+    return f"the model trains {len(trained)} parameters and {job.spec.name} {len(asked)} (the first difference: {names[0]})"
+
+
 def _ties(prepared: Prepared) -> list[str]:
     """Names that share one tensor in the checkpoint have to share one parameter."""
     spec = prepared.job.spec
@@ -165,7 +185,11 @@ def _ties(prepared: Prepared) -> list[str]:
     module = prepared.accelerator.unwrap_model(prepared.model)
     wrong = []
     for group in spec.tied:
-        if len({id(_find(module, name)) for name in group}) > 1:
+        try:
+            parameters = {id(_find(module, name)) for name in group}
+        except AttributeError:  # a user's own model has other names
+            continue
+        if len(parameters) > 1:
             wrong.append(f"tied weights came untied: {', '.join(group)}")
     return wrong
 

@@ -102,7 +102,7 @@ def train(
     Args:
         prepared: model and optimizer after `prepare`.
         loader: this rank's micro-batches in order, `accumulation` of them a step: `input_ids`, `labels`, … [b, s].
-        schedule: stepped once a step, whatever the number of ranks.
+        schedule: stepped once an optimizer step, whatever the number of ranks. fp16's skipped steps do not count.
         start: steps that were done before.
         begin: told each step as it begins.
         samples: says which samples a step took, for messages.

@@ -124,11 +124,45 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             found[name] = {"losses": losses, "weights": str(place)}
         if sharding in SCRIPTED:
             found["scripts"] = scripts(folder, count, sharding)
+            found["own"] = own(folder, sharding, count)
         if sharding == "fsdp":
             found["mismatch"] = mismatch(folder)
     finally:
         del os.environ["TOOLKIT_STRATEGY"]
     return found
+
+
+def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
+    """A loop over a model of the user's own: partly frozen, with a buffer that differs on every rank, beside a teacher."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import toolkit as tk
+
+    accelerator = tk.accelerator(None, tk.Loop(max_grad_norm=NORM, micro_batch=BATCH // count), tk.describe(folder))
+    said: list[str] = []
+    accelerator.print = said.append
+    rank = accelerator.process_index
+    if sharding in ("ddp", "zero3"):  # the others take no model without its optimizer
+        accelerator.prepare(torch.nn.Linear(4, 4))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.norm.register_buffer("shift", torch.full((64,), 0.5 + rank, device=model.device))
+    model.model.norm.register_forward_hook(lambda module, _, hidden: hidden + module.shift)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = rows()[rank * BATCH // count : (rank + 1) * BATCH // count].to(accelerator.device)
+    figures = []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures += [mean(loss.detach()), float(norm)]
+    kept = [name for name in accelerator.unwrap_model(model).state_dict() if name.endswith("shift")]
+    accelerator.end_training()
+    return {"figures": figures, "said": said, "kept": kept}
 
 
 def mean(loss: Any) -> float:
@@ -187,10 +221,25 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         optimizer.step()
 
     def second() -> None:
-        tk.accelerator()
+        tk.accelerator(loop=accelerator.job.loop)
+
+    def other_accumulation() -> None:
+        tk.accelerator(loop=tk.Loop(accumulation=7))
+
+    def single_values() -> None:
+        accelerator.clip_grad_value_(model.parameters(), 0.5)
+
+    def closure() -> None:
+        optimizer.step(lambda: None)
+
+    def second_optimizer() -> None:
+        if accelerator.job.strategy.engine == "deepspeed":
+            other = torch.nn.Linear(4, 4)
+            accelerator.prepare(other, torch.optim.SGD(other.parameters()))
 
     calls: tuple[Callable[[], None], ...] = (
-        another_norm, some_parameters, no_sync, backward_twice, not_finite, second
+        another_norm, some_parameters, single_values, closure, no_sync, backward_twice, not_finite,
+        second, other_accumulation, second_optimizer,
     )  # fmt: skip
     found = {}
     for call in calls:
@@ -199,6 +248,7 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
             found[call.__name__] = ""
         except (tk.ToolkitError, AttributeError) as error:
             found[call.__name__] = f"{type(error).__name__}: {error}"
+    assert accelerator.gradient_accumulation_steps == accelerator.job.loop.accumulation
     return found
 
 

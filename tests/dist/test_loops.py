@@ -48,10 +48,16 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         assert "clips the L2 norm at 0.05 on every engine. Give tk.Loop(max_grad_norm=0.5)" in said["another_norm"]
         assert "got 1 of " in said["some_parameters"], sharding
         assert "NotFinite: the gradient norm is " in said["not_finite"], sharding
-        # Two of one process each, in one precision, share Accelerate's state.
+        assert said["single_values"].startswith("StrategyError: clip_grad_value_ got clip_value 0.5"), sharding
+        assert said["closure"].startswith("StrategyError: optimizer.step got a closure"), sharding
+        # Two of one process each, with one precision and one accumulation, share Accelerate's state.
         second = f"RunError: this process already has an Accelerator, with sharding {sharding!r}"
         assert said["second"] == "" if sharding == "none" else said["second"].startswith(second)
+        assert said["other_accumulation"].startswith(second), sharding
         deepspeed = SHARDINGS[sharding].engine == "deepspeed"
+        assert (
+            f"got 2 optimizers in all, and sharding {sharding!r} can step one" in said["second_optimizer"]
+        ) == deepspeed
         assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
         if sharding == "ddp":
             assert said["no_sync"] == ""
@@ -64,6 +70,18 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
 
 def test_plain_prepare_raises_where_something_else_was_prepared(found: dict[str, dict[str, Any]]) -> None:
     assert "sharding 'fsdp' was asked for, and something else was prepared" in found["fsdp"]["mismatch"]
+
+
+def test_a_model_of_ones_own_trains_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
+    """Every rank computes with rank 0's buffer, and what the spec cannot know is not compared."""
+    reference = found["ddp"]["own"]
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        result = found[sharding]["own"]
+        assert result["figures"] == pytest.approx(reference["figures"], rel=1e-5), sharding
+        assert len(result["kept"]) == 1, sharding
+        (line,) = result["said"]
+        assert "bytes and dtypes were not compared" in line, sharding
+        assert "(the first difference: model.embed_tokens.weight)" in line, sharding
 
 
 def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:

@@ -1,17 +1,20 @@
-"""Engines without a process: settings, refusals, accounts by hand, and the Accelerate config files."""
+"""Engines without a launch: settings, refusals, accounts by hand, config files, and a loop of the user's own on one rank."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from toolkit.adapting import adapt
 from toolkit.devices import Device
-from toolkit.engines.job import Engine, Job, engine_of, resolve
+from toolkit.engines.job import Engine, Job, Prepared, engine_of, resolve
 from toolkit.engines.states import parameters_of
-from toolkit.errors import RunError, StrategyError
+from toolkit.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.model import ModelSpec, Parameter, describe
+from toolkit.preparing import audit
 from toolkit.runtime import accelerator, agree
 from toolkit.strategy import SHARDINGS, Loop, Strategy, catalog
 
@@ -245,6 +248,112 @@ def test_deepspeed_needs_ranks_that_were_launched(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RunError, match=r"'zero3' needs ranks that were launched.*accelerate_configs/zero3\.yaml"):
         accelerator(Strategy(sharding="zero3"))
+
+
+# A loop of the user's own on one rank -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """Makes Accelerators of one process, and forgets them in the end."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield lambda loop=Loop(), spec=None: accelerator(Strategy(precision="fp32"), loop, spec)  # noqa: B008
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def linear(value: float = 0.0) -> tuple[Any, Any]:
+    """Four weights of one value, and the optimizer whose update is their gradient."""
+    import torch
+
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def test_a_second_accelerator_leaves_the_first_as_it_is(make: Callable[..., Any]) -> None:
+    first = make(Loop(accumulation=4))
+    with pytest.raises(RunError, match=r"sharding 'none', precision 'fp32' and accumulation 4.*Call its end_training"):
+        make()
+    make(Loop(accumulation=4)).end_training()
+    with pytest.raises(RunError, match="accumulation 4"):  # the first is still in use
+        make()
+    assert first.gradient_accumulation_steps == 4
+
+
+def test_each_optimizer_clips_what_it_steps(make: Callable[..., Any]) -> None:
+    """Also beside a teacher, which nothing trains."""
+    import torch
+
+    ours = make(Loop(max_grad_norm=1.0))
+    teacher, _ = linear(1.0)
+    (one, stepper), (other, other_stepper) = linear(), linear()
+    teacher, one, other, stepper, other_stepper = ours.prepare(teacher, one, other, stepper, other_stepper)
+    x = torch.ones(1, 4, device=ours.device)
+    for given, norm in (([one], 12.0), ([one, other], 20.0)):
+        stepper.zero_grad()
+        other_stepper.zero_grad()
+        ours.backward((6 * one(x) + 8 * other(x) + 0 * teacher(x)).sum())
+        assert float(ours.clip_grad_norm_([p for model in given for p in model.parameters()], 1.0)) == norm
+    stepper.step()
+    other_stepper.step()
+    for model in (one, other):
+        torch.testing.assert_close(model.weight.norm().item(), 1.0)
+    with pytest.raises(StrategyError, match="clip_grad_norm_ got 0 of 2 trained parameters"):
+        ours.clip_grad_norm_(teacher.parameters(), 1.0)
+
+
+def test_fp16_unscales_once_and_a_skipped_step_is_none_of_the_schedule(make: Callable[..., Any]) -> None:
+    """torch's GradScaler, set up as Accelerate does it for fp16 on a GPU."""
+    import torch
+
+    ours = make(Loop(max_grad_norm=0.0))
+    ours.scaler = torch.amp.GradScaler(ours.device.type, init_scale=1024.0)
+    model, optimizer = linear()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, schedule = ours.prepare(model, optimizer, schedule)
+    ours.job = dataclasses.replace(ours.job, strategy=Strategy(precision="fp16"))
+    ours.state._mixed_precision, ours.native_amp = "fp16", True
+    x = torch.ones(1, 4, device=ours.device)
+    updates = []
+    for factor, unscale in ((1.0, True), (torch.inf, False), (1.0, False), (1.0, True)):
+        before = model.weight.detach().clone()
+        ours.backward(model(x).sum() * factor)
+        if unscale:
+            ours.unscale_gradients()
+            ours.unscale_gradients(optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        updates.append((before - model.weight.detach()).unique().item())
+    assert updates == [1.0, 0.0, 0.5, 0.25]
+    with pytest.raises(StrategyError, match=r"got 2 optimizers in all, and precision 'fp16' can step one\. Give one"):
+        ours.prepare(*linear())
+
+
+@pytest.mark.parametrize("kind", ["frozen", "adapter"])
+def test_a_model_of_ones_own_may_train_a_part(
+    kind: str, make: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The toolkit's own may not."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    config = LlamaConfig(**shape, num_hidden_layers=1, tie_word_embeddings=True)
+    ours = make(spec=describe(config))
+    model: Any = LlamaForCausalLM(config)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    else:
+        model.model.embed_tokens.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    prepared = Prepared(ours.job, *ours.prepare(model, optimizer), ours)
+    assert "prepare: bytes and dtypes were not compared, since the model trains " in capsys.readouterr().out
+    with pytest.raises(StrategyMismatch, match="something else was prepared: trainable takes"):
+        audit(prepared)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
