@@ -17,8 +17,8 @@ from toolkit.strategy import SHARDINGS
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
-RUNS, SEED = 8, 135
-"""A draw with each sharding and adapter, and eight families."""
+RUNS, SEED = 5, 3277
+"""A draw of five families with each adapter and each sharding that `test_compare.py` does not hold beside its forecast."""
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_truth.py"
 
 
@@ -42,7 +42,7 @@ def test_forecasts_are_true(tmp_path: Path) -> None:
     rows = json.loads((results / "memory_truth.json").read_text())["runs"]
     assert len(rows) == RUNS
     assert not [row["failed"] for row in rows if "failed" in row]
-    assert {row["strategy"]["sharding"] for row in rows} == set(SHARDINGS)
+    assert {row["strategy"]["sharding"] for row in rows} == set(SHARDINGS) - {"ddp", "zero3", "fsdp"}
     assert {row["strategy"]["adapter"] for row in rows} == {"none", "lora", "qlora"}
     errors = [abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows]
     assert statistics.median(errors) <= 0.015
