@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import runpy
 import signal
 import subprocess
@@ -40,6 +41,14 @@ def exit_code(name: str) -> object:
 
 def test_these_are_the_benchmarks() -> None:
     assert {path.stem for path in (FOLDER / "results").glob("*.md")} == set(SCRIPTS)
+
+
+def test_results_say_of_which_commit() -> None:
+    """A clean one. The first six were measured before results said so."""
+    before = {"hashing", "kill", "load_peak", "memory_truth", "published", "sliders"}
+    commits = {path.stem: json.loads(path.read_text()).get("commit") for path in (FOLDER / "results").glob("*.json")}
+    assert {name for name, commit in commits.items() if commit is None} <= before
+    assert [name for name, commit in commits.items() if commit and not re.fullmatch(r"[0-9a-f]{40}", commit)] == []
 
 
 def test_a_commit_is_named_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
