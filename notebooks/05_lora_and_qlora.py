@@ -268,9 +268,8 @@ nf4 = BitsAndBytesConfig(
     bnb_4bit_quant_storage=torch.float32,
 )
 small = AutoModelForCausalLM.from_pretrained(base, quantization_config=nf4, device_map={"": "cpu"})
-for module in (
-    small.modules()
-):  # on CPUs with AVX512-BF16 bitsandbytes would evaluate in bf16, 1e-2 off; the toolkit does the same
+# On CPUs with AVX512-BF16 bitsandbytes would evaluate in bf16, 1e-2 off; the toolkit does the same.
+for module in small.modules():
     if hasattr(module, "support_avx512bf16_for_cpu"):
         module.support_avx512bf16_for_cpu = False
 held = small.get_submodule(chosen).weight

@@ -172,9 +172,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     def _parameters_of(self, optimizer: Any) -> list[torch.nn.Parameter]:
         """The trained parameters that an optimizer steps."""
-        groups = [self._model_of(optimizer).parameters()] if self._deepspeed else []
-        groups = groups or [group["params"] for group in optimizer.param_groups]
-        return [parameter for group in groups for parameter in group if parameter.requires_grad]
+        if self._deepspeed:
+            stepped = self._model_of(optimizer).parameters()
+        else:
+            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [parameter for parameter in stepped if parameter.requires_grad]
 
     def _replace_step(self, item: Any) -> None:
         """Clip before an optimizer's `step`, and step a scheduler with the optimizer only.

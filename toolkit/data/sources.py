@@ -130,9 +130,10 @@ def _folder(name: str, path: Path) -> Source:
     read = [n for n in chosen if _suffix(n) in READ]
     unread = _listed(set(chosen) - set(read))
     if not read or (configured and unread):
-        what = "README.md configures" if configured else "the folder holds no text or rows" + ", only" * bool(unread)
+        what = "README.md configures" if configured else "the folder holds no text or rows, only"
+        problem = f"{what} files that cannot be read: {unread}" if unread else "the folder holds no text or rows"
         raise DataError(
-            f"data {name}: {what}{f' files that cannot be read: {unread}' * bool(unread)}. Expected {', '.join(JSONL)},"
+            f"data {name}: {problem}. Expected {', '.join(JSONL)},"
             f" tables ({', '.join(TABLES)}), or text such as .txt, .md or .py. Unpack or convert the files, or name a"
             " single text file."
         )
