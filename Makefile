@@ -48,7 +48,7 @@ test: check
 	set -x; \
 	$(if $(PYTEST),$(BIN)/pytest "$${select[@]}" $(PYTEST), \
 	    $(BIN)/pytest -m 'not (dist or slow or browser or gpu)' --numprocesses logical --maxprocesses 4 --dist worksteal; \
-	    $(BIN)/pytest -m "(dist or slow or browser or gpu)$$rest" --numprocesses $(RUNNERS) --dist loadfile)
+	    $(BIN)/pytest -m "(dist or slow or browser or gpu)$$rest" --numprocesses $(RUNNERS) --dist loadfile --no-loadscope-reorder)
 
 system-packages:
 	@PYTHON='$(PYTHON)' .ci/system-packages $(MAKECMDGOALS)

@@ -12,8 +12,8 @@ import pytest
 
 import toolkit
 
-LAST = ("dist", "browser", "gpu", "slow")
-"""Tiers that run after everything else, in this order."""
+LAST = ("slow", "browser", "dist", "gpu")
+"""Tiers that run after everything else, in this order: the file that takes longest first, so that two workers end together."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -172,13 +172,41 @@ def how_to_go_on(folder: Folder) -> str:
 
 
 def finished(path: Path, was: Mapping[str, Any], loop: Loop) -> str | None:
-    """A sentence, where there is nothing left to do."""
+    """A sentence, where there is nothing left to do.
+
+    Raises:
+        RunError: as `check_not_anew`.
+    """
     done = int(was["loop"].get("steps", 0))
-    if not was.get("finished") or loop.steps != done:
+    if not was.get("finished"):
+        return None
+    newest = next(iter(complete(path / "checkpoints")), None)
+    if loop.steps != done:
+        check_not_anew(path, was, 0 if newest is None else 1)
         return None
     export = path / "export"
     left = f"; the trained model is in {export}" if export.exists() else ""
-    return f"{path} had finished after step {done}{left}. For more steps: --steps with more than {done}."
+    more = f" For more steps: --steps with more than {done}." if newest else ""
+    return f"{path} had finished after step {done}{left}.{more}"
+
+
+def check_not_anew(path: Path, was: Mapping[str, Any], from_step: int) -> None:
+    """Refuse to train a finished run from step 0: its steps, and its export, would be others.
+
+    Args:
+        path: of the run.
+        was: its `run.json`.
+        from_step: where it would go on; 0 where no checkpoint can be taken.
+
+    Raises:
+        RunError: with what to do instead.
+    """
+    if was.get("finished") and not from_step:
+        raise RunError(
+            f"{path} had finished, and has no checkpoint from which it could go on: its steps would be trained anew, its export "
+            f"replaced. To train on with new optimizer states: `toolkit train --model {shlex.quote(str(path / 'export'))}`; with "
+            "--save-every, a run can go on after its end."
+        )
 
 
 def finish(folder: Folder, *, export: Mapping[str, Any] | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from toolkit import measuring
 from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore, set_aside
-from toolkit.continuing import adopt, begin, continued, finish, how_to_go_on
+from toolkit.continuing import adopt, begin, check_not_anew, continued, finish, how_to_go_on
 from toolkit.data import batches, sample_ids, spell_samples
 from toolkit.devices import hardware
 from toolkit.durable import write_json
@@ -99,6 +99,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     set_aside(accelerator, found)
     if flags.resume:
         accelerator.print(str(found))
+        check_not_anew(folder.path, read_run_json(folder.path), found.step)
     attempt = begin(accelerator, folder, ready, recipe, machine, found)
     ours, tokenizer, loader, schedule = assembled(accelerator, ready, recipe, start=found.step)
     if found.manifest is not None:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 
 from toolkit import cli
 from toolkit.cli import going
+from toolkit.continuing import check_not_anew
 from toolkit.devices import hardware
 from toolkit.errors import RunError
+from toolkit.folder import read_run_json
 from toolkit.redacting import MARK
 from toolkit.runtime import check_ranks
 
@@ -255,3 +258,25 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
         "--processes 4 (it was 2)",
     ]
     assert going._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
+
+
+def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a checkpoint it could only begin at step 0, and replace what it saved."""
+    run = runs.write(
+        tmp_path / "run", [runs.event(20)], found=runs.about(finished="2026-11-23T07:00:00+00:00"), memory=runs.memory()
+    )
+    run.export.mkdir()
+    assert cli.main(["resume", str(run.path)]) == 0
+    assert "For more steps" not in capsys.readouterr().err
+    assert cli.main(["resume", str(run.path), "--steps", "22", "--save-every", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "had finished, and has no checkpoint from which it could go on" in said
+    assert f"toolkit train --model {run.export}" in said
+    assert json.loads(run.run_json.read_text())["finished"]
+    with pytest.raises(RunError, match="has no checkpoint from which it could go on"):
+        check_not_anew(run.path, read_run_json(run.path), 0)  # as a rank does that finds its checkpoints damaged
+    check_not_anew(run.path, read_run_json(run.path), 4)
+    assert cli.main(["export", str(run.path), "-o", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f"What the run itself saved at its end is in {run.export}." in said
+    assert "Go on with it" not in said

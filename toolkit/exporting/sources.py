@@ -196,11 +196,12 @@ def _newest(run: Path) -> tuple[Path, tuple[str, ...]]:
         if not wrong:
             return path, tuple(skipped)
         skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")
-    saved = f" What the run itself saved at its end is in {run / 'export'}." if (run / "export").is_dir() else ""
-    raise RunError(
-        f"{run} has no checkpoint that can be exported{''.join(f'; {line}' for line in skipped)}. Go on with it: "
-        f"`toolkit resume {run} --save-every N`, which writes one every N steps and at the end.{saved}"
+    fix = (
+        f"What the run itself saved at its end is in {run / 'export'}."
+        if (run / "export").is_dir()
+        else f"Go on with it: `toolkit resume {run} --save-every N`, which writes one every N steps and at the end."
     )
+    raise RunError(f"{run} has no checkpoint that can be exported{''.join(f'; {line}' for line in skipped)}. {fix}")
 
 
 def _foreign(path: Path) -> Source:
