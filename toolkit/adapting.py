@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,11 +75,34 @@ def require_adapter(strategy: Strategy) -> None:
         )
 
 
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes, where it is installed, before PEFT or transformers do: without the compiled kernel from the Hub.
+
+    On a CPU with AVX512-BF16 it would fetch one and run it where the library `kernels` is installed, and complain where it is
+    not (bitsandbytes 0.50, backends/cpu/ops.py:242). Nothing of ours uses that kernel: see `keep_packing`.
+    """
+    if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
+        return
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    modules: dict[str, Any] = sys.modules
+    known, before, log.disabled = modules.get("kernels"), log.disabled, True
+    modules["kernels"] = None  # importing it raises ImportError, which bitsandbytes bears
+    try:
+        importlib.import_module("bitsandbytes")
+    finally:
+        log.disabled = before
+        del modules["kernels"]
+        if known is not None:
+            modules["kernels"] = known
+
+
 def quantization(job: Job) -> BitsAndBytesConfig | None:
     """4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (Dettmers et al. 2022)."""
     import torch
     from transformers import BitsAndBytesConfig
 
+    if job.strategy.quantized:
+        import_bitsandbytes()
     compute = getattr(torch, job.compute_dtype)
     if job.strategy.adapter == "qlora":
         return BitsAndBytesConfig(
@@ -130,6 +156,7 @@ def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: 
         StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer, and where it
             would adapt others in their place.
     """
+    import_bitsandbytes()
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = LoraConfig(

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapting import keep_packing, kept_dtype, quantization
+from toolkit.adapting import import_bitsandbytes, keep_packing, kept_dtype, quantization
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
 from toolkit.model import ModelSpec
@@ -36,6 +36,7 @@ def reopen(job: Job, folder: Path) -> Any:
 
 def reopen_adapter(base: Any, folder: Path) -> Any:
     """The adapter in `folder` over its base, in evaluation mode."""
+    import_bitsandbytes()
     from peft import PeftModel
 
     with warnings.catch_warnings():

@@ -439,6 +439,31 @@ def test_code_on_the_hub_is_trusted_at_a_full_commit(mine: Path, canary: Path, t
     assert kernels == "compiled kernels from the Hub: 0"
 
 
+KERNEL = """
+def get_kernel(*words, **more):
+    open("fetched", "w").close()
+    raise RuntimeError("fetched")
+"""
+QUIET = """
+import sys
+from toolkit.adapting import import_bitsandbytes
+import_bitsandbytes()
+import peft
+import bitsandbytes.backends.cpu.ops
+assert sys.modules.get("kernels", 1) is not None
+import kernels
+assert kernels.get_kernel
+"""
+
+
+def test_bitsandbytes_brings_no_compiled_kernel_and_says_nothing(tmp_path: Path) -> None:
+    """It would on a CPU with AVX512-BF16."""
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    done = subprocess.run([sys.executable, "-c", QUIET], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "fetched").exists()
+
+
 @pytest.mark.parametrize("where", ["attn_implementation", "_attn_implementation", "text_config"])
 def test_no_config_brings_a_compiled_kernel(where: str, tmp_path: Path) -> None:
     kernel: Any = "somebody/kernel@main:forward"

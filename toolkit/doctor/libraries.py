@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from toolkit.adapting import import_bitsandbytes
 from toolkit.devices import hardware
 from toolkit.doctor.finding import Finding
 from toolkit.lifetime import die_with_parent
@@ -197,6 +198,7 @@ def _built(builder: Any) -> bool:
 
 def bitsandbytes_packs() -> Finding:
     """bitsandbytes, with a round trip through 4 bits on the device that training would use."""
+    import_bitsandbytes()
     found = library("bitsandbytes")
     if found.status != "ok":
         return found

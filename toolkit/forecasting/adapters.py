@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.adapting import attach
+from toolkit.adapting import attach, import_bitsandbytes
 from toolkit.engines.states import adapted, packed_shape, quantizable
 from toolkit.forecasting.timeline import Stack
 from toolkit.forecasting.ways import Adapter
@@ -66,6 +66,7 @@ def _kept(stacks: Sequence[Stack], names: Iterable[str]) -> Iterator[str]:
 
 def _replace(model: PreTrainedModel, name: str) -> None:
     """A linear module becomes bitsandbytes' of 4 bits; its weight stays as it is."""
+    import_bitsandbytes()
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     plain: Any = model.get_submodule(name)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.adapting import import_bitsandbytes
 from toolkit.forecasting.casts import cuda_casts
 from toolkit.forecasting.ways import Way
 
@@ -48,6 +49,7 @@ def stand_ins(way: Way) -> Iterator[None]:
             if way.autocast:
                 replaced.enter_context(cuda_casts())
         if way.adapter is not None and way.adapter.kind == "qlora":
+            import_bitsandbytes()
             import bitsandbytes
 
             replaced.enter_context(_replaced(bitsandbytes, "matmul_4bit", _product))
