@@ -1,5 +1,6 @@
 """One word switches how a model is trained: thin helpers around `accelerator.prepare`."""
 
+import logging
 import os
 import sys
 
@@ -103,6 +104,8 @@ __all__ = [
 
 # transformers would fetch compiled kernels from the Hub and run them, where the library `kernels` is installed.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
+# On a CPU with AVX512-BF16 bitsandbytes complains that it could not fetch one (backends/cpu/ops.py:242).
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 if "IPython" in sys.modules:
     from toolkit.notebook import register

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, cast
@@ -78,19 +77,17 @@ def require_adapter(strategy: Strategy) -> None:
 def import_bitsandbytes() -> None:
     """Import bitsandbytes, where it is installed, before PEFT or transformers do: without the compiled kernel from the Hub.
 
-    On a CPU with AVX512-BF16 it would fetch one and run it where the library `kernels` is installed, and complain where it is
-    not (bitsandbytes 0.50, backends/cpu/ops.py:242). Nothing of ours uses that kernel: see `keep_packing`.
+    On a CPU with AVX512-BF16 it would fetch one and run it where the library `kernels` is installed (bitsandbytes 0.50,
+    backends/cpu/ops.py:242). Nothing of ours uses that kernel: see `keep_packing`.
     """
     if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
         return
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     modules: dict[str, Any] = sys.modules
-    known, before, log.disabled = modules.get("kernels"), log.disabled, True
+    known = modules.get("kernels")
     modules["kernels"] = None  # importing it raises ImportError, which bitsandbytes bears
     try:
         importlib.import_module("bitsandbytes")
     finally:
-        log.disabled = before
         del modules["kernels"]
         if known is not None:
             modules["kernels"] = known
