@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(
         XDG_CACHE_HOME=str(cache),
         HF_HOME=str(cache / "huggingface"),  # also where Accelerate looks for a default config file
+        XDG_STATE_HOME=str(cache / "state"),
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
         PYTHONWARNINGS=",".join(f"error:::{module}" for module in modules()),

@@ -1,4 +1,7 @@
-"""Where what can be made again is kept: `$XDG_CACHE_HOME/accelerate-toolkit`. Standard library only."""
+"""Where what can be made again is kept, and what this user did here: below `$XDG_CACHE_HOME` and `$XDG_STATE_HOME`.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
+from toolkit.durable import at_home, write_whole
 from toolkit.errors import ToolkitError
 
 
@@ -17,12 +21,29 @@ def cache_folder(*parts: str) -> Path:
     Raises:
         ToolkitError: where it cannot be made.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "accelerate-toolkit", *parts)
+    return _made("the cache", "XDG_CACHE_HOME", Path(".cache"), parts)
+
+
+def state_folder(*parts: str) -> Path:
+    """A folder for what this user did on this machine, made where it does not exist. Nobody else may look into it.
+
+    Raises:
+        ToolkitError: where it cannot be made.
+    """
+    return _made("the folder of states", "XDG_STATE_HOME", Path(".local", "state"), parts)
+
+
+def _made(what: str, variable: str, default: Path, parts: tuple[str, ...]) -> Path:
+    root = Path(os.environ.get(variable, ""))
+    if not root.is_absolute():  # then it does not count (specifications.freedesktop.org/basedir-spec)
+        root = at_home("~") / default
+    folder = root.joinpath("accelerate-toolkit", *parts)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (root / "accelerate-toolkit").mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ToolkitError(
-            f"the cache {folder} cannot be made: {error.strerror}. Set XDG_CACHE_HOME to a folder that can be written."
+            f"{what} {folder} cannot be made: {error.strerror}. Set {variable} to a folder that can be written."
         ) from error
     return folder
 
@@ -53,6 +74,4 @@ _version = lru_cache(metadata.version)
 
 def keep(path: Path, text: str) -> None:
     """Write a file of the cache whole: others may read or write it meanwhile."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(text)
-    draft.replace(path)
+    write_whole(path, text.encode())

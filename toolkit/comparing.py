@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.devices import Hardware
-from toolkit.durable import read_events
+from toolkit.durable import read_events, read_json
 from toolkit.engines.job import engine_of
+from toolkit.errors import RunError
 from toolkit.flags import to_flags
 from toolkit.folder import check_place, enter, new_path, read_run_json
 from toolkit.launching import supervise
@@ -166,9 +166,20 @@ def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path,
 
 
 def read_run(path: Path) -> Result:
-    """A finished run's folder as a row of the comparison."""
-    about, memory = read_run_json(path), json.loads((path / "memory.json").read_text())
+    """A finished run's folder as a row of the comparison.
+
+    Raises:
+        RunError: where it is none, or its files do not say what a run's do.
+    """
+    about = read_run_json(path)
     steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
+    try:
+        return _result(path, about, read_json(path / "memory.json"), steps)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
+
+
+def _result(path: Path, about: Mapping[str, Any], memory: Any, steps: Sequence[Mapping[str, Any]]) -> Result:
     return Result(
         sharding=about["strategy"]["sharding"],
         strategy=about["strategy"],

@@ -158,9 +158,8 @@ def how_to_go_on(folder: Folder) -> str:
     if about["finished"]:
         return "It had finished."
     command = f"`toolkit resume {shlex.quote(str(folder.path))}`"
-    if target := about.get("target"):
-        trust = f"{command[:-1]} --trust-function`" if target["kind"] == "function" else command
-        return f"Code of your own goes on from what it saved itself: {trust} runs it again."
+    if about.get("target"):
+        return f"Code of your own goes on from what it saved itself: {command} runs it again."
     newest = next(iter(complete(folder.checkpoints)), None)
     if newest:
         done = last_step(folder.events)

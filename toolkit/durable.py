@@ -1,25 +1,38 @@
-"""Files that a kill, a full disk or a power cut leaves whole: JSON, and events line by line. Standard library only."""
+"""Files that a kill, a full disk or a power cut leaves whole: JSON, and events line by line; read as a stranger's may be.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.errors import RunError
 from toolkit.redacting import redact_all
 
+LIMIT = 16 * 2**20
+"""Bytes of the longest JSON that is read, of which Python makes objects of 400 MiB at most: a run's files have thousands."""
+
+DRAFT = ".tmp"
+"""How names of drafts end."""
+
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, flushed to the disk with its name."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file whole or not at all, flushed to the disk with its name; through no link that somebody put there."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}{DRAFT}")
+    created = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(draft, "wb") as file:
+        with open(created, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -39,6 +52,99 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read. For a pipe or a device, which somebody may have put into its place, nobody waits.
+
+    Raises:
+        OSError: where it cannot be read, or is no regular file.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(opened, "rb")
+
+
+def leads_out(path: Path, folder: Path) -> Path | None:
+    """Where a link leads that leaves its folder; None of any other. The Hub's cache links into the repository's own blobs."""
+    real, inside = (Path(os.path.realpath(one)) for one in (path, folder))  # `resolve` raises for links in a circle
+    above = [one for one in (inside, *inside.parents) if one.parent.name == "snapshots"]
+    roots = [inside, *(one.parents[1] / "blobs" for one in above)]
+    return None if any(root in real.parents for root in roots) else real
+
+
+def read_json(path: Path, *, finite: bool = True) -> Any:
+    """The JSON in a file; `finite` as in `parse_json`.
+
+    Raises:
+        OSError: where it cannot be read.
+        ValueError: for what `parse_json` refuses, and for more than `LIMIT` bytes.
+    """
+    with open_regular(path) as file:
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise ValueError(f"it has more than {LIMIT:,} bytes")
+    return parse_json(data, finite=finite)
+
+
+def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
+    """JSON; with `finite` of numbers alone that 64 bits can hold, as this package writes it.
+
+    Raises:
+        ValueError: for other numbers, for what is no JSON, and for what is nested too deeply.
+    """
+    try:
+        if not finite:
+            return json.loads(data)
+        return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_fields(found: Any, kinds: Mapping[str, Any]) -> None:
+    """Refuse what is no JSON object, or has a field of another type; fields that it does not have are the caller's.
+
+    Args:
+        found: what a file says.
+        kinds: name → type, or union of types; a bool is no number.
+
+    Raises:
+        ValueError: naming the field, its value, and what was expected.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, found {spelled(found)}")
+    for name, kind in kinds.items():
+        if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool) > (kind is bool)):
+            wanted = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"{name} is {spelled(found[name])}, expected {wanted}")
+
+
+def spelled(value: Any) -> str:
+    """A value in a message: its first 40 characters."""
+    text = str(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def at_home(path: str | Path) -> Path:
+    """A path whose `~` is a home; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
+def _int(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        raise ValueError(f"the number {digits[:20]}… has more than 64 bits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"the number {digits[:20]} is not finite")
+    return value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all. Numbers that are not finite become null, secrets `[redacted]`.
 
@@ -49,7 +155,7 @@ def write_json(path: Path, value: Any) -> None:
     try:
         write_whole(path, text.encode())
     except OSError as error:
-        raise _unwritable(path, len(text.encode()), error.strerror or str(error)) from error
+        raise unwritable(path, len(text.encode()), error.strerror or str(error)) from error
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -71,34 +177,62 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
             os.close(file)
     except OSError as error:
         why = error.strerror or str(error)
-    raise _unwritable(path, len(data), why)
+    raise unwritable(path, len(data), why)
+
+
+FIGURES: Mapping[str, Any] = {
+    "step": int, "steps": int | float, "attempt": int, "loss": float | int | None, "eval_loss": float | int | None,
+    "grad_norm": float | int | None, "lr": float | int | None, "seconds": float | int, "tokens": float | int | None,
+    "samples": str, "skipped": bool, "bytes": list,
+    "stall_seconds": float | int, "write_seconds": float | int,
+}  # fmt: skip
+"""Fields of a line in `events.jsonl`, and in `checkpoints.jsonl`, where `bytes` are those of a checkpoint; `tk.log` adds others."""
+
+LINE = 2**20
+"""Bytes of the longest line in them."""
+
+
+def parse_event(line: bytes) -> dict[str, Any]:
+    """A line of `events.jsonl` or `checkpoints.jsonl`.
+
+    Raises:
+        ValueError: for one that is too long, no JSON object, or has fields of other types.
+    """
+    if len(line) > LINE:
+        raise ValueError(f"it has {len(line):,} bytes, expected {LINE:,} at most")
+    event: dict[str, Any] = parse_json(line)
+    check_fields(event, {**FIGURES, "bytes": int} if isinstance(event, dict) and "checkpoint" in event else FIGURES)
+    missing = [name for name in ("step", "seconds") if "loss" in event and name not in event]
+    if missing or event.get("step", 0) < 0:
+        raise ValueError(f"it has no {missing[0]}" if missing else f"step {event['step']} is below 0")
+    ranks = event.get("bytes")
+    for rank in ranks if isinstance(ranks, list) else ():
+        check_fields(rank, dict.fromkeys(rank, int | None) if isinstance(rank, dict) else {})
+    return event
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The lines of `events.jsonl`. A torn last line, as a killed process leaves it, does not count.
 
     Raises:
-        RunError: for any other line that is no JSON object, with its number.
+        RunError: for any other line that no run writes, with its number, and for a file that cannot be read.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    torn = len(lines)  # what stands behind the last newline
     events: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line)
-        except ValueError as error:
-            if number == torn:
-                break
-            raise RunError(f"{path}, line {number}: no JSON ({error}). Repair or remove the line.") from error
-        if not isinstance(event, dict):
-            raise RunError(
-                f"{path}, line {number}: expected a JSON object, found {line[:40]!r}. Repair or remove the line."
-            )
-        events.append(event)
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE + 2), b""), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    events.append(parse_event(line))
+                except ValueError as error:
+                    if not line.endswith(b"\n") and len(line) <= LINE:
+                        break
+                    raise RunError(f"{path}, line {number}: {error}. Repair or remove the line.") from error
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
     return events
 
 
@@ -108,11 +242,19 @@ def last_step(path: Path) -> int:
 
 
 def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keep the lines up to `step`, drop later ones and a torn last one. What is kept comes back."""
+    """Keep the lines up to `step`, drop later ones and a torn last one. What is kept comes back.
+
+    Raises:
+        RunError: as `read_events`, and where the disk does not take them.
+    """
     if not path.exists():
         return []
     kept = [event for event in read_events(path) if event.get("step", 0) <= step]
-    write_whole(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
+    data = "".join(json.dumps(event) + "\n" for event in kept).encode()
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise unwritable(path, len(data), error.strerror or str(error)) from error
     return kept
 
 
@@ -125,7 +267,8 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _unwritable(path: Path, needed: int, why: str) -> RunError:
+def unwritable(path: Path, needed: int, why: str) -> RunError:
+    """For a file that the disk does not take, with the bytes that are needed and free."""
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({needed:,} bytes are needed, {shutil.disk_usage(path.parent).free:,} are free)"

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from toolkit.redacting import redact
+from toolkit.redacting import redact, visible
 
 T = TypeVar("T")
 
@@ -26,8 +26,8 @@ class ToolkitError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        """The message, without secrets."""
-        return redact(super().__str__())
+        """The message, without secrets, and without what a terminal would obey."""
+        return visible(redact(super().__str__()))
 
     def _render_traceback_(self) -> list[str]:
         """In IPython: the line that asked, and the message. What would stand between are frames of this package."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 # First of all, so that a rank whose launcher is killed while it still imports torch ends with it.
-from toolkit.lifetime import die_with_parent, tee_output
+from toolkit.lifetime import die_with_parent, leave_safe_path, tee_output
 
 if __name__ == "__main__":
     die_with_parent()
+    leave_safe_path()
 
 import argparse
 import hashlib

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -13,6 +14,11 @@ from typing import Any, TypeVar
 from toolkit.errors import StrategyError, nearest
 
 Owner = TypeVar("Owner")
+
+
+def place(text: str) -> str:
+    """A path as it was given, `~` for a home: a shell leaves it in `--run-dir=~/runs`."""
+    return os.path.expanduser(text)
 
 
 def amount(default: Any, told: str) -> Any:
@@ -134,6 +140,8 @@ def spell(values: Mapping[str, Any]) -> list[str]:
             words.append(flag(name))
         elif value is False:
             words.append("--no-" + flag(name).removeprefix("--"))
+        elif str(value).startswith("-"):
+            words.append(f"{flag(name)}={value}")
         else:
             words += [flag(name), str(value)]
     return words

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.durable import append_line, write_json
+from toolkit.durable import DRAFT, append_line, at_home, check_fields, read_json, unwritable, write_json
 from toolkit.errors import RunError
-from toolkit.locking import hold, run_token
+from toolkit.locking import hold, is_lock, run_token
 from toolkit.redacting import redact_all
 
 RUNS = "runs"
@@ -22,6 +23,29 @@ RUNS = "runs"
 
 BEGUN = {"lock", "logs", "accelerate.yaml"}
 """What is in a folder before its run has begun."""
+
+LOGS = re.compile(
+    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(supervisor|failures|end)\.json|function\.pkl"
+)
+"""What a run writes into `logs`; anything else there is somebody's own."""
+
+_DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
+
+RUN: Mapping[str, Any] = {
+    "strategy": dict, "loop": dict, "recipe": dict, "ranks": int, "settings": dict, "forecast": dict | None, "versions": dict,
+    "hardware": dict, "seed": int, "data": dict, "started": str, "finished": str | None, "export": dict | None,
+    "target": dict | None, "attempts": list,
+}  # fmt: skip
+"""Fields of `run.json`."""
+
+ATTEMPT: Mapping[str, Any] = {"strategy": dict, "ranks": int, "started": str, "from_step": int}
+"""Fields of one of its attempts."""
+
+RANKS = 2**20
+"""More than any run has."""
+
+LONGEST = 200
+"""Bytes of a run's name: files in its folder have longer ones."""
 
 SPARE = 8192
 """Bytes that each rank keeps free for the words in which it ends."""
@@ -108,7 +132,13 @@ class Folder:
     def record_error(self, rank: int, error: BaseException) -> None:
         """Leave for the supervisor what ended this rank: it raises a `ToolkitError` again as it was."""
         self.logs.mkdir(exist_ok=True)
-        about = {"type": type(error).__name__, "time": time.time(), "pid": os.getpid()}
+        about = {
+            "type": type(error).__name__,
+            "time": time.time(),
+            "tick": time.monotonic(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         try:
             write_json(self.error(rank), {**about, "message": str(error)})
         except RunError:
@@ -122,16 +152,18 @@ class Folder:
         """Leave for whoever looks later how a run that had begun ended: `stopped` or `failed`, and what was said of it."""
         if self.run_json.exists():
             with contextlib.suppress(RunError):  # a full disk: the user has been told
-                write_json(self.end, {"how": how, "time": time.time(), "message": message})
+                attempt = len(read_run_json(self.path).get("attempts", ()))
+                write_json(self.end, {"how": how, "attempt": attempt, "message": message})
 
     def errors(self) -> dict[int, dict[str, Any]]:
         """Rank → the exception that ended it, as `record_error` left it."""
-        kinds = {"type": str, "message": str, "time": int | float}
+        kinds = {"type": str, "message": str, "time": int | float, "tick": int | float, "host": str}
         found = {}
         for path in self.logs.glob("rank-*.error.json"):
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # what cannot be read says nothing
-                error = json.loads(path.read_bytes())
-                if isinstance(error, dict) and all(isinstance(error.get(name), kind) for name, kind in kinds.items()):
+            with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
+                error = read_json(path)
+                check_fields(error, kinds)
+                if set(kinds) <= set(error):
                     found[int(path.name.split(".")[0].removeprefix("rank-"))] = error
         return found
 
@@ -156,14 +188,26 @@ class Folder:
     def discard(self, *, shared: bool = False) -> None:
         """Remove a new run that has nothing to show: made here, and nothing in it but what every run begins with.
 
+        Only files that a run writes are removed: a file of the user's own stays, and its folder with it.
+
         Args:
             shared: another rank of the run may have made the folder, and may be removing it at the same time.
         """
         if not shared and not self.created:
             return
         with contextlib.suppress(FileNotFoundError):
-            if {entry.name for entry in self.path.iterdir()} <= {*BEGUN, "run.json"}:
-                shutil.rmtree(self.path, ignore_errors=shared)
+            if not _foreign(self.path) and {entry.name for entry in self.path.iterdir()} <= {*BEGUN, "run.json"}:
+                for file in (
+                    *self.logs.glob("*"),
+                    *self.logs.glob(".*"),
+                    self.config,
+                    self.run_json,
+                    self.path / "lock",
+                ):
+                    file.unlink(missing_ok=True)
+                for folder in (self.logs, self.path):
+                    with contextlib.suppress(OSError):  # not there, or not empty any more
+                        folder.rmdir()
         with contextlib.suppress(OSError):  # where it was the only run
             if self.path.parent == Path("runs"):
                 self.path.parent.rmdir()
@@ -193,7 +237,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         RunError: the folder holds a run or other files (or, resuming, none); it holds a link that leads out of it; another
             run's processes hold it after `wait` seconds; it cannot be made. Nothing is written then.
     """
-    path, token = Path(path), token or run_token()
+    path, token = at_home(path), token or run_token()
     if resume and not (path / "run.json").is_file():
         raise _no_run(path)
     if not resume and not (path / "lock").exists():
@@ -213,6 +257,9 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         ) from error
     try:
         first = hold(path, lock, token, wait, admit=admit)
+    except OSError as error:
+        os.close(lock)
+        raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
     except BaseException:
         os.close(lock)
         raise
@@ -233,7 +280,7 @@ def look(path: str | Path) -> Folder:
 
 def unheld(path: str | Path) -> Folder:
     """The paths of a run that may not have begun."""
-    return Folder(path=Path(path), token="", created=False, lock=-1)
+    return Folder(path=at_home(path), token="", created=False, lock=-1)
 
 
 def check_new(path: str | Path | None) -> None:
@@ -243,7 +290,7 @@ def check_new(path: str | Path | None) -> None:
         RunError: for a folder that holds a run or other files, and for a place that cannot be written.
     """
     if path is not None:
-        _refuse_old(Path(path))
+        _refuse_old(at_home(path))
     check_place(RUNS if path is None else path)
 
 
@@ -253,7 +300,7 @@ def check_place(path: str | Path) -> None:
     Raises:
         RunError: with the place that is in the way.
     """
-    path = Path(path)
+    path = at_home(path)
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     why = "it is a file" if not there.is_dir() else "" if os.access(there, os.W_OK) else "it cannot be written"
     if why:
@@ -268,7 +315,7 @@ def new_path(root: str | Path, word: str) -> Path:
     """
     stem = f"{time.strftime('%Y%m%d-%H%M')}-{word}"
     for number in range(1, 10_000):
-        path = Path(root) / (stem if number == 1 else f"{stem}-{number}")
+        path = at_home(root) / (stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -281,56 +328,91 @@ def new_path(root: str | Path, word: str) -> Path:
     raise RunError(f"{root} holds {number} runs named {stem}: choose a folder with --run-dir.")
 
 
+def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The rank whose error came first: by a count of seconds that nobody sets back; over several hosts by their clocks."""
+    by = "tick" if len({error["host"] for error in raised.values()}) == 1 else "time"
+    return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
+
+
 def read_run_json(path: Path) -> dict[str, Any]:
-    """What `run.json` of a run's folder says.
+    """What `run.json` of a run's folder says: fields of their types, whoever wrote it.
 
     Raises:
         RunError: where there is none, or it is none of ours.
     """
     file = path / "run.json"
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
-        missing = {name for name in ("strategy", "loop", "recipe") if not isinstance(found.get(name), dict)}
-        missing |= {"ranks"} - ({"ranks"} if type(found.get("ranks")) is int and found["ranks"] > 0 else set())
+        found: dict[str, Any] = read_json(file)
+        check_fields(found, RUN)
+        for attempt in found.get("attempts", ()):
+            check_fields(attempt, ATTEMPT)
     except FileNotFoundError:
         raise _no_run(path) from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
+    missing = {"strategy", "loop", "recipe", "ranks"} - set(found)
     if missing:
         raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
+    if not 0 < found["ranks"] <= RANKS:
+        raise RunError(
+            f"{file}: ranks is {found['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
+        )
     return found
 
 
 def _refuse_old(path: Path) -> None:
-    """A new run starts in a folder that does not exist or is empty; a lock and logs alone are no run."""
+    """A new run starts in a folder that does not exist or is empty; a lock and logs of ours alone are no run."""
+    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
+        raise RunError(
+            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
+            "at the beginning, which begins a flag. Choose another with --run-dir."
+        )
     if not path.exists():
         return
     if not path.is_dir():
         raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
-    drafts = {entry.name for entry in path.glob(".*.tmp")}  # of a process that was killed as it wrote
-    found = {entry.name for entry in path.iterdir()} - BEGUN - drafts
-    if "run.json" in found or "events.jsonl" in found:
+    if (path / "run.json").exists() or (path / "events.jsonl").exists():
         raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
-    if found:
+    if found := _foreign(path):
         raise RunError(
             f"{path} is not empty (it has {min(found)}): expected a new or an empty folder. "
             "Choose another with --run-dir."
         )
 
 
+def _foreign(path: Path) -> set[str]:
+    """What is in a folder that no run of ours wrote before it had begun: a new run neither removes nor replaces it."""
+    drafts = {entry.name for entry in path.iterdir() if _DRAFT.fullmatch(entry.name)}  # of a process that was killed
+    found = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
+    lock, logs = path / "lock", path / "logs"
+    if lock.exists() and not is_lock(lock):
+        found.add("lock")
+    if (path / "accelerate.yaml").exists() and not lock.exists():
+        found.add("accelerate.yaml")  # a run of ours writes it behind its lock
+    if logs.exists() and not logs.is_dir():
+        found.add("logs")
+    for entry in logs.iterdir() if logs.is_dir() else ():
+        if entry.is_dir() or not (LOGS.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
+            found.add(f"logs/{entry.name}")
+    return found
+
+
 def refuse_links(path: Path) -> None:
     """A run writes into its folder and nowhere else: another's folder may link to files of ours.
 
     Raises:
-        RunError: for a link that leads out of it.
+        RunError: for a link that leads out of it, and for a pipe or device in it.
     """
     for folder in (path, path / "logs", path / "checkpoints"):
         for entry in folder.iterdir() if folder.is_dir() else ():
-            if entry.is_symlink() and path.resolve() not in entry.resolve().parents:
+            leads = Path(os.path.realpath(entry))  # `resolve` raises for links in a circle
+            if entry.is_symlink() and Path(os.path.realpath(path)) not in leads.parents:
                 raise RunError(
-                    f"{entry} is a link that leads out of the run's folder, to {entry.resolve()}, and a run writes there. "
+                    f"{entry} is a link that leads out of the run's folder, to {leads}, and a run writes there. "
                     "Put the file or folder itself in its place, or choose another folder with --run-dir."
                 )
+            if not entry.is_file() and not entry.is_dir() and os.path.exists(entry):
+                raise RunError(f"{entry} is neither a file nor a folder, and a run writes there. Remove it.")
 
 
 def _no_run(path: Path) -> RunError:

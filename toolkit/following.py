@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +85,10 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
     if path is None or os.environ.get("RANK", "0") != "0":
         return
     figures = {name: _number(name, value) for name, value in values.items()}
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ToolkitError(f"log: step {step!r} is no whole number. Count steps from 1.") from None
     now, events = time.perf_counter(), Path(path, "events.jsonl")
     if not _last_log:
         cut_events(events, step - 1)
@@ -98,9 +104,9 @@ def _number(name: str, value: Any) -> float:
         raise ToolkitError(f"log: {name!r} is a name of the toolkit's own. Give the figure another one.")
     with contextlib.suppress(ValueError, RuntimeError):  # of several elements
         value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or (name == "seconds" and not math.isfinite(value)):
         raise ToolkitError(f"log: {name}={value!r} is no number. Give a number, or a tensor of one element.")
-    return value
+    return int(value) if isinstance(value, bool) else value
 
 
 def stopping() -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from toolkit.durable import read_json
 from toolkit.phases import observe
 
 EVERY = 1.0
@@ -171,7 +172,7 @@ def read_beats(logs: Path) -> dict[int, Heartbeat]:
     found = {}
     for path in logs.glob("rank-*.beat"):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # just being written
-            beat = Heartbeat(**json.loads(path.read_bytes()))
+            beat = Heartbeat(**read_json(path))
             _check(beat)
             found[beat.rank] = beat
     return found

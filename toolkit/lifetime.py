@@ -23,6 +23,10 @@ LAUNCHER = "TOOLKIT_LAUNCHER"
 LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 """Variables of which every launcher sets one: torchrun the first, `accelerate launch` of one process the second."""
 
+_OURS = "set by accelerate-toolkit"
+SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
+"""What keeps a child from importing files of the folder that it is started in; any word does. A user's own setting stays."""
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 0.5
 
@@ -51,6 +55,12 @@ def die_with_parent(parent: int | None = None) -> None:
     if found != parent if parent is not None else not _launches(found):
         _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
     _arrange_forks()
+
+
+def leave_safe_path() -> None:
+    """Take `SAFE_PATH` out of the environment: what the user's code starts is not ours."""
+    if os.environ.get("PYTHONSAFEPATH") == _OURS:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 def tee_output(log: Path, *, rank: int, supervised: bool) -> None:

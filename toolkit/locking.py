@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.durable import check_fields, open_regular, parse_json
 from toolkit.errors import RunError
 
 TOKEN = "TOOLKIT_RUN_TOKEN"
 """The environment variable by which a supervisor tells its ranks which run they belong to."""
 
 SUPERVISOR = "supervisor"
+
+_LINE: Mapping[str, Any] = {"token": str, "pid": int, "started": str, "host": str, "role": str}
+_LONGEST = 2**20
 
 
 def supervised() -> bool:
@@ -82,7 +86,8 @@ def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], obj
 def supervisor_of(path: Path) -> dict[str, Any] | None:
     """`pid`, `started` and `host` of the supervisor that entered the folder last; None where none has."""
     try:
-        lines = list(_objects((path / "lock").read_text(errors="replace").splitlines()))
+        with open_regular(path / "lock") as file:
+            lines = list(_lines(file.read(_LONGEST)))
     except OSError:
         return None
     return next((line for line in reversed(lines) if line.get("role") == SUPERVISOR), None)
@@ -113,28 +118,58 @@ def _write_line(lock: int, line: Mapping[str, Any]) -> None:
 
 
 def _holders(lock: int) -> list[dict[str, Any]]:
-    text = os.pread(lock, 1 << 20, 0).decode(errors="replace")
-    return list(_objects(text.splitlines()))
+    return list(_lines(os.pread(lock, _LONGEST, 0)))
 
 
-def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
+def _lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of a lock that name a run or one of its processes; anything else in it says nothing."""
+    for line in data.splitlines():
         with contextlib.suppress(ValueError):
-            yield json.loads(line)
+            found = parse_json(line)
+            check_fields(found, _LINE)
+            if set(found) != {"token"}:
+                check_process(found)
+            yield found
+
+
+def check_process(found: Any) -> None:
+    """Refuse what names no process: a number below 2 is that of a group, of all processes, or of the system's first one.
+
+    Raises:
+        ValueError: with what is wrong.
+    """
+    check_fields(found, _LINE)
+    missing = {"pid", "started", "host"} - set(found)
+    if missing or not 1 < found["pid"] < 2**31:
+        raise ValueError(f"it has no {min(missing)}" if missing else f"pid is {found['pid']}")
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is a lock of ours: empty, or begun with the name of a run."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(_LONGEST)
+    except OSError:
+        return False
+    if path.is_symlink():
+        return False
+    return not data or next(_lines(data.splitlines()[0]), {}).keys() == {"token"}
 
 
 def _held_by(path: Path, lock: int) -> str:
     here = socket.gethostname()
     holders = [line for line in _holders(lock) if "pid" in line]
     living = [line for line in holders if line["host"] != here or still(line)] or holders
-    who = ", ".join(f"process {line['pid']} ({line['role']}, on {line['host']})" for line in living) or "another run"
+    who = (
+        ", ".join(f"process {line['pid']} ({line.get('role')}, on {line['host']})" for line in living) or "another run"
+    )
     return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
 
 
 def held_by_others(path: Path) -> bool:
     """Whether a living process beside this one is in the run's folder: it goes on."""
     try:
-        lock = os.open(path / "lock", os.O_RDONLY)
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -162,7 +197,7 @@ def process_lives(pid: int) -> bool:
 
 def still(line: Mapping[str, Any]) -> bool:
     """Whether the process that a line names lives here: its number may have come to another one."""
-    return process_lives(line["pid"]) and line.get("started") in (None, started(line["pid"]))
+    return process_lives(line["pid"]) and line["started"] == started(line["pid"]) != ""
 
 
 def _role() -> str:
@@ -172,8 +207,15 @@ def _role() -> str:
 def started(pid: int) -> str:
     """When a process began, in clock ticks: with it a pid names one process for good.
 
-    Empty without /proc, and of a process that has ended and whose parent has not looked yet.
+    Empty of a process that has ended and whose parent has not looked yet.
     """
+    if not Path("/proc/self/stat").exists():
+        import psutil
+
+        try:
+            return str(psutil.Process(pid).create_time())
+        except psutil.Error:
+            return ""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

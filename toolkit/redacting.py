@@ -1,4 +1,6 @@
-"""`redact()`: secrets out of whatever is printed, logged or written; as a program, out of what passes through.
+"""What is printed, logged or written: secrets are taken out (`redact`), and what a terminal would obey is spelled (`visible`).
+
+As a program, it does both to what passes through.
 
 Standard library only, and little of it: every rank's output passes through `python -I -S redacting.py [LOG]`, a process of
 its own, so that the last words of a killed rank are kept.
@@ -6,6 +8,7 @@ its own, so that the last words of a killed rank are kept.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
@@ -28,6 +31,7 @@ _PLACE = re.compile(r"(?:FILE|PATH|DIR)$")
 _OURS = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
 
 _VALUE = r"[^\s\"'\\,;&<>]{8,}"
+# What stands before a word that tells has a limit: without one there are texts that take time in the square of their length.
 _SHAPES = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -40,12 +44,37 @@ _SHAPES = tuple(
         (r"((?i:authorization)\W{1,6}\w+[ \t]+)" + _VALUE, rf"\1{MARK}"),
         (r"((?i:key)[\"']?\s?[=:]\s?[\"']?)[0-9a-f]{40}(?![0-9a-f])", rf"\1{MARK}"),
         (r"((?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)[\"']?\s?[=:]\s?[\"']?)" + _VALUE, rf"\1{MARK}"),
-        (r"([?&][\w-]*(?i:token|key|secret|password|signature|credential)[\w-]*=)" + _VALUE, rf"\1{MARK}"),
+        (r"([?&][\w-]{0,40}(?i:token|key|secret|password|signature|credential)[\w-]{0,40}=)" + _VALUE, rf"\1{MARK}"),
         # A user in an address: with a password anywhere, alone in http's, where it is a token.
-        (r"(://)[^\s/\"'\\@:]*:[^\s/\"'\\]+@", rf"\1{MARK}@"),
-        (r"(https?://)[^\s/\"'\\@]+@", rf"\1{MARK}@"),
+        (r"(://)[^\s/\"'\\@:]{0,256}:[^\s/\"'\\]{1,1024}@", rf"\1{MARK}@"),
+        (r"(https?://)[^\s/\"'\\@]{1,1024}@", rf"\1{MARK}@"),
     )
 )
+
+
+_OBEYED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab, newline and return, what turns the direction of writing (Unicode's bidi controls), surrogates."""
+
+_MOVES = re.compile(r"\x1b\[[0-9;]{0,16}[AKm]")
+"""What progress bars print: a line up, the rest of a line erased, a colour."""
+
+
+def visible(text: str, *, moves: bool = False) -> str:
+    """`text` with the characters spelled that a terminal would obey: a model's name could rewrite the screen, or the clipboard.
+
+    Args:
+        moves: leave a progress bar's own sequences: for streams of a whole program. Elsewhere they are taken out.
+    """
+    if not moves:
+        return _OBEYED.sub(_spelled, _MOVES.sub("", text)).replace("\r", "\\r")
+    kept, found = _MOVES.split(text), _MOVES.findall(text)
+    # Above are bytes of other encodings than UTF-8, which no terminal obeys.
+    parts = [_OBEYED.sub(lambda one: one[0] if one[0] >= "\udca0" else _spelled(one), part) for part in kept]
+    return "".join(part + move for part, move in zip(parts, [*found, ""], strict=True))
+
+
+def _spelled(one: re.Match[str]) -> str:
+    return one[0].encode("unicode_escape").decode()
 
 
 def redact(text: str) -> str:
@@ -77,7 +106,7 @@ class _Stream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        self._stream.write(visible(redact(text), moves=True))
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
@@ -164,9 +193,10 @@ def _copy(source: int, targets: Sequence[int]) -> None:
     import select
 
     known, held = _known(), b""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # keeps a character that comes in two parts
 
     def pass_on(data: bytes) -> None:
-        text = _redacted(data.decode("utf-8", "surrogateescape"), known)
+        text = visible(_redacted(decoder.decode(data), known), moves=True)
         for target in targets:
             with contextlib.suppress(OSError):
                 _write(target, text.encode("utf-8", "surrogateescape"))

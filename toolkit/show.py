@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.redacting import redact, redact_all
+from toolkit.redacting import redact, redact_all, visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,11 @@ class Table:
             padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
             return "  ".join(padded).rstrip()
 
-        head = [self.title] if self.title else []
+        head = [visible(self.title)] if self.title else []
         rule = "  ".join("-" * width for width in widths)
-        return "\n".join([*head, line(list(self.columns)), rule, *(line(row) for row in cells), *self.notes])
+        return "\n".join(
+            [*head, line(list(self.columns)), rule, *(line(row) for row in cells), *map(visible, self.notes)]
+        )
 
     def html(self) -> str:
         """A plain `<table>` with a caption, and headers of columns and rows, readable without a style sheet or a script."""
@@ -56,7 +58,7 @@ class Table:
 
     def _cells(self) -> tuple[list[list[str]], list[bool]]:
         """What stands in them, and which columns stand to the right."""
-        cells = [[str(cell) for cell in row] for row in self.rows]
+        cells = [[visible(str(cell)).replace("\n", "\\n") for cell in row] for row in self.rows]
         return cells, [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
 
 

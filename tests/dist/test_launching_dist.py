@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -105,7 +106,8 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run.stop(timeout=30)
     assert run.status == run.report().status == "stopped"
     assert "stopped ddp lora" in run.logs(0), "it was heard between two steps, and the function came to its end"
-    assert "--trust-function` runs it again" in run.said
+    assert "toolkit resume" in run.said
+    assert "runs it again" in run.said
 
     run = tk.resume(run, hosted, args=(words,)).wait()
     assert run.status == run.report().status == "finished"
@@ -120,12 +122,14 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     steps = [(1, 1.0, 2.0), (2, 0.5, 2.0), (3, 1 / 3, 2.0)]
     assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == steps, "the second attempt began anew"
 
-    # Its folder alone lets no code run; the file as it was written does, and another does not.
-    with pytest.raises(tk.RunError, match="its folder alone cannot let run"):
-        tk.resume(run)
+    # It goes on without the function, for it was launched here; another file, or the folder elsewhere, does not.
+    assert tk.resume(run).wait().status == "finished"
+    moved = shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    with pytest.raises(tk.RunError, match=r"you did not launch here as it is now.*tk\.resume\(run, hosted\)"):
+        tk.resume(moved)
     file.write_bytes(file.read_bytes() + b"more")
-    with pytest.raises(tk.RunError, match="is not the one that was launched"):
-        tk.resume(run, trust_function=True).wait()
+    with pytest.raises(tk.RunError, match=r"did not launch here as it is now.*--trust-target [0-9a-f]{64}\."):
+        tk.resume(run)
 
 
 def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
@@ -146,3 +150,48 @@ def test_a_script_is_a_run(tmp_path: Path) -> None:
     assert "words ['--epochs', '1']" in run.logs(0)
     assert run.memory is None
     assert os.path.exists(tmp_path / "run/run.json")
+
+
+HOSTILE = "import os; open(os.environ['RAN'], 'a').write(__file__)\n"
+MINE = """
+import os
+
+import beside
+import psutil
+import torch
+
+import toolkit as tk
+
+accelerator = tk.accelerator()
+assert accelerator.reduce(torch.ones(()), reduction="sum").item() == 2
+mine = psutil.Process().net_connections("inet")
+# torch's store, which SECURITY.md tells of, listens everywhere.
+open_to_all = [one.laddr.port for one in mine if one.status == "LISTEN" and one.laddr.ip not in ("127.0.0.1", "::1")]
+assert open_to_all in ([], [int(os.environ["MASTER_PORT"])]), mine
+talking = {one.raddr.ip.removeprefix("::ffff:") for one in mine if one.status == "ESTABLISHED"}
+assert talking <= {"127.0.0.1", "::1"}, mine
+print("safe path", os.environ.get("PYTHONSAFEPATH"), beside.__name__, os.environ["GLOO_SOCKET_IFNAME"])
+"""
+
+
+def test_files_of_the_folder_take_no_librarys_place_and_ranks_talk_over_the_loopback(tmp_path: Path) -> None:
+    here = tmp_path / "model"
+    (here / "toolkit").mkdir(parents=True)
+    for name in ("psutil.py", "torch.py", "accelerate.py", "json.py", "yaml.py", "toolkit/__init__.py"):
+        (here / name).write_text(HOSTILE)
+    (here / "beside.py").touch()
+    (here / "mine.py").write_text(MINE)
+    ours = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONSAFEPATH")
+    environ = {name: value for name, value in os.environ.items() if name not in ours} | {"RAN": str(tmp_path / "ran")}
+    words = ["launch", "--sharding", "ddp", "--processes", "2", "--run-dir", str(tmp_path / "run"), "mine"]
+    toolkit = Path(sys.executable).with_name("toolkit")
+    done = subprocess.run([toolkit, *words], cwd=here, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert "safe path None beside lo" in (tmp_path / "run/logs/rank-1.log").read_text()
+    again = [toolkit, "resume", str(tmp_path / "run")]
+    assert subprocess.run(again, cwd=here, env=environ, capture_output=True, check=False).returncode == 0
+    (here / "mine.py").write_text(MINE + HOSTILE)
+    refused = subprocess.run(again, cwd=here, env=environ, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "you did not launch here as it is now" in refused.stderr

@@ -52,7 +52,7 @@ def watch():
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(300))
 
 def slow_disk():
-    slow = {"/.manifest.json.", "/.export.partial/config.json", "/export/config.json"}
+    slow = {"/.manifest.json.", ".partial/config.json", "/export/config.json"}
 
     def opens(event, arguments):
         path = str(arguments[0]) if event == "open" else ""

@@ -540,7 +540,6 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"identity": {}}, "identity has no data"),
     ({"identity": {"data": 1, "source": ["x"]}}, "identity data is 1; identity source is"),
     ({"identity": {"base": "x"}}, 'identity base is "x"'),
-    ({"versions": ["torch"]}, "versions is"),
     (
         {"tensors": {"model.norm.weight": {"shape": [64], "dtypes": {"exp_avg": "float32"}}}},
         "norm.weight has no weight",
@@ -641,3 +640,30 @@ def test_a_checkpoint_offers_whole_tensors(lives: Callable[[str], Trained]) -> N
         assert source.weights.shapes.keys() == source.weights.dtypes.keys()
         name = "model.layers.0.mlp.experts.down_proj"
         assert source.weights.tensor(name).equal(was.state[name])
+
+
+def test_a_manifest_downloads_no_model(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+    """A checkpoint may be a stranger's: what it names on the Hub is taken from the cache, or named by the user."""
+    from huggingface_hub import constants
+
+    trained = lives("llama")
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    checkpoint = run / "checkpoints" / trained.checkpoint.name
+    manifest = read_manifest(checkpoint)
+    named = {**manifest.identity, "model": "someone/model", "source": "someone/model"}
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, identity=named).encode())
+    refused(
+        ModelError,
+        r"nothing is downloaded because a checkpoint names it\. Add --model someone/model",
+        run,
+        tmp_path / "out",
+    )
+    cache = Path(constants.HF_HUB_CACHE) / "models--someone--model"
+    try:
+        shutil.copytree(trained.base, cache / "snapshots" / ("0" * 40))
+        (cache / "refs").mkdir()
+        (cache / "refs/main").write_text("0" * 40)
+        assert export(run, tmp_path / "out").logits_error == 0
+        assert "base_model: someone/model" in (tmp_path / "out/README.md").read_text()
+    finally:
+        shutil.rmtree(cache)

@@ -179,13 +179,13 @@ def test_events_are_read_and_cut(tmp_path: Path) -> None:
         assert durable.read_events(run.events) == []
         assert durable.cut_events(run.events, 2) == []
         for step in range(1, 5):
-            run.append_event({"step": step, "loss": 7.0 / step})
+            run.append_event({"step": step, "loss": 7.0 / step, "seconds": 0.5})
         run.append_event({"step": 4, "eval_loss": float("nan")})
         with open(run.events, "ab") as file:
             file.write(b'{"step": 5, "lo')
         read = durable.read_events(run.events)
         assert [event["step"] for event in read] == [1, 2, 3, 4, 4]
-        assert read[1] == {"step": 2, "loss": 3.5}
+        assert read[1] == {"step": 2, "loss": 3.5, "seconds": 0.5}
         assert read[-1] == {"step": 4, "eval_loss": None}
         assert durable.cut_events(run.events, 3) == read[:3]
         run.append_event({"step": 4, "attempt": 2})

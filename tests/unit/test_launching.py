@@ -146,7 +146,8 @@ def test_events_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
-    about = {"loop": {"steps": 10_000}, "forecast": {"device": {"peak_bytes": 2 << 20, "limit_bytes": 4 << 20}}}
+    forecast = {"device": {"peak_bytes": 2 << 20, "limit_bytes": 4 << 20}}
+    about = {"strategy": {}, "recipe": {}, "ranks": 1, "loop": {"steps": 10_000}, "forecast": forecast}
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "events.jsonl").write_text("".join(line(step) for step in range(1, 10_001)))
     progress = read_progress(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,8 +23,9 @@ from toolkit.devices import hardware
 from toolkit.engines.job import default_ranks
 from toolkit.launching.detaching import without_launchers
 from toolkit.launching.progress import Progress
-from toolkit.launching.sessions import hosted
 from toolkit.launching.starting import supervisor_file, supervisor_log
+from toolkit.launching.targets import Target
+from toolkit.launching.trust import check_target, note_launch, target_of
 from toolkit.launching.viewing import page
 from toolkit.units import timestamp
 
@@ -38,12 +40,18 @@ def nothing() -> None:
 @contextlib.contextmanager
 def another(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of somebody else's, from when it says that it is in to the end of its standard input."""
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=-1, stdout=-1, text=True) as process:
+    words = [sys.executable, "-c", program, str(path), "toolkit.cli"]
+    with subprocess.Popen(words, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "in\n"
         yield process
         process.stdin.close()
+
+
+def told_of(pid: int) -> dict[str, Any]:
+    """As a process that launches another leaves it in `logs/supervisor.json`."""
+    return {"pid": pid, "started": locking.started(pid), "host": socket.gethostname()}
 
 
 def own(path: Path, **target: Any) -> folder.Folder:
@@ -61,7 +69,7 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
         tk.resume(run.path)
     (tmp_path / "new").mkdir()
     (tmp_path / "new/logs").symlink_to(tmp_path)
-    with pytest.raises(tk.RunError, match="is a link that leads out of the run's folder"):
+    with pytest.raises(tk.RunError, match=r"is a link that leads out of the run's folder|it has logs/"):
         tk.launch(nothing, run_dir=tmp_path / "new")
     assert victim.read_text() == "theirs"
     assert not (tmp_path / "function.pkl").exists()
@@ -78,7 +86,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     begins = folder.unheld(tmp_path / "begins")
     begins.logs.mkdir(parents=True)
     with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
-        durable.write_json(supervisor_file(begins), {"pid": process.pid, "started": locking.started(process.pid)})
+        durable.write_json(supervisor_file(begins), told_of(process.pid))
         with pytest.raises(tk.RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
         assert len(tk.runs(tmp_path)) == 1
@@ -88,7 +96,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> None:
-    mine = {"pid": os.getpid(), "started": locking.started(os.getpid()), "host": "here"}
+    mine = told_of(os.getpid())
     assert locking.still(mine)
     assert not locking.still(mine | {"started": "1"})
     run = runs.write(tmp_path / "run", [])
@@ -96,9 +104,14 @@ def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> N
     assert not tk.attach(run.path).alive
 
 
-def test_a_refused_resume_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_resume_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the folder says of the attempt before."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
     run = own(tmp_path / "run")
+    note_launch(run, Target(kind="script", name="mine.py"))
     again = tk.resume(run.path, steps=7, restarts=2)
     with pytest.raises(
         tk.RunError, match=r"--steps, --restarts: only the recipe takes such flags, and .* is a run of mine"
@@ -106,9 +119,9 @@ def test_a_refused_resume_is_no_success(tmp_path: Path, capsys: pytest.CaptureFi
         again.wait(60, progress=False)
     assert (again.status, tk.attach(run.path).status) == ("failed", "finished")
     with (run.path / "lock").open("a") as lock:  # as a shell's `toolkit resume` leaves it
-        lock.write(json.dumps({"pid": 1, "started": "9" * 15, "host": "here", "role": "supervisor"}) + "\n")
+        lock.write(json.dumps({"pid": 2, "started": "9" * 15, "host": "here", "role": "supervisor"}) + "\n")
     assert again.status == "finished"
-    assert main(["resume", str(run.path), "--trust-function", "--steps", "3"]) == 2
+    assert main(["resume", str(run.path), "--trust-target", "0" * 64, "--steps", "3"]) == 2
     assert "--steps: only the recipe" in capsys.readouterr().err
 
 
@@ -119,10 +132,10 @@ def test_a_run_that_is_stopped_at_once_was_stopped(tmp_path: Path) -> None:
 
 
 def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
-    with pytest.raises(tk.RunError, match=r"is a run of the script mine\.py, and no function"):
+    with pytest.raises(tk.RunError, match=r"is a run of the script mine\.py\. Give that again"):
         tk.resume(own(tmp_path / "script").path, nothing)
-    with pytest.raises(tk.RunError, match="is a run of the recipe, and no function"):
-        tk.resume(runs.write(tmp_path / "recipe", []).path, trust_function=True)
+    with pytest.raises(tk.RunError, match="is a run of the recipe, and no code of yours"):
+        tk.resume(runs.write(tmp_path / "recipe", []).path, trust_target="0" * 64)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +164,10 @@ def test_a_refused_launch_leaves_nothing(
 
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
+    found = target_of(folder.read_run_json(run.path))
+    assert found is not None
     with pytest.raises(tk.RunError, match=r"was given a secret, and run\.json does not say it: --key"):
-        hosted(folder.read_run_json(run.path))
+        check_target(run, found, None)
     assert "A secret stood where it says" in str(tk.report(run.path))
 
 
@@ -267,12 +282,19 @@ def test_only_what_goes_on_has_a_bar_without_an_end(status: str, known: bool) ->
         ({"bytes": 5}, "'bytes' is a name of the toolkit's own"),
         ({"loss": "low"}, "loss='low' is no number"),
         ({"seconds": None}, "seconds=None is no number"),
+        ({"seconds": float("inf")}, "seconds=inf is no number"),
+        ({"step": 1.5}, r"step 1\.5 is no whole number"),
     ],
 )
 def test_what_is_no_figure_is_refused(rank: Path, figures: dict[str, Any], said: str) -> None:
     with pytest.raises(tk.ToolkitError, match=said):
-        tk.log(1, **figures)
+        tk.log(**{"step": 1, **figures})
     assert not rank.exists()
+
+
+def test_what_is_logged_can_be_read(rank: Path) -> None:
+    tk.log(1, loss=float("nan"), tokens=2.0, good=True)
+    assert [(line["loss"], line["good"]) for line in durable.read_events(rank)] == [(None, 1)]
 
 
 def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
@@ -302,7 +324,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
     with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
-        durable.write_json(supervisor_file(run), {"pid": process.pid, "started": locking.started(process.pid)})
+        durable.write_json(supervisor_file(run), told_of(process.pid))
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

@@ -624,10 +624,10 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"ranks": "2"}, "says nothing of ranks"),
-        ({"ranks": True}, "says nothing of ranks"),
-        ({"ranks": 0}, "says nothing of ranks"),
-        ({"recipe": []}, "says nothing of recipe"),
+        ({"ranks": "2"}, "ranks is 2, expected int"),
+        ({"ranks": True}, "ranks is True, expected int"),
+        ({"ranks": 0}, "ranks is 0, expected 1 to"),
+        ({"recipe": []}, "recipe is list, expected dict"),
         ({"recipe": {"workers": "2"}}, "workers '2': expected int"),
         ({"recipe": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
         ({"recipe": {"run": "x"}}, "no field 'run'"),

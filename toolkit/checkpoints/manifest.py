@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.hashing import sha256_of_all
+from toolkit.durable import check_fields, parse_json
 from toolkit.engines.job import Counters
 from toolkit.errors import CheckpointError, OtherFormat
 from toolkit.units import BYTES_OF
@@ -21,6 +23,14 @@ FORMAT = 1
 """Whoever changes what a checkpoint's files mean raises it."""
 
 NAME = "manifest.json"
+
+LIMIT = 64 * 2**20
+"""Bytes of the longest: some 200 a tensor."""
+
+_KINDS: Mapping[str, Any] = {
+    "format": int, "step": int, "ranks": int, "global_batch": int, "strategy": dict, "loop": dict, "counters": dict,
+    "schedule": dict, "tensors": dict, "identity": dict, "versions": dict, "written": str, "files": dict,
+}  # fmt: skip
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -87,8 +97,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint} holds no checkpoint: {path} is missing. Name another, or the run's folder."
         )
     try:
+        if path.stat().st_size > LIMIT:
+            raise ValueError(f"it has more than {LIMIT:,} bytes")
         written = path.read_bytes()
-        values = json.loads(written)
+        values = parse_json(written)
         own = values.pop("sha256")
         # Every format has this hash, so that what is damaged is told from what another version wrote.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
@@ -108,20 +120,25 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _check(found: Manifest) -> None:
-    """What a sha256 does not say: whoever made the manifest may mean ill."""
+    """What a sha256 does not say: the manifest may be a stranger's."""
+    check_fields(dataclasses.asdict(found), _KINDS)
     for name, file in found.files.items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"it names {name!r}: expected rank-00000.safetensors and the like")
-        if not isinstance(file["sha256"], str) or not isinstance(file["bytes"], int):
+        check_fields(file, {"sha256": str, "bytes": int})
+        if file["bytes"] < 0 or "sha256" not in file:
             raise ValueError(f"it says no sha256 and bytes of {name!r}")
     for name, tensor in found.tensors.items():
-        if not all(isinstance(size, int) and size >= 0 for size in tensor["shape"]) or not tensor["dtypes"]:
+        check_fields(tensor, {"shape": list, "dtypes": dict})
+        sizes = all(type(size) is int and size >= 0 for size in tensor["shape"])
+        if not sizes or math.prod(tensor["shape"]) >= 2**60 or not tensor["dtypes"]:
             raise ValueError(f"it says no shape and dtypes of {name!r}")
         if not set(tensor["dtypes"].values()) <= set(BYTES_OF):
             raise ValueError(f"it names dtypes {sorted(tensor['dtypes'].values())} of {name!r}")
+    check_fields(
+        found.counters, {"steps": int, "scale": int | float | None, "good_steps": int, "hysteresis": int | None}
+    )
     Counters(**found.counters)
-    if not all(isinstance(value, dict) for value in (found.strategy, found.loop, found.schedule, found.identity)):
-        raise ValueError("strategy, loop, schedule and identity have to be objects")
     if not isinstance(found.identity.get("config", {}), dict):
         raise ValueError("the identity's config has to be an object")
     if found.step < 0 or found.ranks < 1 or found.global_batch < 1:

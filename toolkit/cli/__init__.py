@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -56,6 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read has read enough. The interpreter would write what is left once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            traceback.print_exc()
+            return 1
+        print(f"toolkit: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room.", file=sys.stderr)
         return 1
     except Exception:  # a bug of ours: as the interpreter would show it, but redacted
         traceback.print_exc()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.writing import check_target, show, write, write_config
+from toolkit.cli.writing import check_target, show, write_config
 from toolkit.errors import ToolkitError
 from toolkit.flags import from_dict, given, read_assignments
 from toolkit.show import Shown
@@ -119,7 +119,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
         for name, strategy in catalog().items():
             ranks = 1 if strategy.sharding == "none" else 2 * strategy.replicate
             written[name] = engine_of(strategy).to_yaml(strategy, ranks, 1)
-            write(Path(flags.all, f"{name}.yaml"), yaml.safe_dump(written[name]))
+            write_config(Path(flags.all, f"{name}.yaml"), written[name], "--all")
         return written
     strategy = from_dict(Strategy, given(flags, Strategy))
     ranks = flags.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.engines.job import engine_of
     from toolkit.folder import enter, read_run_json
     from toolkit.launching import Care, persevere
-    from toolkit.launching.sessions import hosted
+    from toolkit.launching.trust import target_of
     from toolkit.locking import new_token
     from toolkit.readying import Recipe, get_ready
     from toolkit.reporting import reported
@@ -117,12 +118,13 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
 
     was, machine = read_run_json(path), hardware()
     ranks = was["ranks"] if flags.processes is None else flags.processes
-    if target := hosted(was):
+    if target := target_of(was):
         return _resume_own(
             path, target, from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)}), ranks, flags
         )
-    if getattr(flags, "trust_function", False):
-        raise RunError(f"--trust-function: {path} is a run of the recipe, and holds no function. Leave it out.")
+    for name in ("target", "trust_target"):
+        if getattr(flags, name, None):
+            raise RunError(f"{flag(name)}: {path} is a run of the recipe, and of no target. Leave it out.")
     care = from_dict(Care, given(flags, Care))
     new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
     recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
@@ -147,16 +149,23 @@ def _resume_own(
 ) -> dict[str, Any]:
     """Run a script, module or function again in its folder; it goes on from what it saved itself."""
     from toolkit.devices import hardware
+    from toolkit.folder import look
     from toolkit.launching import Care
     from toolkit.launching.running import Run
-    from toolkit.launching.sessions import check_trusted, hold_session
+    from toolkit.launching.sessions import hold_session
+    from toolkit.launching.targets import Target, named
+    from toolkit.launching.trust import check_target
     from toolkit.readying import Recipe
 
     if asked := [flag(name) for owner in (Recipe, Loop, Care) for name in given(flags, owner)]:
         raise RunError(f"{', '.join(asked)}: only the recipe takes such flags, and {path} is a run of {target.name}.")
-    trusted, sha256 = getattr(flags, "trust_function", False), getattr(flags, "sha256", None)
-    check_trusted(path, target, trusted=trusted or sha256 is not None)
-    target = dataclasses.replace(target, sha256=sha256 or target.sha256)
+    words = shlex.split(getattr(flags, "target", None) or "")
+    if words and flags.sha256:
+        target = Target(kind="function", name=words[0], sha256=flags.sha256)
+    elif words:
+        target = named(words[0], words[1:])
+    else:
+        target = check_target(look(path), target, getattr(flags, "trust_target", None))
     hold_session(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
 

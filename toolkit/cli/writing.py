@@ -39,6 +39,8 @@ def check_target(target: str | None, flag: str) -> None:
     folder = Path(target).absolute().parent
     if Path(target).is_dir():
         why = "it is a folder"
+    elif Path(target).is_file() or Path(target).is_symlink():
+        why = "it exists, and is not written over"
     elif not folder.is_dir():
         why = f"there is no folder {folder}"
     else:
@@ -54,18 +56,20 @@ def write_config(path: Path, content: dict[str, Any], flag: str) -> None:
     text = yaml.safe_dump(content)
     if path.is_file() and path.read_bytes() != text.encode():
         raise ToolkitError(f"{path} exists and says something else. Remove it, or name another file with {flag}.")
-    write(path, text)
+    if not path.is_file():
+        write(path, text)
 
 
 def write(path: Path, text: str) -> None:
-    """A file, and the folders above it.
+    """A new file, and the folders above it; a device or a pipe takes it, too.
 
     Raises:
-        ToolkitError: where it cannot be written.
+        ToolkitError: where it cannot be written, or a file has come there.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        with path.open("w" if path.exists() and not path.is_file() else "x") as file:
+            file.write(text)
     except OSError as error:
         raise ToolkitError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
 

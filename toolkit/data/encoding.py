@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.reading import Document
+from toolkit.durable import at_home
 from toolkit.errors import DataError
 
 BATCH = 64
@@ -185,7 +186,7 @@ def read_template(template: str | Path | None) -> str | None:
     if template is None or "{" in str(template):
         return None if template is None else str(template)
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
+        return at_home(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(

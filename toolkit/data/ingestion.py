@@ -18,6 +18,7 @@ from toolkit.cache import cache_folder, keep
 from toolkit.data.hub import progress
 from toolkit.data.reading import ROWS, Document, documents
 from toolkit.data.sources import Source, find_source
+from toolkit.durable import at_home
 from toolkit.errors import DataError
 
 FORMAT = 1
@@ -51,7 +52,7 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
         DataError: naming file, line, reason and fix.
     """
     found = find_source(source)
-    place = Path(found.name).expanduser()
+    place = at_home(found.name)
     key = f"{place.absolute() if place.exists() else found.name}\n{text_column}"
     entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     contents = _known(found, entry, text_column)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from toolkit.errors import DataError
 
 ROWS = "rows"
 """The key in `hashes` of a dataset's rows."""
+
+LONGEST = 8 * 2**20
+"""Bytes of the longest text: a tokenizer takes some 160 for each of them."""
 
 COLUMNS = {"prompt": ("prompt", "completion"), "messages": ("messages",)}
 """The columns of a kind of row; a text's one column is named by the caller."""
@@ -73,7 +77,9 @@ def documents(
             if path.suffix.lower() in JSONL:
                 yield from _rows(_json_lines(path, update), file, source, text_column, str(path))
             else:
-                data, where = path.read_bytes(), str(path)
+                where = str(path)
+                _check_size(path.stat().st_size, where)
+                data = path.read_bytes()
                 if not data:
                     raise DataError(f"{path}: the file is empty. Give one with text, or leave it out.")
                 update(data)
@@ -110,6 +116,7 @@ def _filled(value: Any, where: str, what: str) -> str:
     """`value`, if it is a string with something in it."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {what} is {_type(value)}, expected a string. Write it in quotes, or remove the row.")
+    _check_size(len(value), where)
     if not value.strip():
         raise DataError(f"{where}: {what} is empty. Fill it or remove it.")
     try:
@@ -130,14 +137,15 @@ def _type(value: Any) -> str:
 def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple[int, Any, int]]:
     number = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             update(line)
             where = f"{path}, line {number}"
+            _check_size(len(line), where)
             text = _decoded(line, where)
             if not text.strip():
                 raise DataError(f"{where}: the row is empty. Remove it.")
             try:
-                yield number, json.loads(text), len(line)
+                yield number, json.loads(text, object_pairs_hook=_once), len(line)
             except (ValueError, RecursionError) as error:
                 reason = str(error)
                 if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at" already
@@ -147,6 +155,25 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
                 ) from error
     if not number:
         raise DataError(f"{path}: the file is empty. Give one with rows, or leave it out.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a name that stands twice nobody knows which value is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice!r} stands twice in an object")
+    return found
+
+
+def _check_size(size: int, where: str) -> None:
+    """Refuse a text that is longer than `LONGEST`.
+
+    Raises:
+        DataError: saying how long it may be.
+    """
+    if size > LONGEST:
+        raise DataError(f"{where}: the text has more than {LONGEST:,} bytes, expected fewer. Split it into several.")
 
 
 def _rows(

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.data.embedded import embedded_files
 from toolkit.data.hub import check_hub, configured_files, load_dataset, open_saved
+from toolkit.durable import at_home, leads_out
 from toolkit.errors import DataError
 
 EMBEDDED = "embedded"
@@ -88,7 +89,7 @@ def find_source(source: str | Path | None) -> Source:
     """
     if source is None or str(source) == EMBEDDED:
         return Source(files=tuple(embedded_files()), name=EMBEDDED)
-    name, path = str(source), Path(source).expanduser()
+    name, path = str(source), at_home(source)
     if path.is_dir():
         for first in (path / "state.json", path / "dataset_dict.json"):
             if first.is_file():
@@ -144,6 +145,12 @@ def _folder(name: str, path: Path) -> Source:
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
     taken, split = (read, "train") if configured else _training_split(name, read)
+    for n in taken:
+        if leads := leads_out(path / n, path):
+            raise DataError(
+                f"data {path / n} is a link that leaves its folder, to {leads}, and a folder from elsewhere could bring any file "
+                "of yours into a model. Copy the file there in its place, or name it itself."
+            )
     others = {n for n in data if _suffix(n) in READ} - set(taken)
     return Source(
         name=name,

@@ -106,7 +106,7 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
         with tempfile.TemporaryFile() as errors:
             # A session of its own: compilers that it starts end with it.
             child = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.doctor", str(os.getpid()), *left],
+                [sys.executable, "-P", "-m", "toolkit.doctor", str(os.getpid()), *left],
                 stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
             )  # fmt: skip
             try:

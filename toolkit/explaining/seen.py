@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from toolkit.cards import Card
 from toolkit.devices import Device, Hardware
+from toolkit.durable import read_json
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
 from toolkit.folder import read_run_json
@@ -62,7 +62,7 @@ def read_seen(run: str | Path) -> Seen:
     path = Path(run)
     about = read_run_json(path)
     try:
-        memory = json.loads((path / "memory.json").read_bytes())
+        memory = read_json(path / "memory.json")
         measured, audits, forecast = memory["measured"], memory["audits"], memory["forecast"]
         recipe = about["recipe"]
         return Seen(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import Manifest
+from toolkit.durable import at_home
 from toolkit.exporting.results import load_line, logits_text
 from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.redacting import redact
@@ -39,7 +42,7 @@ def write_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     adapter, base = what == "adapter", base_name(spec)
-    on_hub = base == spec.source
+    on_hub = spec.source is not None and base == spec.name != EMBEDDED
     header = ModelCardData(
         library_name="peft" if adapter else "transformers",
         base_model=base if on_hub else None,
@@ -52,13 +55,15 @@ def write_card(
     bits = ", BitsAndBytesConfig" if "BitsAndBytesConfig" in load else ""
     imports = [f"from transformers import {auto}{bits}", *(["from peft import PeftModel"] if adapter else [])]
     table = Table(columns=("what", "value"), rows=[(name, value) for name, value in rows.items() if value is not None])
+    text = table.text()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # no cell ends the block
     parts = [
         f"---\n{header.to_yaml()}\n---",
         f"# {what.capitalize()} trained from {base}",
         f"{spec.architecture}, {spec.elements:,} parameters.",
         *notes,
         "## How it was trained",
-        f"```text\n{table.text()}\n```",
+        f"{fence}text\n{text}\n{fence}",
         "## How to load it",
         "```python\n" + "\n".join([*imports, "", f"model = {load}"]) + "\n```",
         f"Checked when it was saved. Logits on a probe batch against the trained model: {logits_text(error)}.",
@@ -68,10 +73,10 @@ def write_card(
 
 def base_name(spec: ModelSpec) -> str:
     """The Hub id of the model that was trained from, or the last part of its folder's name; no whole path."""
+    if spec.name == EMBEDDED or not os.path.exists(at_home(spec.name)):
+        return spec.name
     source = spec.source or spec.name
-    if spec.name == EMBEDDED:
-        return EMBEDDED
-    return Path(source).name if Path(source).expanduser().is_dir() else source
+    return Path(source).name if at_home(source).is_dir() else source
 
 
 def rows_of(strategy: Mapping[str, Any], loop: Mapping[str, Any], *, ranks: int, steps: int) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoints import identify
 from toolkit.checkpoints.identity import check_same
+from toolkit.durable import at_home
 from toolkit.errors import ModelError, RunError, ToolkitError
 from toolkit.exporting.adapters import compare_adapter, job_of, merged, trained_over, write_adapter
 from toolkit.exporting.card import told_of, write_card
@@ -19,6 +22,7 @@ from toolkit.exporting.whole import Complete, saved_bytes, skeleton, write_model
 from toolkit.flags import from_dict
 from toolkit.loading import load_tokenizer, quiet_bars
 from toolkit.model import EMBEDDED, ModelSpec, copy_code, copy_processor, describe, require_weights
+from toolkit.model.hub import cached
 from toolkit.reopening import read_base
 from toolkit.strategy import Strategy
 from toolkit.units import BYTES_OF, DTYPE_OF, format_bytes
@@ -73,7 +77,7 @@ def export(
         CheckpointError: for a checkpoint that is damaged, or was trained from another model or base.
         ModelError: for a model or tokenizer that cannot be read.
     """
-    source, folder = Path(source).expanduser(), Path(folder).expanduser()
+    source, folder = at_home(source), at_home(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
     check_target(folder, source)
@@ -119,8 +123,9 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
             f"{source.path} ({source.weights.kind}) does not say of what model it is. Name the folder or Hub id of the model "
             "that was trained from, for its config and tokenizer, with --model."
         )
+    here = name if model or name == EMBEDDED or os.path.exists(at_home(name)) else _in_cache(source, name)
     try:
-        spec = describe(name, trust_remote_code=trust)
+        spec = dataclasses.replace(describe(here, trust_remote_code=trust), name=name)
     except ModelError as error:
         if model or Path(name).exists():
             raise
@@ -130,7 +135,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
             raise ModelError(
                 "model 'embedded' has no folder yet: `toolkit.readying.embedded_model()` makes and names it."
             )
-        path = Path(name).expanduser()
+        path = at_home(here)
         spec = dataclasses.replace(spec, source=str(path if path.is_dir() else path.parent))
     if identity.get("model") == EMBEDDED:
         spec = dataclasses.replace(spec, name=EMBEDDED)
@@ -140,6 +145,21 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
         strategy = from_dict(Strategy, source.manifest.strategy)
         check_same(identify(spec, strategy, identity["data"]), identity, source.path)
     return spec
+
+
+def _in_cache(source: Source, name: str) -> str:
+    """The cached folder of a model on the Hub that a manifest names: it may be a stranger's, and nothing is fetched for it.
+
+    Raises:
+        ModelError: where it is not in the cache.
+    """
+    found = cached(name)
+    if found is None:
+        raise ModelError(
+            f"{source.path} was trained from model {name!r}, which is not on this machine, and nothing is downloaded because a "
+            f"checkpoint names it. Add --model {shlex.quote(name)} to fetch it from the Hub, or --model FOLDER."
+        )
+    return str(found)
 
 
 def _whole(asked: _Asked, draft: Path) -> _Made:

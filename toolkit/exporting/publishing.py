@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,12 +63,15 @@ def drafted(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         RunError: where it cannot be made, or something has come into its place.
     """
     final = folder.absolute()
-    draft, old = (final.with_name(f".{final.name}.{state}") for state in ("partial", "old"))
+    old = final.with_name(f".{final.name}.old")
     try:
-        if replace:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if replace:  # in a run's folder: what lies there is the run's
             _put_back(old, final)
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+            for left in final.parent.glob(f".{final.name}.*.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+        draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".partial"))
+        draft.chmod(0o777 & ~_umask())
     except OSError as error:
         raise RunError(f"{folder} cannot be made: {error.strerror}. Choose another place.") from error
     try:
@@ -87,6 +91,13 @@ def drafted(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     sync_folder(final.parent)
     if replace:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    """Of this process: `mkdtemp` makes a folder that nobody else may read."""
+    found = os.umask(0)
+    os.umask(found)
+    return found
 
 
 def _put_back(old: Path, final: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from toolkit.durable import read_events
+from toolkit.durable import read_events, read_json
 from toolkit.errors import RunError
 from toolkit.folder import read_run_json
 from toolkit.forecasting.timing import Timing
@@ -50,7 +49,7 @@ def read_run(path: Path) -> Lesson:
     """
     read_run_json(path)
     try:
-        memory = json.loads((path / "memory.json").read_bytes())
+        memory = read_json(path / "memory.json")
     except (OSError, ValueError) as error:
         raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
     forecast, measured = memory.get("forecast"), memory.get("measured")

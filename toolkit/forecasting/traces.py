@@ -99,7 +99,7 @@ def _traced(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_le
 def _apart(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
     """In a child process: peft imports bitsandbytes, which takes hold of a GPU."""
     asked = pickle.dumps((spec, ways, batches, seq_len))
-    command = [sys.executable, "-m", "toolkit.forecasting.tracing"]
+    command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=asked, capture_output=True, check=False)
     if done.returncode:
         kind, _, said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.errors import CheckpointError
 from toolkit.foreign.weights import telling
@@ -45,6 +46,13 @@ DCP = frozenset(
     }
 )
 """Allowed in a `.metadata` file beside `torch.Size`, torch's dtypes and `collections.OrderedDict`."""
+
+NESTED = 10_000
+"""Tuples within a tuple, each counted as often as it stands there: the hash of a dictionary's key visits all of them, with a
+stack that overflows, and tuples that share their parts make of 60 instructions 2⁶⁰ visits."""
+
+_LEGACY = 5
+"""Pickles at the beginning of a file that torch wrote before it wrote zip files."""
 
 _ZIP = b"PK\x03\x04"
 _LOCK = threading.RLock()
@@ -137,6 +145,11 @@ def load(path: Path) -> Any:
     with refusing(path), only_listed():
         with path.open("rb") as file:
             mapped = file.read(len(_ZIP)) == _ZIP
+            file.seek(0)
+            for _ in range(0 if mapped else _LEGACY):
+                check_tuples(file)
+        if mapped:  # by the reader that torch itself finds the pickle with
+            check_tuples(io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")))
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
@@ -147,7 +160,52 @@ def load_metadata(path: Path) -> Any:
         CheckpointError: as `load`.
     """
     with refusing(path):
-        return _Records(path, io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        check_tuples(io.BytesIO(data))
+        return _Records(path, io.BytesIO(data)).load()
+
+
+def check_tuples(file: IO[bytes]) -> None:
+    """Refuse a pickle with tuples that are nested beyond `NESTED`, by its instructions alone; reads up to its end.
+
+    Raises:
+        UnpicklingError: for such a tuple, and for what is no pickle.
+    """
+    stack: list[int] = []  # of each value how many tuples are in it
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            _follow(opcode, argument, stack, marks, memo)
+            if stack and stack[-1] > NESTED:
+                raise pickle.UnpicklingError(f"it nests more than {NESTED:,} tuples")
+    except (ValueError, IndexError, KeyError) as error:
+        raise pickle.UnpicklingError(f"it is no pickle ({error})") from None
+
+
+def _follow(
+    opcode: pickletools.OpcodeInfo, argument: Any, stack: list[int], marks: list[int], memo: dict[int, int]
+) -> None:
+    """What an instruction does to the stack, as far as tuples go."""
+    name, before = opcode.name, len(opcode.stack_before)
+    if name == "MARK":
+        marks.append(len(stack))
+    elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        memo[len(memo) if name == "MEMOIZE" else int(argument)] = stack[-1]
+    elif name in ("GET", "BINGET", "LONG_BINGET"):
+        stack.append(memo[int(argument)])
+    elif name == "DUP":
+        stack.append(stack[-1])
+    else:
+        marked = pickletools.markobject in opcode.stack_before
+        if name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+            return
+        first = marks.pop() if marked else len(stack) - before
+        inside = sum(stack[first:])
+        del stack[max(0, first - (opcode.stack_before.index(pickletools.markobject) if marked else 0)) :]
+        tuples = name.startswith("TUPLE") or name in ("EMPTY_TUPLE", "FROZENSET")
+        stack += [1 + inside if tuples else 0] * len(opcode.stack_after)
 
 
 class _Records(pickle.Unpickler):

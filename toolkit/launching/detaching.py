@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
+import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.devices import hardware
-from toolkit.durable import write_json
+from toolkit.devices import Hardware, hardware
+from toolkit.durable import at_home, write_json
 from toolkit.engines.job import resolve
 from toolkit.errors import RunError, StrategyError, ToolkitError, nearest
 from toolkit.flags import from_dict, spell, to_flags
@@ -21,14 +25,18 @@ from toolkit.following import RUN_DIR
 from toolkit.forecasting import Candidate
 from toolkit.launching.restarting import Care
 from toolkit.launching.running import Run
-from toolkit.launching.sessions import check_trusted, hosted
 from toolkit.launching.starting import begun, function_file, supervisor_file, supervisor_log
 from toolkit.launching.targets import RECIPE, Target, check_call, named, ship
+from toolkit.launching.trust import check_target, target_of
+from toolkit.lifetime import SAFE_PATH
 from toolkit.locking import TOKEN, held_by_others, started
 from toolkit.model import EMBEDDED, ModelSpec
 from toolkit.readying import Recipe
 from toolkit.runtime import STRATEGY, choose_ranks, print_default
 from toolkit.strategy import Loop, Strategy
+
+CLAIM_SECONDS = 20.0
+"""How long a launch waits for another into the same folder, which only starts a process."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
@@ -71,14 +79,28 @@ def launch(
     ranks = choose_ranks([asked], machine, processes)
     resolve(asked, found["loop"], None, ranks, machine.device)
     check_new(run_dir)
-    path = Path(run_dir) if run_dir else new_path(RUNS, asked.sharding)
-    _claim(path)
+    path = at_home(run_dir) if run_dir else new_path(RUNS, asked.sharding)
+    with _claimed(path):
+        return _launched(path, target, found, ranks, args, kwargs or {}, machine if processes is None else None)
+
+
+def _launched(
+    path: Path,
+    target: str | Callable[..., object],
+    found: Mapping[str, Any],
+    ranks: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    machine: Hardware | None,
+) -> Run:
+    """A new run in a folder that is claimed; `machine` where it chose the number of ranks."""
+    asked = found["strategy"]
     words = ["--run-dir", str(path), "--processes", str(ranks)]
     if target == RECIPE:
         command = ["train", *words, *to_flags(found["recipe"], asked, found["loop"], found["care"])]
     else:
         try:
-            made = _target(target, args, kwargs or {}, path)
+            made = _target(target, args, kwargs, path)
         except ToolkitError:
             with contextlib.suppress(OSError):  # as far as they are empty
                 path.rmdir()
@@ -86,52 +108,101 @@ def launch(
             raise
         hashed = ["--sha256", made.sha256] if made.sha256 else []
         command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
-    print_default(ranks, machine, processes)
+    if machine is not None:
+        print_default(ranks, machine, None)
     return _started(path, command, asked)
 
 
 def resume(
     path: str | Path | Run,
-    function: Callable[..., object] | None = None,
+    target: str | Callable[..., object] | None = None,
     *,
-    trust_function: bool = False,
+    trust_target: str | None = None,
     **fields: Any,
 ) -> Run:
     """Go on with a run that was stopped or failed, in processes of its own; comes back at once.
 
     Args:
         path: its folder.
-        function: of a run that was made of one: it is shipped again, with the arguments of `fields["args"]` and `["kwargs"]`.
-        trust_function: run the function's file in the folder as it is.
+        target: of a run of your own code, that again: a function is shipped again; with the arguments of `fields["args"]` and
+            `["kwargs"]`. A run that you launched on this machine goes on without, where its code is still the same.
+        trust_target: the digest of what `run.json` names, as the refusal says it: run that.
         fields: given anew, as `toolkit resume` takes them; `processes` too.
 
     Raises:
-        RunError: for a folder without a run, one that is held, and a function that is neither given nor trusted.
+        RunError: for a folder without a run, one that is held, and code that is neither given nor trusted.
     """
-    folder = path.folder if isinstance(path, Run) else Path(path)
-    target = hosted(read_run_json(folder))
-    if (function is not None or trust_function) and (target is None or target.kind != "function"):
-        made = "the recipe" if target is None else f"the {target.kind} {target.name}"
-        raise RunError(f"{folder} is a run of {made}, and no function is part of it. Leave the function out.")
-    _claim(folder)
+    folder = path.folder if isinstance(path, Run) else at_home(path)
+    was = target_of(read_run_json(folder))
+    if was is None and (target is not None or trust_target):
+        raise RunError(f"{folder} is a run of the recipe, and no code of yours is part of it. Leave the target out.")
+    if was is not None and target is not None and callable(target) != (was.kind == "function"):
+        raise RunError(f"{folder} is a run of the {was.kind} {was.name}. Give that again.")
+    with _claimed(folder):
+        words = _again(folder, was, target, trust_target, fields)
+        return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
+
+
+def _again(
+    folder: Path,
+    was: Target | None,
+    target: str | Callable[..., object] | None,
+    trust_target: str | None,
+    fields: dict[str, Any],
+) -> list[str]:
+    """Flags that let a run's own code run again; nothing of the recipe's. `args` and `kwargs` are taken out of `fields`."""
     words: list[str] = []
-    if target is not None:
-        if function is not None:
-            target = ship(function, fields.pop("args", ()), fields.pop("kwargs", {}), function_file(unheld(folder)))
-        check_trusted(folder, target, trusted=trust_function or function is not None)
-        words = ["--sha256", target.sha256] if target.kind == "function" else []
-    return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
+    if was is not None:
+        args, kwargs = fields.pop("args", ()), fields.pop("kwargs", {})
+        if isinstance(target, str):
+            words = ["--target", shlex.join([target, *map(str, args)])]
+        elif target is not None:
+            shipped = ship(target, args, kwargs, function_file(unheld(folder)))
+            words = ["--sha256", shipped.sha256, "--target", shipped.name]
+        else:
+            check_target(unheld(folder), was, trust_target)
+            words = ["--trust-target", trust_target] if trust_target else []
+    return words
 
 
-def _claim(path: Path) -> None:
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[None]:
     """Before anything is written: no other run is in the folder, or about to be, and no link leads out of it.
 
+    Meanwhile nobody else launches into it: of two at once the second one finds the first one's supervisor.
+
     Raises:
-        RunError: for a folder that is held, or has such a link.
+        RunError: for a folder that is held, or has such a link, and for one that cannot be made.
     """
     refuse_links(path)
-    if held_by_others(path) or begun(unheld(path)) is not None:
-        raise RunError(f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        opened = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise RunError(f"the run folder {path} cannot be made: {error.strerror}. Choose another.") from error
+    try:
+        _hold(path, opened)
+        if held_by_others(path) or begun(unheld(path)) is not None:
+            raise RunError(
+                f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder."
+            )
+        yield
+    finally:
+        os.close(opened)
+
+
+def _hold(path: Path, opened: int) -> None:
+    """Keep others from launching into a folder until the file descriptor is closed, where the file system has locks."""
+    deadline = time.monotonic() + CLAIM_SECONDS
+    while True:
+        try:
+            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RunError(f"{path} is being launched into by another process. Choose another folder.") from None
+            time.sleep(0.05)
+        except OSError:
+            return None
 
 
 def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, recipe: bool) -> dict[str, Any]:
@@ -202,11 +273,12 @@ def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
     with open(supervisor_log(folder), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "toolkit.cli", *command],
-            env=without_launchers(os.environ),
+            env={**without_launchers(os.environ), **SAFE_PATH},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
         )
-    write_json(supervisor_file(folder), {"pid": process.pid, "started": started(process.pid)})
+    about = {"pid": process.pid, "started": started(process.pid), "host": socket.gethostname()}
+    write_json(supervisor_file(folder), about)
     return Run(path, asked, process)

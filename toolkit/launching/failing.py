@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import errors
-from toolkit.durable import last_step
+from toolkit.durable import last_step, open_regular, read_json
 from toolkit.errors import OutOfMemory, RunError, ToolkitError, value_or
-from toolkit.folder import Folder
+from toolkit.folder import Folder, first_error
 from toolkit.heartbeat import Heartbeat, read_beats
 from toolkit.launching.starting import failures_of, launcher_log
 from toolkit.shrinking import aborted_for_memory, killed_for_memory
@@ -92,7 +91,7 @@ def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
 
 def _noted(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
     """How the launcher says that ranks ended, before the supervisor itself killed those that were left."""
-    noted = json.loads(failures_of(folder).read_bytes())
+    noted = read_json(failures_of(folder))
     ended = [{"rank": int(one["rank"]), "exitcode": int(one["exitcode"]), "time": float(one["time"])} for one in noted]
     return [one for one in ended if one["time"] + 1 < cut_at]  # torch elastic notes whole seconds
 
@@ -156,7 +155,7 @@ def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> 
     One that left no word and was not ended by the launcher died by itself, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
     """
-    told = min(raised, key=lambda rank: float(raised[rank]["time"]), default=None)
+    told = first_error(raised)
     asked = (-signal.SIGTERM, -signal.SIGINT)
     silent = [one for one in failures if one["rank"] not in raised and one["exitcode"] not in asked]
     one = min(silent, key=lambda one: float(one["time"]), default=None)
@@ -185,7 +184,7 @@ def end_of_log(folder: Folder, rank: int) -> str:
 def _end(log: Path) -> str:
     """The end of a log, with what stands before the stacks of all threads, which an abort writes behind its reason."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _ABORT_CHARACTERS))
             return file.read().decode(errors="replace")
     except OSError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
+from toolkit.durable import at_home
 from toolkit.folder import RUNS, read_run_json, unheld
 from toolkit.launching.progress import Progress
 from toolkit.launching.running import Run
@@ -62,7 +62,7 @@ def attach(path: str | Path) -> Run:
     Raises:
         RunError: for a folder without a run.
     """
-    folder = Path(path)
+    folder = at_home(path)
     if not folder.exists() and (Path(RUNS) / folder).exists():
         folder = Path(RUNS) / folder  # as `runs()` names it
     if not held_by_others(folder) and not supervisor_file(unheld(folder)).exists():
@@ -72,16 +72,17 @@ def attach(path: str | Path) -> Run:
 
 def runs(root: str | Path = RUNS) -> Runs:
     """The runs under `root`, the newest first."""
-    places = {path.parent for path in Path(root).glob("*/run.json")}
-    places |= {path.parents[1] for path in Path(root).glob("*/logs/supervisor.json")}  # also those that never began
+    place = at_home(root)
+    places = {path.parent for path in place.glob("*/run.json")}
+    places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
     found = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
     return Runs(root=str(root), found=tuple(_row(Run(path)) for path in found))
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """One that cannot be read, as another version's, hides no other."""
+    """One that cannot be read, as another version's or a broken one, hides no other."""
     try:
         return run.to_dict()
-    except ToolkitError as error:
+    except Exception as error:
         plain = {"strategy": dataclasses.asdict(Strategy()), **dataclasses.asdict(Progress())}
-        return {"folder": str(run.folder), "status": "unreadable", "said": str(error), **plain}
+        return {"folder": str(run.folder), "status": "unreadable", "said": str(error) or type(error).__name__, **plain}

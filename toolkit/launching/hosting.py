@@ -6,10 +6,11 @@ Started as `python -m toolkit.launching.hosting FOLDER KIND NAME SHA256 [ARGUMEN
 from __future__ import annotations
 
 # First of all, so that a rank whose launcher is killed while it still imports torch ends with it.
-from toolkit.lifetime import die_with_parent, tee_output
+from toolkit.lifetime import die_with_parent, leave_safe_path, tee_output
 
 if __name__ == "__main__":
     die_with_parent()
+    leave_safe_path()
 
 import os
 import runpy
@@ -61,6 +62,7 @@ def _run(folder: Folder, target: Target) -> None:
         runpy.run_path(target.name, run_name="__main__")
     else:
         sys.argv = [target.name, *target.arguments]
+        sys.path.append(os.getcwd())  # last: a file there takes no library's place
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -15,6 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from toolkit.durable import LINE, open_regular, parse_event
+from toolkit.errors import RunError
+from toolkit.folder import read_run_json
 from toolkit.show import Table
 from toolkit.units import format_bytes, format_seconds
 
@@ -97,21 +99,21 @@ class Tail:
 
     def _look(self) -> list[dict[str, Any]]:
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 stat = os.fstat(file.fileno())
                 if stat.st_ino != self._file or stat.st_size < self._read:
                     self._file, self._read, self.steps = stat.st_ino, 0, []
                 file.seek(self._read)
-                data = file.read()
+                while line := file.readline(LINE + 2):
+                    if not line.endswith(b"\n") and len(line) <= LINE:
+                        break  # it is being written
+                    self._read += len(line)
+                    with contextlib.suppress(ValueError):
+                        event = parse_event(line)
+                        if "loss" in event:
+                            self.steps.append(event)
         except OSError:
-            return self.steps
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and "loss" in event and "step" in event:
-                    self.steps.append(event)
+            pass
         return self.steps
 
 
@@ -135,15 +137,15 @@ def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
 def read_progress(folder: Path) -> Progress:
     """From `run.json` and `events.jsonl`, as far as they are there."""
     about: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / "run.json").read_bytes())
+    with contextlib.suppress(RunError):
+        about = read_run_json(folder)
     steps = tail_of(folder / "events.jsonl").look()
-    total = int((about.get("loop") or {}).get("steps", 0))
-    device = ((about.get("forecast") or {}).get("device")) or {}
+    device = (about.get("forecast") or {}).get("device")
+    total = _count(about.get("loop"), "steps") or 0
     known: dict[str, Any] = {
         "steps": total,
-        "forecast_bytes": device.get("peak_bytes"),
-        "limit_bytes": device.get("limit_bytes"),
+        "forecast_bytes": _count(device, "peak_bytes"),
+        "limit_bytes": _count(device, "limit_bytes"),
     }
     if not steps:
         return Progress(**known)
@@ -161,6 +163,12 @@ def read_progress(folder: Path) -> Progress:
         left_seconds=pace * max(0, total - int(last["step"])) if pace and total else None,
         bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks),
     )
+
+
+def _count(found: Any, name: str) -> int | None:
+    """A whole number in what a stranger may have written."""
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if type(value) is int else None
 
 
 @contextlib.contextmanager

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.durable import read_events
+from toolkit.durable import open_regular, read_events, read_json
 from toolkit.errors import RunError
 from toolkit.flags import from_dict
 from toolkit.folder import read_run_json, unheld
 from toolkit.launching.progress import Progress, bar, held_bytes, read_progress, tail_of
-from toolkit.launching.starting import begun, supervisor_file, supervisor_log
+from toolkit.launching.starting import begun, supervises, supervisor_file, supervisor_log
 from toolkit.launching.viewing import page
-from toolkit.locking import held_by_others, still, supervisor_of
+from toolkit.locking import held_by_others, supervisor_of
 from toolkit.redacting import redact
 from toolkit.reporting import Report, ended, memory_of, report
 from toolkit.show import Shown, Table
@@ -35,6 +33,9 @@ LIVE = STATUSES[:2]
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of a supervisor that was told to stop; the last two before it could listen."""
+
+_LOG = 16 * 2**20
+"""Bytes of a log that are read: its last."""
 
 _POLL = 0.25
 """Seconds: a bar moves four times a second at most."""
@@ -57,7 +58,7 @@ class Run(Shown):
         self._said: IO[bytes] | None = None
         with contextlib.suppress(OSError):
             # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-            self._said = open(supervisor_log(self._files), "rb")  # noqa: SIM115
+            self._said = open_regular(supervisor_log(self._files))
             weakref.finalize(self, self._said.close)
 
     @property
@@ -111,8 +112,8 @@ class Run(Shown):
     def _is_last(self) -> bool:
         """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            ours, other = json.loads(supervisor_file(self._files).read_bytes()), supervisor_of(self.folder) or {}
-            later = int(other.get("started") or 0) > int(ours["started"] or 0)
+            ours, other = read_json(supervisor_file(self._files)), supervisor_of(self.folder) or {}
+            later = float(other.get("started") or 0) > float(ours["started"] or 0)
             return self._process is not None and bool(ours["pid"] == self._process.pid) and not later
         return True  # a new run that never began was removed with its folder
 
@@ -120,7 +121,7 @@ class Run(Shown):
         if self._said is None:
             return ""
         with self._reading:
-            self._said.seek(0)
+            self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _LOG))
             text = self._said.read().decode(errors="replace")
         _, found, last = ("\n" + text).rpartition("\ntoolkit: ")
         return redact(last.strip() if found else text.strip()[-2000:])
@@ -165,14 +166,16 @@ class Run(Shown):
         return memory_of(self._files, self._about())
 
     def logs(self, rank: int = 0) -> str:
-        """What a rank printed.
+        """What a rank printed: the last 16 MiB of it.
 
         Raises:
             RunError: for a rank that has printed nothing, or that there is not.
         """
         log = self._files.log(rank)
         try:
-            return log.read_text(errors="replace")
+            with open_regular(log) as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
+                return file.read().decode(errors="replace")
         except OSError as error:
             there = sorted(path.stem for path in log.parent.glob("rank-*.log"))
             raise RunError(
@@ -270,7 +273,7 @@ class Run(Shown):
         if found := begun(self._files):
             return int(found["pid"])
         found = supervisor_of(self.folder)
-        if found is None or found["host"] != socket.gethostname() or not still(found):
+        if found is None or not supervises(found, self.folder):
             where = f"process {found['pid']} on {found['host']}" if found else "no supervisor of ours"
             raise RunError(
                 f"{self.name} is held by {where}, which cannot be told to stop from here. Stop it where it runs."

@@ -10,14 +10,13 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.durable import write_json
 from toolkit.engines.job import engine_of, resolve
-from toolkit.errors import RunError
 from toolkit.flags import differing
 from toolkit.folder import enter, read_run_json
 from toolkit.launching.supervising import supervise
 from toolkit.launching.targets import Target
+from toolkit.launching.trust import note_launch
 from toolkit.locking import new_token
 from toolkit.readying import versions
-from toolkit.redacting import MARK
 from toolkit.reporting import reported
 from toolkit.runtime import STRATEGY, check_ranks
 from toolkit.strategy import Loop, Strategy
@@ -46,40 +45,11 @@ def hold_session(
         ]
         about = {**_about(target, strategy, ranks, machine), "attempts": attempts}
         write_json(folder.run_json, about)
+        note_launch(folder, target)
         arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         supervise(folder, "toolkit.launching.hosting", arguments, config, environ={STRATEGY: _unbound(strategy)})
         write_json(folder.run_json, {**about, "finished": timestamp()})
-
-
-def hosted(about: dict[str, Any]) -> Target | None:
-    """What a run hosts, from its `run.json`; None of the recipe's.
-
-    Raises:
-        RunError: where an argument was a secret, which the file does not hold.
-    """
-    found = about.get("target")
-    if found is None:
-        return None
-    if any(MARK in word for word in found["arguments"]):
-        words = " ".join(found["arguments"])
-        raise RunError(
-            f"{found['name']} was given a secret, and run.json does not say it: {words}. Launch it again with all of its arguments."
-        )
-    return Target(**{**found, "arguments": tuple(found["arguments"])})
-
-
-def check_trusted(folder: Path, target: Target, *, trusted: bool) -> None:
-    """A function in a folder is code, and a folder may come from elsewhere.
-
-    Raises:
-        RunError: for a function that nobody has said to trust.
-    """
-    if target.kind == "function" and not trusted:
-        raise RunError(
-            f"{folder} is a run of the function {target.name!r}, which its folder alone cannot let run: give it again "
-            f"(tk.resume(run, {target.name})), or trust the file in the folder (--trust-function)."
-        )
 
 
 def _about(target: Target, strategy: Strategy, ranks: int, machine: Hardware) -> dict[str, Any]:

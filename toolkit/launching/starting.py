@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.durable import read_json, unwritable, write_whole
 from toolkit.folder import Folder
-from toolkit.locking import TOKEN, still
+from toolkit.lifetime import SAFE_PATH
+from toolkit.locking import TOKEN, check_process, is_lock, still
 
 
 def clear(folder: Folder, config: Mapping[str, Any]) -> None:
@@ -26,7 +28,11 @@ def clear(folder: Folder, config: Mapping[str, Any]) -> None:
         folder.end,
     ):
         old.unlink(missing_ok=True)
-    folder.config.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    text = yaml.safe_dump(dict(config), sort_keys=False).encode()
+    try:
+        write_whole(folder.config, text)
+    except OSError as error:
+        raise unwritable(folder.config, len(text), error.strerror or str(error)) from error
 
 
 def failures_of(folder: Folder) -> Path:
@@ -45,17 +51,40 @@ def supervisor_log(folder: Folder) -> Path:
 
 
 def supervisor_file(folder: Folder) -> Path:
-    """Its process, before it holds the folder: JSON with `pid` and `started`, as in the lock."""
+    """Its process, before it holds the folder: JSON with `pid`, `started` and `host`, as in the lock."""
     return folder.logs / "supervisor.json"
 
 
 def begun(folder: Folder) -> dict[str, Any] | None:
     """The process that was started last as the folder's supervisor, as far as it still lives."""
     try:
-        found: dict[str, Any] = json.loads(supervisor_file(folder).read_bytes())
-        return found if still(found) else None
-    except (OSError, ValueError, LookupError, TypeError):
+        found: dict[str, Any] = read_json(supervisor_file(folder))
+        check_process(found)
+    except (OSError, ValueError):
         return None
+    return found if supervises(found, folder.path) else None
+
+
+def supervises(found: Mapping[str, Any], path: Path) -> bool:
+    """Whether a process that a file names lives here and looks after this folder: the file may be a stranger's.
+
+    Its command line is ours and names the folder, or it has the folder's lock open.
+    """
+    import psutil
+
+    if found.get("host") != socket.gethostname() or not still(found):
+        return False
+    try:
+        process = psutil.Process(found["pid"])
+        words, here = process.cmdline(), process.cwd()
+        if "toolkit.cli" in words and any(
+            os.path.realpath(os.path.join(here, word)) == os.path.realpath(path) for word in words
+        ):
+            return True
+        lock = os.path.join(os.path.realpath(path), "lock")  # itself: a link may lead to a file that anybody has open
+        return is_lock(path / "lock") and any(file.path == lock for file in process.open_files())
+    except (psutil.Error, OSError, ValueError):
+        return False
 
 
 def function_file(folder: Folder) -> Path:
@@ -80,15 +109,24 @@ def start(
     port = [] if "main_process_port" in config else ["--main_process_port", "0"]  # 0: a free one
     launch = ["accelerate", "launch", "--config_file", str(folder.config), *port, "-m", module, *arguments]
     command = [sys.executable, "-m", "toolkit.launching", str(os.getpid()), str(failures_of(folder)), *launch]
+    threads = {"OMP_NUM_THREADS": _threads(ranks_here(config))}
     with open(launcher_log(folder), "wb") as log:
         return subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": _threads(ranks_here(config)), **environ, TOKEN: folder.token},
+            env={**_on_one_host(config), **os.environ, **SAFE_PATH, **threads, **environ, TOKEN: folder.token},
             stdin=subprocess.DEVNULL,  # a library that asks would stop a group in the background for good
             stdout=output,
             stderr=log,
             process_group=0,  # a terminal's Ctrl-C comes to the supervisor alone, which passes it on once
         )
+
+
+def _on_one_host(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where all ranks are on this machine they talk over its loopback: nobody else's machine can reach them there."""
+    if int(config.get("num_machines", 1)) != 1:
+        return {}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
 def _threads(ranks: int) -> str:

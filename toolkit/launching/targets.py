@@ -43,6 +43,8 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
         if not Path(target).is_file():
             raise RunError(f"target {target!r}: there is no such script. Name a script, a module or a function.")
         return Target(kind="script", name=str(Path(target).resolve()), arguments=tuple(arguments))
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a file there takes no library's place
     try:
         found = importlib.util.find_spec(target)
     except (ImportError, ValueError):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.durable import at_home
 from toolkit.errors import ModelError
 from toolkit.model.finding import EMBEDDED, check_generates, check_known, config_text, find
 from toolkit.model.hub import first_line
 from toolkit.model.remembering import recall, remember
 from toolkit.model.spec import ModelSpec, MoE, Parameter
 from toolkit.model.text_part import check_text_part, class_with_text, frozen_modules
+from toolkit.model.trusting import check_links
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +54,12 @@ def describe(
     if model is None or isinstance(model, str | Path):
         # Before torch and transformers are imported: a wrong name is refused at once.
         name = EMBEDDED if model is None else str(model)
+        if len(name) > 1000:
+            raise ModelError(
+                f"model {name[:40]!r}…: {len(name):,} characters name no model. Give a folder or a Hub id."
+            )
+        if name != EMBEDDED and os.path.isfile((folder := at_home(name)) / "config.json"):
+            check_links(folder)
         source, text = config_text(name) if trust_remote_code is None else (None, None)
         if text is not None and (known := recall(text)) is not None:
             return dataclasses.replace(known, name=name, source=source)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.durable import LIMIT, at_home, open_regular, read_json, spelled
 from toolkit.errors import ModelError, nearest
 from toolkit.model.hub import cached, first_line, hub_config, hub_snapshot
 from toolkit.model.spec import ModelSpec
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 """The name of the model that is used where none is named."""
+
+
+DEEPEST = 2_000
+"""Layers of the deepest model that is built."""
 
 
 def embedded_config() -> dict[str, Any]:
@@ -48,7 +54,7 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
         from transformers import LlamaConfig
 
         return None, LlamaConfig.from_dict(embedded_config())
-    path = Path(name).expanduser()
+    path = at_home(name)
     if path.is_dir():
         return _folder_source(path), _read_config(name, path / "config.json", trust)
     if path.is_file():
@@ -72,14 +78,15 @@ def config_text(name: str) -> tuple[str | None, bytes | None]:
     """
     if name == EMBEDDED:
         return None, json.dumps(embedded_config()).encode()
-    path = Path(name).expanduser()
+    path = at_home(name)
     source: str | None = None
     if path.is_dir():
         source, path = _folder_source(path), path / "config.json"
     elif not path.is_file():
         return None, None
     try:
-        text = path.read_bytes()
+        with open_regular(path) as file:
+            text = file.read(LIMIT)
     except OSError:
         return source, None
     return source, None if b'"auto_map"' in text or b"attn_implementation" in text else text
@@ -101,8 +108,8 @@ def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool =
         )
         raise ModelError(f"model {name!r} has no {path.name}. {fix}")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = read_json(path, finite=False)
+    except ValueError as error:
         raise ModelError(
             f"model {name!r}: {path.name} is not valid JSON ({error}). Copy it again from where the model comes from."
         ) from None
@@ -111,6 +118,7 @@ def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool =
             f"model {name!r}: {path.name} holds a {type(values).__name__}, expected a JSON object with a model_type."
         )
     check_kernels(name, values)
+    check_depth(name, values)
     own = bool(values.get("auto_map"))
     check_code(name, path.parent, trust, needed=own and not is_native(values), hub=hub)
     if trust is None or not own:
@@ -128,6 +136,19 @@ def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool =
     return config
 
 
+def check_depth(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse a config of more layers than any model has: building them, even without weights, would take all memory.
+
+    Raises:
+        ModelError: naming the field.
+    """
+    for key, value in values.items():
+        if isinstance(value, dict):
+            check_depth(name, value)
+        elif re.search(r"layers?$|blocks?$|depth", str(key)) and isinstance(value, int) and value > DEEPEST:
+            raise ModelError(f"model {name!r}: its config says {key} {spelled(value)}, expected at most {DEEPEST:,}.")
+
+
 def check_tokenizer_code(spec: ModelSpec) -> None:
     """Refuse a tokenizer that only code of the model's own, which nobody trusts, could read.
 
@@ -135,7 +156,7 @@ def check_tokenizer_code(spec: ModelSpec) -> None:
         ModelError: naming the files and the flag.
     """
     source = spec.source or spec.name
-    path = Path(source).expanduser()
+    path = at_home(source)
     folder = path if path.is_dir() else cached(source)
     if not spec.runs_code and folder is not None and named_code(folder / "tokenizer_config.json"):
         check_code(spec.name, folder, None, needed=True, hub=not path.is_dir())

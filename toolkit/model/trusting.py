@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.durable import leads_out
 from toolkit.errors import ModelError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -72,15 +74,39 @@ def digest_of(folder: Path) -> str:
     """sha256 over names and contents of all *.py files below a folder: any change in one of them changes it.
 
     Raises:
-        ModelError: for a file that is a link out of the folder.
+        ModelError: for a file that is a link out of the folder, and for a link to a folder, whose files it would leave out.
     """
+    check_links(folder, folders=False)
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
-        check_inside(path, folder)
         digest.update(
             f"{path.relative_to(folder).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
         )
     return digest.hexdigest()
+
+
+def check_links(folder: Path, *, folders: bool = True) -> None:
+    """Refuse a model's folder in which anything, at any depth, is a link that leads out of it: what is read is what was given.
+
+    Args:
+        folder: of the model.
+        folders: whether links to folders inside of it may be.
+
+    Raises:
+        ModelError: naming the link and where it leads.
+    """
+    for here, below, files in os.walk(folder):
+        if folders:  # nothing of a model is read from hidden folders, and nothing there needs to be looked at
+            below[:] = [name for name in below if not name.startswith(".") or Path(here, name).is_symlink()]
+        for name in (*below, *files):
+            path = Path(here, name)
+            if not path.is_symlink():
+                continue
+            check_inside(path, folder)
+            if name in below and not folders:
+                raise ModelError(
+                    f"{path} is a link to a folder, whose code no digest holds. Copy the folder there in its place."
+                )
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -89,10 +115,8 @@ def check_inside(path: Path, folder: Path) -> None:
     Raises:
         ModelError: naming the file and where it leads.
     """
-    real, inside = path.resolve(), folder.resolve()
-    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
-    if inside not in real.parents and blobs not in real.parents:
-        raise ModelError(f"{path} is a link that leaves its folder, to {real}. Copy the file there in its place.")
+    if leads := leads_out(path, folder):
+        raise ModelError(f"{path} is a link that leaves its folder, to {leads}. Copy the file there in its place.")
 
 
 def _files(name: str, folder: Path, hub: bool) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from toolkit.durable import LIMIT, at_home, parse_json, read_json
 from toolkit.errors import ModelError
 from toolkit.model.hub import BESIDE, cached, first_line, hub_reachable, unreachable
 from toolkit.model.spec import ModelSpec
 from toolkit.model.trusting import check_code, check_inside
+from toolkit.units import BYTES_OF
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
@@ -27,7 +28,7 @@ def local_weights(source: str | Path) -> list[Path]:
         ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
             file that lies elsewhere.
     """
-    path = Path(source).expanduser()
+    path = at_home(source)
     folder = path if path.is_dir() else cached(str(source))
     if folder is None:
         return []
@@ -56,7 +57,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
         ModelError: where there are none, where they are pickles, where a file is cut short, or an adapter lies beside them.
     """
     source = spec.source or spec.name
-    folder = Path(source).expanduser().is_dir()
+    folder = at_home(source).is_dir()
     if not folder and spec.source is None:
         raise ModelError(
             f"model {source!r} is a config without weights: give a folder that holds model.safetensors, or a Hub id."
@@ -88,7 +89,7 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
     """
     if not spec.runs_code:
         return
-    source = Path(spec.source or spec.name).expanduser()
+    source = at_home(spec.source or spec.name)
     if not spec.commit:
         check_code(spec.name, source, spec.trusted, needed=True, hub=False)
     for path in sorted(source.rglob("*.py")):
@@ -99,7 +100,7 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
 
 def copy_processor(spec: ModelSpec, folder: Path) -> None:
     """Copy the files with which the base prepares images and sound, where it has any; text training does not change them."""
-    source = Path(spec.source or spec.name).expanduser()
+    source = at_home(spec.source or spec.name)
     base = source if source.is_dir() else cached(str(source))
     for path in sorted(base.glob("*processor_config.json")) if base is not None else ():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -143,7 +144,7 @@ def _download(name: str, commit: str | None) -> None:
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is no safetensors index: {first_line(error)}") from None
     for name in names:
@@ -167,12 +168,24 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= size - 8 else None
+            header = parse_json(file.read(length)) if length <= min(size - 8, LIMIT) else None
         tensors = {name: value for name, value in header.items() if name != "__metadata__"} if header else {}
-        end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        end = 8 + length + _end(tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         header, tensors, end = None, {}, 0
     if header is None or end != size:
         expected = f", expected {end:,}" if header else ""
         raise ModelError(f"{path} is no whole safetensors file ({size:,} bytes{expected}). Copy it again.")
     return tensors
+
+
+def _end(tensors: dict[str, dict[str, Any]]) -> int:
+    """Where the last tensor ends, of tensors that lie one behind the other; ValueError where they overlap or leave a gap."""
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda tensor: tuple(tensor["data_offsets"])):
+        begins, ends = tensor["data_offsets"]
+        size = BYTES_OF.get(_DTYPES.get(tensor["dtype"], ""))
+        if begins != end or ends < begins or (size and ends - begins != size * math.prod(tensor["shape"])):
+            raise ValueError("its tensors overlap, leave a gap, or are not as long as they say")
+        end = ends
+    return end

@@ -12,6 +12,9 @@ from toolkit.show import Table
 WIDE = 4
 """Columns above which a table scrolls for itself on a small screen."""
 
+MADE = '<meta name="generator" content="accelerate-toolkit">'
+"""Says in its head that a page is a report."""
+
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1f2937; --quiet: #4b5563; --rule: #d1d5db; --card: #f3f4f6;
   --good: #166534; --bad: #b91c1c; --on: #1d4ed8; }
@@ -55,7 +58,7 @@ def html_page(name: str, status: str, figures: Sequence[tuple[str, str]], sectio
     )
     body = "".join(part for section in sections for part in _section(section))
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{MADE}\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>Run {escape(name)}: {escape(status)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.continuing import how_to_go_on
-from toolkit.durable import read_events
+from toolkit.durable import check_fields, read_events, read_json
 from toolkit.errors import RunError, StrategyError
 from toolkit.flags import differing, from_dict, spell, to_flags
-from toolkit.folder import Folder, look, read_run_json
+from toolkit.folder import Folder, first_error, look, read_run_json
 from toolkit.heartbeat import Heartbeat, read_beats
 from toolkit.locking import held_by_others
 from toolkit.readying import Recipe
@@ -143,7 +142,7 @@ def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None
     try:
         if folder.memory.stat().st_mtime < _started(about):
             return None
-        found: dict[str, Any] = redact_all(json.loads(folder.memory.read_bytes()))
+        found: dict[str, Any] = redact_all(read_json(folder.memory))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -161,8 +160,7 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if (said := _said(folder, about)) is not None:
         return said
     raised = folder.errors()
-    if raised:
-        rank = min(raised, key=lambda rank: float(raised[rank]["time"]))
+    if (rank := first_error(raised)) is not None:
         return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped, as asked."
@@ -173,8 +171,10 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
 def _said(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
     """What the supervisor left of this attempt; an older one's word does not count."""
     try:
-        end = json.loads(folder.end.read_bytes())
-        return (end["how"], end["message"]) if end["time"] >= _started(about) else None
+        end = read_json(folder.end)
+        check_fields(end, {"how": str, "message": str, "attempt": int})
+        # Not by times: a clock may be set back.
+        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

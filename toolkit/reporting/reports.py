@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.drawing import figure
-from toolkit.durable import write_whole
+from toolkit.durable import at_home, open_regular, write_whole
 from toolkit.errors import RunError
-from toolkit.redacting import redact
-from toolkit.reporting.page import html_page
+from toolkit.folder import refuse_links
+from toolkit.redacting import redact, visible
+from toolkit.reporting.page import MADE, html_page
 from toolkit.reporting.parts import Section
 from toolkit.reporting.record import Record, read_record, step_seconds, throughput
 from toolkit.reporting.sections import figures, sections_of
@@ -41,9 +42,13 @@ class Report(Shown):
         """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
 
         Raises:
-            RunError: where it cannot be written.
+            RunError: where it cannot be written, and where another place holds a file that is no report.
         """
-        target = Path(path) if path else self.run.path / "report.html"
+        target = at_home(path) if path else self.run.path / "report.html"
+        if path is None:
+            refuse_links(self.run.path)
+        elif target.exists() and not _is_report(target):
+            raise RunError(f"{target} exists and is no report. Remove it, or choose another place with -o.")
         try:
             write_whole(target, self.page().encode())
         except OSError as error:
@@ -55,7 +60,8 @@ class Report(Shown):
         return [told, *(table for section in sections_of(self.run) for table, _ in section.tables)]
 
     def __str__(self) -> str:
-        return redact("\n\n".join([self.tables()[0].text(), *(section.text() for section in sections_of(self.run))]))
+        parts = [self.tables()[0].text(), *(section.text() for section in sections_of(self.run))]
+        return visible(redact("\n\n".join(parts)))
 
     def _repr_html_(self) -> str:
         return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections_of(self.run)))
@@ -88,9 +94,17 @@ def report(path: str | Path) -> Report:
     """What a run's folder tells: also of one that goes on, was stopped or failed.
 
     Raises:
-        RunError: for a folder that holds no run, and a file in it that cannot be read.
+        RunError: for a folder that holds no run, and a file in it that cannot be read, or says what no run does.
     """
-    return Report(run=read_record(path))
+    found = Report(run=read_record(path))
+    try:
+        found.tables(), found.to_dict()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise RunError(
+            f"{path} says what no run does ({type(error).__name__}: {str(error)[:200]}), and cannot be shown. Another version, or "
+            "somebody by hand, wrote its files."
+        ) from error
+    return found
 
 
 @contextlib.contextmanager
@@ -104,6 +118,14 @@ def reported(path: Path) -> Iterator[None]:
     if written := _leave(path):
         with contextlib.suppress(OSError):
             print(f"report: {written}", file=sys.stderr)
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            return MADE.encode() in file.read(1000)
+    except OSError:
+        return False
 
 
 def _leave(path: Path) -> Path | None:

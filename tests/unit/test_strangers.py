@@ -1,0 +1,702 @@
+"""What a stranger's folder, file or data may contain, and what must not come of it. SECURITY.md names these tests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+import toolkit as tk
+from toolkit import cli, durable, folder, locking
+from toolkit.checkpoints.manifest import Manifest, read_manifest
+from toolkit.cli.writing import write
+from toolkit.data.reading import LONGEST, documents
+from toolkit.data.sources import find_source
+from toolkit.errors import CheckpointError, DataError, ModelError, RunError
+from toolkit.exporting.publishing import drafted
+from toolkit.foreign import unpickling
+from toolkit.launching import starting
+from toolkit.launching.failing import Known, failure
+from toolkit.launching.starting import supervises, supervisor_file
+from toolkit.launching.targets import Target
+from toolkit.launching.trust import check_target, note_launch, target_of
+from toolkit.model import describe, local_weights
+from toolkit.model.trusting import digest_of
+from toolkit.redacting import redact, visible
+from toolkit.show import Table
+
+SCRIPT = {"kind": "script", "name": "", "arguments": [], "sha256": ""}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own folder to stand in, and one for what this user launched."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the user's own that has nothing to do with a run."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    assert process.poll() is None, "it was ended"
+    process.kill()
+    process.wait()
+
+
+def own_run(path: Path, **changes: Any) -> folder.Folder:
+    """A stopped run of code of somebody's own."""
+    return runs.write(path, [], found=runs.about(loop={}, recipe={}, **changes))
+
+
+# A run's target --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            {"kind": "module", "name": "timeit", "arguments": ["-n1", "open('ran','w')"]},
+            "would run the module 'timeit'",
+        ),
+        ({"kind": "script", "name": "{run}/evil.py"}, "would run the script"),
+        ({"kind": "Function", "name": "evil"}, "kind is 'Function', expected module, script, function"),
+        ({"kind": "pickle", "name": "evil"}, "kind is 'pickle'"),
+        ({"kind": "function", "name": "evil"}, "would run the function 'evil'"),
+        ({"kind": ["module"], "name": "timeit"}, "kind is list, expected str"),
+        ({"kind": "module", "name": "timeit", "arguments": "-n1"}, "arguments is -n1, expected list"),
+        ({"kind": "module", "name": "timeit", "arguments": [1]}, "are not all words"),
+        ({"kind": "module", "name": "timeit", "more": 1}, "its fields are"),
+        ({"kind": "module", "name": "evil.py"}, "Python finds no such module"),
+        ({"kind": "script", "name": "/dev/zero"}, "cannot be read: there is no such file"),
+    ],
+)
+@pytest.mark.parametrize("way", ["resume", "train", "python"])
+def test_a_folder_alone_runs_no_code(
+    target: dict[str, Any], said: str, way: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = f"open({str(here / 'ran')!r}, 'w')"
+    run = own_run(here / "run", target=SCRIPT | target | {"name": target["name"].format(run=here / "run")})
+    (run.path / "evil.py").write_text(ran)
+    (run.logs / "function.pkl").write_bytes(pickle.dumps(([], pickle.dumps((print, (), {})))))
+    if way == "python":
+        with pytest.raises(RunError, match=said.replace("(", r"\(")):
+            tk.resume(run.path)
+    else:
+        words = ["resume", str(run.path)] if way == "resume" else ["train", "--resume", "--run-dir", str(run.path)]
+        assert cli.main(words) == 2
+        assert said in capsys.readouterr().err
+    assert not (here / "ran").exists()
+
+
+def test_what_was_launched_here_goes_on_and_what_changed_does_not(here: Path) -> None:
+    script = here / "mine.py"
+    script.write_text("pass")
+    run = own_run(here / "run", target=SCRIPT | {"name": str(script)})
+    target = target_of(folder.read_run_json(run.path))
+    assert target is not None
+    with pytest.raises(RunError, match=r"--target [^ ]+mine\.py`\), or read it and add --trust-target [0-9a-f]{64}\."):
+        check_target(run, target, None)
+    note_launch(run, target)
+    assert check_target(run, target, None) == target
+    with pytest.raises(RunError, match="you did not launch here as it is now"):
+        check_target(folder.unheld(here / "elsewhere"), target, None)
+    with pytest.raises(RunError, match="you did not launch here as it is now"):
+        check_target(run, dataclasses.replace(target, arguments=("--more",)), None)
+    script.write_text("pass  # changed")
+    with pytest.raises(RunError, match="you did not launch here as it is now") as refused:
+        check_target(run, target, None)
+    digest = str(refused.value).rpartition(" ")[2].removesuffix(".")
+    assert check_target(run, target, digest) == target
+    with pytest.raises(RunError, match="you did not launch here as it is now"):
+        check_target(run, target, digest[:-1])
+    assert (here / "state/accelerate-toolkit/launched").stat().st_mode & 0o077 == 0
+
+
+def test_looking_for_a_module_runs_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "evil").mkdir()
+    (here / "evil/__init__.py").write_text("open('ran', 'w')")
+    (here / "evil/inner.py").touch()
+    monkeypatch.syspath_prepend(here)
+    with pytest.raises(RunError, match=r"would run the module 'evil\.inner'"):
+        check_target(own_run(here / "run"), Target(kind="module", name="evil.inner"), None)
+    assert not (here / "ran").exists()
+
+
+# Processes that files name ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1, True, 2.0, "7", None, 2**40])
+def test_no_file_names_a_group_or_every_process(pid: Any, here: Path) -> None:
+    about = {"pid": pid, "started": locking.started(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
+    run = runs.write(here / "run", [])
+    durable.write_json(supervisor_file(run), about)
+    (run.path / "lock").write_text(json.dumps({"token": "x"}) + "\n" + json.dumps(about) + "\n")
+    assert locking.supervisor_of(run.path) is None
+    assert not tk.attach(run.path).alive
+    tk.attach(run.path).stop()  # would end this process, or all
+
+
+@pytest.mark.parametrize("lacks", ["started", "host"])
+def test_a_process_is_named_whole(lacks: str, here: Path, victim: subprocess.Popen[bytes]) -> None:
+    run = runs.write(here / "run", [])
+    about = {"pid": victim.pid, "started": locking.started(victim.pid), "host": socket.gethostname()}
+    durable.write_json(supervisor_file(run), {name: value for name, value in about.items() if name != lacks})
+    assert not tk.attach(run.path).alive
+
+
+def test_a_process_that_looks_after_no_run_is_not_signalled(here: Path, victim: subprocess.Popen[bytes]) -> None:
+    run = runs.write(here / "run", [])
+    about = {
+        "pid": victim.pid,
+        "started": locking.started(victim.pid),
+        "host": socket.gethostname(),
+        "role": "supervisor",
+    }
+    durable.write_json(supervisor_file(run), about)
+    assert not supervises(about, run.path)
+    assert not tk.attach(run.path).alive
+    hold = (
+        "import fcntl, json, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print('in', flush=True); "
+        "sys.stdin.read()"
+    )
+    (run.path / "lock").write_text(json.dumps({"token": "x"}) + "\n" + json.dumps(about) + "\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(run.path / "lock")], stdin=-1, stdout=-1, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(RunError, match="cannot be told to stop from here"):
+            tk.attach(run.path).stop()
+        other.communicate("")
+
+
+def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
+    """A process may have any file open, and everybody sees which."""
+    theirs = here / "history.sqlite"
+    theirs.touch()
+    run = runs.write(here / "run", [])
+    (run.path / "lock").unlink()
+    (run.path / "lock").symlink_to(theirs)
+    hold = "import sys; file = open(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", hold, str(theirs)], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        about = {"pid": other.pid, "started": locking.started(other.pid), "host": socket.gethostname()}
+        durable.write_json(supervisor_file(run), about)
+        assert not tk.attach(run.path).alive
+        tk.attach(run.path).stop()
+        other.communicate("")
+        assert other.returncode == 0
+
+
+@pytest.mark.parametrize("more", [{"token": "x"}, {"token": "x", "pid": 2**62}, {"pid": 2**62}])
+def test_a_token_names_no_process(more: dict[str, Any], here: Path) -> None:
+    run = runs.write(here / "run", [])
+    about = {"started": "1", "host": socket.gethostname(), **more}
+    durable.write_json(supervisor_file(run), about)
+    (run.path / "lock").write_text(
+        json.dumps({"token": "x"}) + "\n" + json.dumps({**about, "role": "supervisor"}) + "\n"
+    )
+    assert tk.attach(run.path).status == "failed"
+    tk.attach(run.path).stop()
+
+
+# What is written, and where --------------------------------------------------------------------------------------------
+
+
+def test_a_report_leaves_its_folder_by_no_link(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = here / "theirs"
+    theirs.write_text("theirs")
+    run = runs.write(here / "run", [runs.event(1)])
+    (run.path / "report.html").symlink_to(theirs)
+    with pytest.raises(RunError, match="is a link that leads out of the run's folder"):
+        tk.report(run.path).write()
+    (run.path / "report.html").unlink()
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda size: "0" * 2 * size)
+    (run.path / ".report.html.0000000000000000.tmp").symlink_to(theirs)
+    with pytest.raises(RunError, match=r"is a link that leads out|cannot be written"):
+        tk.report(run.path).write()
+    with pytest.raises(FileExistsError):
+        durable.write_whole(run.path / "report.html", b"page")
+    assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("file", ["logs/notes.txt", "logs/more/x", "accelerate.yaml", "lock", "logs", ".mine.tmp", "x"])
+@pytest.mark.parametrize("way", ["enter", "launch", "train"])
+def test_a_new_run_leaves_a_users_files_alone(
+    file: str, way: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = here / "run" / file
+    own.parent.mkdir(parents=True)
+    own.write_text("my notes\n")
+    if way == "train":
+        assert cli.main(["train", "--run-dir", str(here / "run"), "--steps", "1"]) == 2
+        said = capsys.readouterr().err
+    else:
+        with pytest.raises(RunError) as refused:
+            folder.enter(here / "run") if way == "enter" else tk.launch(print, run_dir=here / "run")
+        said = str(refused.value)
+    assert f"is not empty (it has {'logs/more' if 'more' in file else file})" in said
+    assert own.read_text() == "my notes\n"
+
+
+def test_what_came_into_a_new_run_stays_when_it_goes(here: Path) -> None:
+    with folder.enter(here / "run") as run:
+        run.logs.mkdir()
+        run.log(0).write_text("ours")
+        (run.logs / "notes.txt").write_text("mine")
+        run.discard()
+    assert (here / "run/logs/notes.txt").read_text() == "mine"
+    with folder.enter(here / "other") as run:
+        run.logs.mkdir()
+        run.log(0).write_text("ours")
+        run.discard()
+    assert not (here / "other").exists()
+
+
+def test_results_replace_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    Path("notes").write_text("mine")
+    Path(".out.partial").mkdir()
+    Path(".out.partial/mine").touch()
+    for words in (["runs", "--json", "notes"], ["report", str(run.path), "-o", "notes"]):
+        assert cli.main(words) == 2
+        assert "notes" in (said := capsys.readouterr().err)
+        assert "exists" in said
+    Path("zero3.yaml").write_text("mine")
+    assert cli.main(["config", "--all", "."]) == 2
+    assert "zero3.yaml exists and says something else" in capsys.readouterr().err
+    assert Path("zero3.yaml").read_text() == "mine"
+    with pytest.raises(tk.ToolkitError, match="cannot be written: File exists"):
+        write(Path("notes"), "came meanwhile")
+    assert cli.main(["config", "--json", "/dev/null"]) == 0
+    with drafted(Path("out")) as draft:
+        (draft / "file").touch()
+    assert Path("notes").read_text() == "mine"
+    assert Path(".out.partial/mine").exists()
+    assert Path("out").stat().st_mode & 0o777 == Path("run").stat().st_mode & 0o777
+    assert cli.main(["report", str(run.path), "-o", "page.html"]) == 0
+    assert cli.main(["report", str(run.path), "-o", "page.html"]) == 0, "a report of ours is written anew"
+
+
+@pytest.mark.parametrize("name", ["-x", "--steps", "x" * 300, "a\x1b[31m", "a\nb"])
+def test_a_name_that_can_be_no_runs(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", f"--run-dir={name}", "--steps", "1"]) == 2
+    assert "can be no run's name" in (said := capsys.readouterr().err)
+    assert "\x1b" not in said
+    assert os.listdir(here) == []
+
+
+def test_a_home_is_spelled(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", str(here / "home"))
+    run = runs.write(here / "home/run", [runs.event(1)])
+    assert cli.main(["report", "~/run", "--output=~/page.html"]) == 0
+    assert (here / "home/page.html").exists()
+    assert tk.attach("~/run").folder == run.path
+    assert not (here / "~").exists()
+    capsys.readouterr()
+
+
+# Models ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "deep/er/file", "folder"])
+def test_nothing_of_a_model_leads_out_of_its_folder(name: str, here: Path) -> None:
+    key = here / "private"
+    key.mkdir()
+    (key / "key").write_text("secret")
+    model = here / "model"
+    (model / name).parent.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (model / name).symlink_to(key if name == "folder" else key / "key")
+    with pytest.raises(ModelError, match=r"is a link that leaves its folder, to .*private"):
+        describe(model)
+
+
+def test_links_in_a_circle_and_homes_of_nobody(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    (run.path / "loop").symlink_to("loop")
+    assert cli.main(["report", str(run.path)]) in (0, 2)
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text("{}")
+    (here / "model/loop").symlink_to("loop")
+    for words in (["describe", str(here / "model")], ["stop", "~nobodys/run"], ["describe", "~nobodys/" + "x" * 5_000]):
+        assert cli.main(words) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_hidden_folders_of_a_model_are_not_looked_at(here: Path) -> None:
+    """As of a project whose root is the model's folder."""
+    (here / ".venv").mkdir()
+    (here / ".venv/python").symlink_to(sys.executable)
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32}))
+    assert describe(here).layers == 1
+
+
+def test_a_subfolder_of_the_hubs_cache_works(here: Path) -> None:
+    snapshot = here / "models--x--y/snapshots" / ("0" * 40) / "4bit"
+    snapshot.mkdir(parents=True)
+    (here / "models--x--y/blobs").mkdir()
+    config = json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32})
+    (here / "models--x--y/blobs/abc").write_text(config)
+    (snapshot / "config.json").symlink_to("../../../blobs/abc")
+    assert describe(snapshot).layers == 1
+
+
+def test_no_code_hides_behind_a_link_to_a_folder(here: Path) -> None:
+    (here / "model/code").mkdir(parents=True)
+    (here / "model/code/mine.py").touch()
+    digest_of(here / "model")
+    (here / "model/again").symlink_to("code")
+    with pytest.raises(ModelError, match="is a link to a folder, whose code no digest holds"):
+        digest_of(here / "model")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "size"),
+    [
+        ({"a": [0, 8], "b": [4, 12]}, 12),
+        ({"a": [0, 8], "b": [16, 24]}, 24),
+        ({"a": [8, 0]}, 8),
+        ({"a": [0, 4]}, 4),
+        ({"a": [0, 8], "b": [0, 8]}, 8),
+        ({"a": [-8, 8]}, 8),
+    ],
+)
+def test_tensors_that_overlap(tensors: dict[str, list[int]], size: int, here: Path) -> None:
+    from toolkit.model import checkpoint_dtype
+
+    header = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in tensors.items()}
+    text = json.dumps(header).encode()
+    (here / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    assert local_weights(here)
+    with pytest.raises(ModelError, match="is no whole safetensors file"):
+        checkpoint_dtype(here)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_hidden_layers", "1000000000", "its config says num_hidden_layers 1000000000, expected at most 2,000"),
+        ("text_config", '{"n_layer": 2001}', "its config says n_layer 2001"),
+        ("hidden_size", "4.5", "transformers refuses its config"),
+        ("hidden_size", "1" + "0" * 4000, "transformers cannot build|transformers refuses"),
+        ("x", "[" * 200_000, "is not valid JSON .it is nested too deeply"),
+        ("vocab_size", "Infinity", "transformers refuses its config"),
+    ],
+)
+def test_a_config_that_nobody_could_build(field: str, value: str, said: str, here: Path) -> None:
+    known = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}
+    (here / "config.json").write_text(json.dumps({**known, field: "HERE"}).replace('"HERE"', value))
+    with pytest.raises(ModelError, match=said):
+        describe(here)
+
+
+def test_nobody_waits_for_a_pipe(here: Path) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    for name in (
+        "events.jsonl",
+        "lock",
+        "logs/supervisor.log",
+        "logs/rank-0.log",
+        "logs/supervisor.json",
+        "logs/end.json",
+    ):
+        (run.path / name).unlink(missing_ok=True)
+        os.mkfifo(run.path / name)
+    found = tk.attach(run.path)
+    assert found.status == "failed"
+    with pytest.raises(RunError, match="it is no regular file"):
+        found.logs(0)
+    with pytest.raises(RunError, match="it is no regular file"):
+        tk.report(run.path)
+    with pytest.raises(RunError, match="is neither a file nor a folder, and a run writes there"):
+        tk.resume(run.path)
+
+
+def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    for rank, clock in ((0, 2_000.0), (1, 1_000.0)):
+        monkeypatch.setattr(folder.time, "time", lambda clock=clock: clock)
+        run.record_error(rank, ValueError(f"rank {rank}"))
+    monkeypatch.undo()
+    assert failure(run, 1, Known()).args[0].startswith("rank 0 ended with ValueError: rank 0")
+    assert tk.report(run.path).run.words == "Rank 0 ended with ValueError: rank 0"
+    run.record_end("failed", "as its supervisor said")
+    about = json.loads(run.run_json.read_text())
+    about["attempts"][0]["started"] = "2099-01-01T00:00:00+0000"
+    durable.write_json(run.run_json, about)
+    assert tk.report(run.path).run.words == "as its supervisor said"
+
+
+def test_of_two_launches_at_once_one_is_refused(here: Path) -> None:
+    def launch(_: int) -> tk.Run | RunError:
+        try:
+            return tk.launch(time.sleep, run_dir=here / "run", args=(0.5,))
+        except RunError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(launch, range(2)))
+    (refused,) = [one for one in found if isinstance(one, RunError)]
+    (run,) = [one for one in found if isinstance(one, tk.Run)]
+    assert "is in use by a run" in str(refused)
+    assert run.wait(120, progress=False).status == "finished"
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A disk that has no room left."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_full_disk_is_one_sentence(full: Path) -> None:
+    (full / "run").mkdir()
+    run = folder.enter(full / "other")
+    run.logs.mkdir()
+    run.append_event(runs.event(1))
+    fill(full)
+    with pytest.raises(RunError, match=r"lock cannot be written: No space left on device.*Make room"):
+        folder.enter(full / "run")
+    with pytest.raises(RunError, match=r"accelerate\.yaml cannot be written: No space left on device"):
+        starting.clear(run, {"num_processes": 2})
+    with pytest.raises(RunError, match=r"events\.jsonl cannot be written: (the disk is full|No space left)"):
+        run.append_event(runs.event(2, samples="a" * 10_000))
+    with pytest.raises(RunError, match=r"events\.jsonl cannot be written: No space left"):
+        durable.cut_events(run.events, 1)
+    assert durable.read_events(run.events)[0]["step"] == 1
+
+
+# JSON ------------------------------------------------------------------------------------------------------------------
+
+NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"', "1e400", "[4]", "-1"]
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+@pytest.mark.parametrize(
+    "field", ["step", "ranks", "global_batch", "versions", "tensors", "files", "written", "counters"]
+)
+def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> None:
+    about = Manifest(
+        format=1, step=4, ranks=1, global_batch=1, strategy={}, loop={}, counters={"steps": 4}, schedule={}, tensors={},
+        identity={}, versions={}, written="", files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
+    )  # fmt: skip
+    fields = {**dataclasses.asdict(about), field: "HERE"}
+    if field == "written" and value == '"4"':
+        return  # a string, as expected
+    sha256 = hashlib.sha256(json.dumps(fields).replace('"HERE"', value).encode()).hexdigest()
+    text = json.dumps({**fields, "sha256": sha256}, indent=1).replace('"HERE"', value) + "\n"
+    (here / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged, or no manifest"):
+        read_manifest(here)
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
+@pytest.mark.parametrize("field", ["ranks", "attempts", "loop", "strategy", "started", "forecast"])
+def test_one_broken_run_hides_no_other(field: str, value: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.write(here / "runs/sound", [runs.event(1)])
+    broken = runs.write(here / "runs/broken", [runs.event(1)])
+    about = json.dumps({**json.loads(broken.run_json.read_text()), field: "HERE"}).replace('"HERE"', value)
+    broken.run_json.write_text(about)
+    assert cli.main(["runs"]) == 0
+    assert "sound" in capsys.readouterr().out
+    for words in (["report", "runs/broken"], ["resume", "runs/broken", "--steps", "0"]):
+        assert cli.main(words) in (0, 2), "a sentence, no traceback"
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loop": {"steps": "x"}}, {"loop": {"steps": [1]}}, {"forecast": {"device": "x"}},
+        {"forecast": {"device": {"peak_bytes": "x"}}}, {"finished": "2026-11-23T07:00:00+00:00"},
+    ],
+)  # fmt: skip
+def test_no_folder_ends_in_a_traceback(changes: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), **changes}))
+    for memory in ("", "[]", '"x"', '{"measured": 5}'):
+        run.memory.write_text(memory)
+        for verb in ("watch", "stop", "runs", "report", "resume"):
+            if verb != "resume" or "finished" in changes:
+                assert cli.main([verb, str(run.path)]) in (0, 2)
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_one_value_is_one_line(here: Path) -> None:
+    run = runs.write(here / "run", [])
+    run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), "ranks": "1\ntoolkit: all is well"}))
+    with pytest.raises(RunError, match=r"ranks is 1\\ntoolkit: all is well, expected int"):
+        folder.read_run_json(run.path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 4.0, "loss": 1, "seconds": 1}', '{"step": 1e400, "loss": 1, "seconds": 1}', '{"step": 1, "bytes": [7]}',
+        '{"step": 1, "loss": "1", "seconds": 1}', '{"step": 1, "loss": 1}', '{"step": -1}', "[1]", "x" * 2**21,
+    ],
+)  # fmt: skip
+def test_a_line_that_no_run_writes_is_named(line: str, here: Path) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    with run.events.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RunError, match=r"events\.jsonl, line 2: "):
+        tk.report(run.path)
+    assert tk.attach(run.path).progress.step == 1
+
+
+# Terminals, cards and secrets ------------------------------------------------------------------------------------------
+
+HOSTILE = "a\x1b]52;c;c2VjcmV0\x07b\u202ec\x9b31md\r\x7f"
+
+
+def test_no_terminal_obeys_a_stranger(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    about = json.loads(run.run_json.read_text())
+    about["recipe"]["model"] = HOSTILE
+    run.run_json.write_text(json.dumps(about))
+    assert cli.main(["report", str(run.path)]) == 0
+    assert cli.main(["describe", HOSTILE]) == 2
+    said = capsys.readouterr()
+    shown = [
+        said.out,
+        said.err,
+        str(tk.report(run.path)),
+        str(RunError(HOSTILE)),
+        Table(columns=("a",), rows=[(HOSTILE,)]).text(),
+    ]
+    for text in shown:
+        assert not set(HOSTILE) - set("abc52;mdVjcmV031]c2") & set(text), text
+        assert "\\x1b" in text
+    assert "\n" not in Table(columns=("a",), rows=[("x\ny",)]).text().splitlines()[-1]
+
+
+def test_a_progress_bar_still_moves() -> None:
+    bar = "\x1b[A\r\x1b[31m5%\x1b[0m\x1b[K\tdone\n"
+    assert visible(bar, moves=True) == bar
+    assert visible("\x1b]0;title\x07\x1b[2J", moves=True) == "\\x1b]0;title\\x07\\x1b[2J"
+    assert visible("\udc9b\udcff", moves=True) == "\\udc9b\udcff"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "?",
+        "?a",
+        "&a",
+        "?token",
+        "://a:",
+        "https://",
+        "://:",
+        "authorization ",
+        "bearer \t",
+        "key",
+        "TOKEN=",
+        "a",
+        "@:/",
+    ],
+)
+def test_no_text_takes_the_redactor_long(part: str) -> None:
+    """A square of its length would be hours."""
+    text = part + "a" * 3_000_000 + part * (3_000_000 // len(part))
+    assert len(redact(text)) <= len(text) + 1000
+
+
+def test_no_cell_ends_a_cards_block(here: Path) -> None:
+    from toolkit.exporting.card import write_card
+
+    rows = {"data": "```\n# A heading of a stranger's\n<script>"}
+    write_card(here, describe(), what="model", trained="none", rows=rows, notes=[], error=None)
+    lines = (here / "README.md").read_text().splitlines()
+    fence = next(line.removesuffix("text") for line in lines if line.endswith("`text"))
+    assert len(fence) > 3
+    assert not any(line.startswith("# A heading") for line in lines)
+
+
+# Pickles ---------------------------------------------------------------------------------------------------------------
+
+TUPLES = {
+    "deep": b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x01s.",
+    "wide": b"\x80\x02})q\x00" + b"0h\x00h\x00\x86q\x00" * 60 + b"K\x01s.",
+    "long": b"\x80\x02})q\x00" + (b"0(" + b"h\x00" * 9 + b"tq\x00") * 10 + b"K\x01s.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", list(TUPLES))
+@pytest.mark.parametrize("kind", ["dcp", "zip", "legacy"])
+def test_no_tuple_takes_for_ever_or_the_stack(how: str, kind: str, here: Path) -> None:
+    file = here / "file.pt"
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", TUPLES[how])
+            archive.writestr("archive/version", "3\n")
+    elif kind == "legacy":
+        beginning = [pickle.dumps(one, protocol=2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+        file.write_bytes(b"".join([*beginning, TUPLES[how], pickle.dumps([], protocol=2)]))
+    else:
+        file.write_bytes(TUPLES[how])
+    read = unpickling.load_metadata if kind == "dcp" else unpickling.load
+    with pytest.raises(CheckpointError, match=r"nests more than 10,000 tuples"):
+        read(file)
+
+
+# Data ------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_data_lead_out_of_their_folder(here: Path) -> None:
+    (here / "key").write_text("private")
+    (here / "data/deep").mkdir(parents=True)
+    (here / "data/a.txt").write_text("text")
+    find_source(here / "data")
+    (here / "data/b.txt").symlink_to("a.txt")
+    find_source(here / "data")
+    (here / "data/deep/c.txt").symlink_to(here / "key")
+    with pytest.raises(DataError, match=r"deep/c\.txt is a link that leaves its folder, to .*key"):
+        find_source(here / "data")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", "{" + ", ".join(f'"{i}": 1' for i in range(300_000)) + ', "7": 2}', "the name '7' stands twice"),
+        ("a.jsonl", '{"text": "a", "text": "b"}', "the name 'text' stands twice"),
+        ("a.jsonl", '{"text": "' + "a" * LONGEST + '"}', "the text has more than"),
+        ("a.txt", "a" * (LONGEST + 1), "the text has more than"),
+    ],
+)
+def test_rows_that_mean_two_things_or_take_all_memory(name: str, content: str, said: str, here: Path) -> None:
+    (here / name).write_text(content)
+    with pytest.raises(DataError, match=said):
+        list(documents(find_source(str(here / name))))
