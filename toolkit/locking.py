@@ -158,7 +158,7 @@ def is_lock(path: Path) -> bool:
 
 def _held_by(path: Path, lock: int) -> str:
     here = socket.gethostname()
-    holders = [line for line in _holders(lock) if "pid" in line]
+    holders = [line for line in _holders(lock) if "pid" in line and line["pid"] != os.getpid()]
     living = [line for line in holders if line["host"] != here or still(line)] or holders
     who = (
         ", ".join(f"process {line['pid']} ({line.get('role')}, on {line['host']})" for line in living) or "another run"

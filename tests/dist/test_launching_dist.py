@@ -125,10 +125,10 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # It goes on without the function, for it was launched here; another file, or the folder elsewhere, does not.
     assert tk.resume(run).wait().status == "finished"
     moved = shutil.copytree(tmp_path / "run", tmp_path / "moved")
-    with pytest.raises(tk.RunError, match=r"you did not launch here as it is now.*tk\.resume\(run, hosted\)"):
+    with pytest.raises(tk.RunError, match=r"you did not launch in this folder.*tk\.resume\(run, hosted\)"):
         tk.resume(moved)
     file.write_bytes(file.read_bytes() + b"more")
-    with pytest.raises(tk.RunError, match=r"did not launch here as it is now.*--trust-target [0-9a-f]{64}\."):
+    with pytest.raises(tk.RunError, match=r"has changed since you launched it.*--trust-target [0-9a-f]{64}\."):
         tk.resume(run)
 
 
@@ -194,4 +194,4 @@ def test_files_of_the_folder_take_no_librarys_place_and_ranks_talk_over_the_loop
     (here / "mine.py").write_text(MINE + HOSTILE)
     refused = subprocess.run(again, cwd=here, env=environ, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert "you did not launch here as it is now" in refused.stderr
+    assert "which has changed since you launched it" in refused.stderr

@@ -40,6 +40,13 @@ from toolkit.model.trusting import digest_of
 from toolkit.redacting import redact, visible
 from toolkit.show import Table
 
+MEASURED = """
+import sys
+from toolkit import cli
+code = cli.main(sys.argv[1:])
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # `ru_maxrss` is the parent's, too
+print(code, int(peak.split()[1]) // 1024)
+"""
 SCRIPT = {"kind": "script", "name": "", "arguments": [], "sha256": ""}
 
 
@@ -84,7 +91,7 @@ def own_run(path: Path, **changes: Any) -> folder.Folder:
         ({"kind": "module", "name": "timeit", "arguments": "-n1"}, "arguments is -n1, expected list"),
         ({"kind": "module", "name": "timeit", "arguments": [1]}, "are not all words"),
         ({"kind": "module", "name": "timeit", "more": 1}, "its fields are"),
-        ({"kind": "module", "name": "evil.py"}, "Python finds no such module"),
+        ({"kind": "module", "name": "evil.py"}, "from here Python finds no such module"),
         ({"kind": "script", "name": "/dev/zero"}, "cannot be read: there is no such file"),
     ],
 )
@@ -112,20 +119,22 @@ def test_what_was_launched_here_goes_on_and_what_changed_does_not(here: Path) ->
     run = own_run(here / "run", target=SCRIPT | {"name": str(script)})
     target = target_of(folder.read_run_json(run.path))
     assert target is not None
-    with pytest.raises(RunError, match=r"--target [^ ]+mine\.py`\), or read it and add --trust-target [0-9a-f]{64}\."):
+    with pytest.raises(
+        RunError, match=r"--target [^ ]+mine\.py`\), or read .*mine\.py and add --trust-target [0-9a-f]{64}\."
+    ):
         check_target(run, target, None)
     note_launch(run, target)
     assert check_target(run, target, None) == target
-    with pytest.raises(RunError, match="you did not launch here as it is now"):
+    with pytest.raises(RunError, match="which you did not launch in this folder"):
         check_target(folder.unheld(here / "elsewhere"), target, None)
-    with pytest.raises(RunError, match="you did not launch here as it is now"):
+    with pytest.raises(RunError, match="has changed since you launched it"):
         check_target(run, dataclasses.replace(target, arguments=("--more",)), None)
     script.write_text("pass  # changed")
-    with pytest.raises(RunError, match="you did not launch here as it is now") as refused:
+    with pytest.raises(RunError, match="has changed since you launched it") as refused:
         check_target(run, target, None)
     digest = str(refused.value).rpartition(" ")[2].removesuffix(".")
     assert check_target(run, target, digest) == target
-    with pytest.raises(RunError, match="you did not launch here as it is now"):
+    with pytest.raises(RunError, match="has changed since you launched it"):
         check_target(run, target, digest[:-1])
     assert (here / "state/accelerate-toolkit/launched").stat().st_mode & 0o077 == 0
 
@@ -552,6 +561,32 @@ def test_no_folder_ends_in_a_traceback(changes: dict[str, Any], here: Path, caps
             if verb != "resume" or "finished" in changes:
                 assert cli.main([verb, str(run.path)]) in (0, 2)
         assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("run/run.json", ["report", "run"]),
+        ("run/run.json", ["resume", "run"]),
+        ("run/events.jsonl", ["report", "run"]),
+        ("run/events.jsonl", ["runs", "."]),
+        ("run/logs/end.json", ["stop", "run"]),
+        ("model/config.json", ["describe", "model"]),
+        ("row.jsonl", ["train", "--data", "row.jsonl", "--steps", "1", "--sharding", "none"]),
+        ("text.txt", ["train", "--data", "text.txt", "--steps", "1", "--sharding", "none"]),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's own peak")
+def test_what_is_too_large_takes_little_memory(file: str, words: list[str], here: Path) -> None:
+    runs.write(here / "run", [runs.event(1)])
+    (here / "model").mkdir()
+    with (here / file).open("ab") as large:
+        large.truncate(2**31)
+    done = subprocess.run([sys.executable, "-c", MEASURED, *words], capture_output=True, text=True, check=False)
+    code, mib = map(int, done.stdout.split()[-2:])
+    assert code in (0, 2)
+    assert "Traceback" not in done.stderr
+    assert mib < 512
 
 
 def test_one_value_is_one_line(here: Path) -> None:

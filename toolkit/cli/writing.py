@@ -40,7 +40,7 @@ def check_target(target: str | None, flag: str) -> None:
     if Path(target).is_dir():
         why = "it is a folder"
     elif Path(target).is_file() or Path(target).is_symlink():
-        why = "it exists, and is not written over"
+        raise ToolkitError(f"{flag} {target}: it exists. Remove it, name another file, or - for standard output.")
     elif not folder.is_dir():
         why = f"there is no folder {folder}"
     else:

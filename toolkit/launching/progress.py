@@ -105,8 +105,8 @@ class Tail:
                     self._file, self._read, self.steps = stat.st_ino, 0, []
                 file.seek(self._read)
                 while line := file.readline(LINE + 2):
-                    if not line.endswith(b"\n") and len(line) <= LINE:
-                        break  # it is being written
+                    if not line.endswith(b"\n"):
+                        break  # it is being written, or longer than any that a run writes
                     self._read += len(line)
                     with contextlib.suppress(ValueError):
                         event = parse_event(line)

@@ -72,17 +72,18 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
         raise RunError(
             f"{file}, which {folder.path} ran, cannot be read: {error.strerror}. Name it again with --target."
         ) from error
-    digest = _digest(target, sha256)
-    if digest not in (trust, _noted(folder)):
+    digest, noted = _digest(target, sha256), _noted(folder)
+    if digest not in (trust, noted):
         words = shlex.quote(shlex.join([target.name, *target.arguments]))
         again = (
             f"tk.resume(run, {target.name})"
             if target.kind == "function"
             else f"toolkit resume {folder.path} --target {words}"
         )
+        why = "has changed since you launched it" if noted else "you did not launch in this folder"
         raise RunError(
-            f"{folder.path} would run the {target.kind} {target.name!r} ({file}), which you did not launch here as it is now, "
-            f"and a folder alone lets no code run. Name it again (`{again}`), or read it and add --trust-target {digest}."
+            f"{folder.path} would run the {target.kind} {target.name!r}, which {why}, and a folder alone lets no code run. "
+            f"Name it again (`{again}`), or read {file} and add --trust-target {digest}."
         )
     return dataclasses.replace(target, sha256=sha256) if target.kind == "function" else target
 
@@ -136,7 +137,7 @@ def _file(folder: Folder, target: Target) -> Path:
 def _module_file(name: str) -> Path:
     """Of a module, or of a package's `__main__`. Unlike `importlib.util.find_spec` it runs no package above it."""
     where: Any = [*sys.path, os.getcwd()]  # as a rank looks for it
-    for number, part in enumerate(parts := name.split(".")):
+    for number, part in enumerate(name.split(".")):
         # A package that is installed to be edited may have a finder of its own.
         others = [finder.find_spec(part, None) for finder in sys.meta_path if number == 0 and finder not in _PYTHONS]
         found = PathFinder.find_spec(part, where) or next(filter(None, others), None)
@@ -149,5 +150,6 @@ def _module_file(name: str) -> Path:
         if found and found.origin and found.has_location:
             return Path(found.origin)
     raise RunError(
-        f"target {name!r}: Python finds no such module that can be run ({len(parts)} part(s)). Name it with --target."
+        f"target {name!r}: from here Python finds no such module. Go to the folder in which the run was launched, or name it with "
+        "--target."
     )
