@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,7 +87,7 @@ def config_text(name: str) -> tuple[str | None, bytes | None]:
         return None, None
     try:
         with open_regular(path) as file:
-            text = file.read(LIMIT)
+            text = file.read(min(LIMIT, os.fstat(file.fileno()).st_size))
     except OSError:
         return source, None
     return source, None if b'"auto_map"' in text or b"attn_implementation" in text else text
