@@ -277,3 +277,23 @@ def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(locking.TOKEN, "the supervisor's")
     assert locking.supervised()
     assert locking.run_token() == "the supervisor's"
+
+
+SHORT = """
+import resource, sys
+from pathlib import Path
+from toolkit.durable import read_json
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 8 * 2**20,) * 2)
+print(read_json(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps this limit")
+def test_json_is_read_where_memory_has_run_out(tmp_path: Path) -> None:
+    """As by the rank that says what to change: not a byte more than the file has is asked for."""
+    durable.write_json(tmp_path / "run.json", {"a": 1})
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT, tmp_path / "run.json"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "{'a': 1}\n"), done.stderr
