@@ -80,12 +80,21 @@ def read_json(path: Path, *, finite: bool = True) -> Any:
         OSError: where it cannot be read.
         ValueError: for what `parse_json` refuses, and for more than `LIMIT` bytes.
     """
+    return parse_json(read_limited(path, LIMIT), finite=finite)
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """A regular file's bytes.
+
+    Raises:
+        OSError: where it cannot be read, or is no regular file.
+        ValueError: for more than `limit` bytes.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > LIMIT:
-            raise ValueError(f"it has more than {LIMIT:,} bytes")
-        data = file.read(size)  # no more: a rank whose memory has run out reads run.json, too
-    return parse_json(data, finite=finite)
+        if size > limit:
+            raise ValueError(f"it has more than {limit:,} bytes")
+        return file.read(size)  # no more is asked for: a rank whose memory has run out reads run.json, too
 
 
 def parse_json(data: bytes | str, *, finite: bool = True) -> Any:

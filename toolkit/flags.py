@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -14,11 +13,6 @@ from typing import Any, TypeVar
 from toolkit.errors import StrategyError, nearest
 
 Owner = TypeVar("Owner")
-
-
-def place(text: str) -> str:
-    """A path as it was given, `~` for a home: a shell leaves it in `--run-dir=~/runs`."""
-    return os.path.expanduser(text)
 
 
 def amount(default: Any, told: str) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.hashing import sha256_of_all
-from toolkit.durable import check_fields, parse_json
+from toolkit.durable import check_fields, parse_json, read_limited
 from toolkit.engines.job import Counters
 from toolkit.errors import CheckpointError, OtherFormat
 from toolkit.units import BYTES_OF
@@ -97,9 +97,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint} holds no checkpoint: {path} is missing. Name another, or the run's folder."
         )
     try:
-        if path.stat().st_size > LIMIT:
-            raise ValueError(f"it has more than {LIMIT:,} bytes")
-        written = path.read_bytes()
+        written = read_limited(path, LIMIT)
         values = parse_json(written)
         own = values.pop("sha256")
         # Every format has this hash, so that what is damaged is told from what another version wrote.
@@ -121,7 +119,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _check(found: Manifest) -> None:
     """What a sha256 does not say: the manifest may be a stranger's."""
-    check_fields(dataclasses.asdict(found), _KINDS)
+    check_fields(vars(found), _KINDS)
     for name, file in found.files.items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"it names {name!r}: expected rank-00000.safetensors and the like")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,8 +70,8 @@ def drafted(folder: Path, *, replace: bool = False) -> Iterator[Path]:
             _put_back(old, final)
             for left in final.parent.glob(f".{final.name}.*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
-        draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".partial"))
-        draft.chmod(0o777 & ~_umask())
+        draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
+        draft.mkdir()
     except OSError as error:
         raise RunError(f"{folder} cannot be made: {error.strerror}. Choose another place.") from error
     try:
@@ -91,13 +91,6 @@ def drafted(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     sync_folder(final.parent)
     if replace:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    """Of this process: `mkdtemp` makes a folder that nobody else may read."""
-    found = os.umask(0)
-    os.umask(found)
-    return found
 
 
 def _put_back(old: Path, final: Path) -> None:
