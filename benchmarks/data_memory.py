@@ -89,8 +89,8 @@ def train(fingerprint: str, count: int) -> int:
     assert rows is not None
     assert rows.count == count
     _ = rows.one_document
-    loader = batches(rows, Loop(micro_batch=4, steps=BATCHES), rank=1, ranks=2)
-    evaluation = eval_batches(rows, micro_batch=max(1, count // BATCHES), rank=0, ranks=1)
+    loader = batches(rows, Loop(micro_batch=4, steps=BATCHES), dp_rank=1, dp_size=2)
+    evaluation = eval_batches(rows, micro_batch=max(1, count // BATCHES), dp_rank=0, dp_size=1)
     return sum(batch["input_ids"].numel() for each in (loader, evaluation) for batch in each)
 
 

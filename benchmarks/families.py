@@ -72,8 +72,8 @@ class Case:
     def strategy(self) -> Strategy:
         """What is asked for."""
         named = ("sharding", "adapter", "activation_checkpointing", "attention", "precision")
-        replicate = 2 if self.sharding == "hsdp" else 1
-        return Strategy(**{name: getattr(self, name) for name in named}, replicate=replicate)
+        dp_replicate = 2 if self.sharding == "hsdp" else 1
+        return Strategy(**{name: getattr(self, name) for name in named}, dp_replicate=dp_replicate)
 
     def loop(self, micro_batch: int) -> Loop:
         """With a batch of its own."""

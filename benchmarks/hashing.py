@@ -29,6 +29,7 @@ from machine import about, parse, parser, write_results
 from toolkit.checkpoints import Manifest, problems
 from toolkit.checkpoints.hashing import sha256_of_all
 from toolkit.checkpoints.manifest import FORMAT, NAME
+from toolkit.parallelism import Parallelism
 from toolkit.readying import versions
 from toolkit.show import Table
 from toolkit.units import GiB, MiB
@@ -52,7 +53,7 @@ def make(folder: Path, files: int, size: int) -> None:
     manifest = Manifest(
         format=FORMAT,
         step=1,
-        ranks=files,
+        parallelism=vars(Parallelism(dp_shard=files)),
         global_batch=1,
         strategy={},
         loop={},

@@ -145,7 +145,7 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The same row with what the run took; where it ended otherwise than well, with its last words."""
     out = work / "runs" / name_of(row)
     flags = {axis: row["strategy"][axis] for axis in AXES if axis in row["strategy"]}
-    flags["replicate"] = row["strategy"]["replicate"]
+    flags["dp_replicate"] = row["strategy"]["dp_replicate"]
     flags |= {"steps": STEPS, "micro_batch": row["micro_batch"], "seq_len": row["seq_len"]}
     flags |= {"model": work / "models" / f"{row['family']}-{row['shape']}", "run_dir": out}
     flags |= {"data": texts(work, row["documents"])}

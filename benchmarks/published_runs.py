@@ -253,7 +253,7 @@ def fms() -> Iterator[Published]:
                 sharding=sharding,
                 precision="bf16",
                 activation_checkpointing=checkpointing,
-                replicate=nodes if sharding == "hsdp" else 1,
+                dp_replicate=nodes if sharding == "hsdp" else 1,
             ),
             loop=tk.Loop(seq_len=4096, micro_batch=batch),
             speed=speed,

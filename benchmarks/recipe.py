@@ -15,7 +15,7 @@ from toolkit.strategy import Loop, Strategy
 
 if TYPE_CHECKING:
     from toolkit.checkpoints import Saver
-    from toolkit.engines.job import Prepared
+    from toolkit.engines.records import Prepared
     from toolkit.folder import Folder
     from toolkit.heartbeat import Beat
     from toolkit.keeping import Keeper

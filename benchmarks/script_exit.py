@@ -56,7 +56,7 @@ def command(case: dict[str, Any], folder: str) -> list[str]:
         launch = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", config]
     else:
         launch = ["toolkit.cli", "launch", "--sharding", sharding, "--processes", str(RANKS.get(sharding, 2))]
-        launch += ["--run-dir", str(Path(folder, "run")), *(["--replicate", "2"] if sharding == "hsdp" else [])]
+        launch += ["--run-dir", str(Path(folder, "run")), *(["--dp-replicate", "2"] if sharding == "hsdp" else [])]
     return [sys.executable, "-m", *launch, *script]
 
 

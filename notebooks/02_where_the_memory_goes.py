@@ -291,12 +291,12 @@ one
 
 # %%
 from toolkit.checkpoints import Saver, identify
-from toolkit.training import adamw, warmup_cosine
+from toolkit.training import make_optimizer, warmup_cosine
 
 loop_one = tk.Loop(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
 accelerator = tk.accelerator(plain, loop_one, spec)
 model, tokenizer = tk.load(accelerator)
-optimizer = adamw(model, loop_one)
+optimizer = make_optimizer(model, loop_one)
 schedule = warmup_cosine(optimizer, loop_one)
 model, optimizer, schedule = tk.prepare(accelerator, model, optimizer, schedule)
 ours = tk.prepared(accelerator, (model, optimizer))

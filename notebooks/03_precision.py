@@ -40,10 +40,11 @@ import torch
 import transformers
 from IPython.display import HTML
 
-from toolkit.comparing import AGREE, read_run
+from toolkit.comparing import read_run
 from toolkit.drawing import Bar, bars, curve, figure
 from toolkit.durable import read_events
 from toolkit.show import Table
+from toolkit.tables import PRECISIONS
 from toolkit.units import format_bytes
 
 transformers.utils.logging.set_verbosity_error()
@@ -406,9 +407,10 @@ def look(folder, out):
     from safetensors.torch import load_file
 
     import toolkit as tk
-    from toolkit.engines.job import engine_of
+    from toolkit.engines.base import engine_of
+    from toolkit.engines.shards import overlaps, parts, whole_box
     from toolkit.mastering import restore_masters
-    from toolkit.training import adamw, warmup_cosine
+    from toolkit.training import make_optimizer, warmup_cosine
 
     spec = tk.describe(folder)
     accelerator = tk.accelerator(loop=tk.Loop(steps=2, micro_batch=2, seq_len=64, lr=1e-3), spec=spec)
@@ -417,7 +419,7 @@ def look(folder, out):
     seen = {"loading": kind(getattr(model.lm_head.weight, "ds_tensor", model.lm_head.weight))}
 
     loop = tk.job(accelerator).loop
-    optimizer = adamw(model, loop)
+    optimizer = make_optimizer(model, loop)
     schedule = warmup_cosine(optimizer, loop)
     accelerator.from_checkpoint.clear()  # so that prepare leaves the masters as upstream makes them
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -427,13 +429,14 @@ def look(folder, out):
 
     def rounded():
         """The largest distance of a master of this rank from the checkpoint, relative to the weight."""
-        pieces = list(engine_of(ours.job.strategy).pieces(ours))
-        kept = "master" if any(piece.kind == "master" for piece in pieces) else "parameter"
+        shards = list(engine_of(ours.job.strategy).shards(ours))
+        kept = "master" if any(shard.kind == "master" for shard in shards) else "parameter"
         worst = 0.0
-        for piece in pieces:
-            if piece.kind == kept:
-                there = whole[piece.name].flatten()[piece.start : piece.start + piece.tensor.numel()]
-                worst = max(worst, ((piece.tensor.cpu() - there).abs() / there.abs().clamp(min=1e-30)).max().item())
+        for shard in shards:
+            if shard.kind == kept:
+                there = whole[shard.name]
+                for exact, held in overlaps([(whole_box(there.shape), there)], parts(shard)):
+                    worst = max(worst, ((held.cpu() - exact).abs() / exact.abs().clamp(min=1e-30)).max().item())
         return worst
 
     seen["masters off, upstream"] = rounded()
@@ -517,7 +520,7 @@ panel
 results = tuple(read_run(run.folder) for run in runs.values())
 comparison = tk.Comparison(model="embedded", data="embedded", results=results)
 for result in results:
-    assert comparison.agrees(result), f"more than {AGREE['bf16']} apart"
+    assert comparison.agrees(result), f"more than {PRECISIONS['bf16'].agreement} apart"
 lines = {result.sharding: list(enumerate(result.losses, start=1)) for result in results}
 rows = [
     (result.sharding, f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}", f"{comparison.difference(result):.1e}")

@@ -398,7 +398,8 @@ show(picture, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
 # DeepSpeed and FSDP name the same ideas differently. The toolkit's own table says which word is which engine's:
 
 # %%
-from toolkit.engines.job import engine_of, resolve
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
 from toolkit.strategy import SHARDINGS as TABLE
 
 rows = [(row.word, row.engine, ", ".join(row.aliases) or "–", row.shards) for row in TABLE.values()]
@@ -797,7 +798,7 @@ table("Peak of a rank under ZeRO-3 (forecast)", ("", "offload none", "offload cp
 # %% [markdown]
 # ## Exercises
 #
-# 1. Add `hsdp` to the runs: it needs four ranks (`processes=4`) and `tk.Strategy(sharding="hsdp", replicate=2)`. What
+# 1. Add `hsdp` to the runs: it needs four ranks (`processes=4`) and `tk.Strategy(sharding="hsdp", dp_replicate=2)`. What
 #    does a rank hold, and why is that more than under `fsdp`?
 # 2. Change `sharded.py`'s strategy to `fsdp` without offload. Nothing in the script changes. Are the losses equal?
 # 3. For the T5 on two RTX 4090, what is the largest batch under `fsdp`? And with `activation_checkpointing="none"`?

@@ -7,7 +7,9 @@ import sys
 from toolkit.comparing import Comparison, compare
 from toolkit.devices import Device, Hardware, hardware
 from toolkit.doctor import Place, examine, here
-from toolkit.engines.job import Holdings, Job, Prepared
+from toolkit.engines.base import import_plugins
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared, StateMemory
 from toolkit.errors import (
     DataError,
     MissingLibrary,
@@ -45,7 +47,6 @@ __all__ = [
     "Export",
     "Forecast",
     "Hardware",
-    "Holdings",
     "Job",
     "Loop",
     "MissingLibrary",
@@ -61,6 +62,7 @@ __all__ = [
     "Run",
     "RunError",
     "Runs",
+    "StateMemory",
     "Step",
     "Strategy",
     "StrategyError",
@@ -106,6 +108,8 @@ __all__ = [
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 # On a CPU with AVX512-BF16 bitsandbytes complains that it could not fetch one (backends/cpu/ops.py:242).
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+import_plugins()
 
 if "IPython" in sys.modules:
     from toolkit.notebook import register

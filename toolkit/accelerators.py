@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from toolkit.adapting import keep_packing
-from toolkit.engines.job import Job, Prepared, engine_of
-from toolkit.engines.variables import engine_variables
+from toolkit.engines.base import engine_of
+from toolkit.engines.environment import engine_environment
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared
 from toolkit.errors import NotFinite, RunError, StrategyError
 from toolkit.mastering import restore_masters
 from toolkit.phases import phase
@@ -64,13 +66,12 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """fp16's scaler has unscaled the gradients of this step."""
         self._took_step = False
         """DeepSpeed took a step in `backward`, and the loop has not called `step` since."""
-        with engine_variables(job):
+        with engine_environment(job):
             super().__init__(
-                **engine_of(job.strategy).plugin(job, timeout),
+                **engine_of(job.strategy).accelerator_kwargs(job, timeout),
                 gradient_accumulation_plugin=GradientAccumulationPlugin(
                     num_steps=job.loop.accumulation,
-                    # Without it FSDP holds whole gradients until the last micro-batch.
-                    sync_each_batch=job.strategy.engine == "fsdp",
+                    sync_each_batch=engine_of(job.strategy).sync_each_batch,
                 ),
                 # Batches are sharded by `data`, whose order does not depend on the number of ranks.
                 dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
@@ -110,17 +111,18 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
-        if self.job.strategy.engine != "ddp" and (optimizers or self.is_fsdp2):
+        engine = engine_of(self.job.strategy)
+        if engine.prepares_pair and (optimizers or self.is_fsdp2):
             check_pair(models, optimizers)
         self._check_optimizers(optimizers)
         for model in models:
             check_uniform(self.job, model)
-            engine_of(self.job.strategy).arrange(self.job, model)
+            engine.before_prepare(self.job, model)
             keep_packing(model)  # a user's own may be quantized, too
-            if self.job.strategy.engine != "ddp":
+            if not engine.broadcasts_buffers:
                 _broadcast_buffers(model)
         known = [*self._optimizers, *self._schedulers]
-        with phase("prepare"), engine_variables(self.job):
+        with phase("prepare"), engine_environment(self.job):
             made = super().prepare(*objects, device_placement=device_placement)
             for item in (*self._optimizers, *self._schedulers):
                 if not any(item is other for other in known):
@@ -298,7 +300,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:
         """Under fp16 the scaler skips the step instead."""
-        if self.job.strategy.precision != "fp16" and not _is_finite(norm):
+        if not self.job.precision.scaled and not _is_finite(norm):
             raise NotFinite(
                 f"the gradient norm is {norm:g}, and the step was not taken. Weights are those of the step before. "
                 "Look at this step's batches, or lower the learning rate."
@@ -352,7 +354,7 @@ def _reset_state(job: Job, timeout: timedelta | None) -> None:
             gc.collect()  # a dropped one is part of cycles
         if used := [owner for owner in owners if not owner.ended]:
             other = _state(used[0].job)
-            if _state(job) == other and job.strategy.sharding == "none":
+            if _state(job) == other and job.strategy.single_process:
                 return
             raise RunError(
                 f"this process already has an Accelerator, with sharding {other[0]!r}, precision {other[1]!r} and "
@@ -363,7 +365,7 @@ def _reset_state(job: Job, timeout: timedelta | None) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         unset_hf_deepspeed_config()
-    if _made and job.strategy.sharding != "none" and "RANK" in os.environ and not dist.is_initialized():
+    if _made and not job.strategy.single_process and "RANK" in os.environ and not dist.is_initialized():
         _init_group(job, timeout)
     _made += 1
 

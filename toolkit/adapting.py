@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.engines.job import Job, engine_of
+from toolkit.engines.base import engine_of, kept_dtype
+from toolkit.engines.job import Job
 from toolkit.engines.states import adapted, quantizable
 from toolkit.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.model import ModelSpec
@@ -52,7 +56,9 @@ def require_libraries(job: Job) -> None:
     Raises:
         MissingLibrary: with the command that installs it.
     """
-    engine_of(job.strategy).require_library(job.strategy)
+    for library, fix in engine_of(job.strategy).requirements(job).items():
+        if importlib.util.find_spec(library) is None:
+            raise MissingLibrary(f"sharding {job.strategy.sharding!r} needs {library}, which is not installed. {fix}")
     require_adapter(job.strategy)
 
 
@@ -135,15 +141,41 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     asked = adapted(spec, strategy.lora_targets)
-    with torch.random.fork_rng(devices=[]):
-        # PEFT draws on the CPU, whatever the device: module by module, in the model's order.
-        torch.default_generator.manual_seed(job.loop.seed)
+    with _seeded_by_name(model, job.loop.seed):
         made = attach(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
     compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(compute).to(kept)
     return made
+
+
+@contextlib.contextmanager
+def _seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
+    """Draw an adapter's first values of each module from (seed, name): a rank that holds some modules draws as one with all.
+
+    PEFT draws on the CPU, whatever the device (peft/tuners/lora/layer.py `reset_lora_parameters`).
+    """
+    import torch
+
+    import_bitsandbytes()
+    from peft.tuners.lora import LoraLayer
+
+    names = {id(module): name for name, module in model.named_modules()}
+    reset = LoraLayer.reset_lora_parameters
+
+    def seeded(layer: Any, *arguments: Any, **named: Any) -> None:
+        text = f"{seed} {names[id(layer.get_base_layer())]}"
+        drawn_from = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        torch.default_generator.manual_seed(drawn_from)
+        reset(layer, *arguments, **named)
+
+    with torch.random.fork_rng(devices=[]):
+        LoraLayer.reset_lora_parameters = seeded
+        try:
+            yield
+        finally:
+            LoraLayer.reset_lora_parameters = reset
 
 
 def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
@@ -196,11 +228,6 @@ def _check_adapted(model: nn.Module, asked: list[str]) -> None:
             f"lora_targets: PEFT adapts fused experts in the place of {', '.join(lost)}. "
             f"Choose --lora-targets {','.join(left)}."
         )
-
-
-def kept_dtype(job: Job) -> str:
-    """torch's name of the dtype in which the engine holds trained parameters, masters apart."""
-    return engine_of(job.strategy).account(job).dtypes["trainable"]
 
 
 def read_dtype(job: Job) -> str:

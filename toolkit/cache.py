@@ -55,16 +55,20 @@ def cache_file(kind: str, key: bytes) -> Path:
         ToolkitError: where the cache cannot be made.
     """
     versions = [_version(name) for name in ("accelerate-toolkit", "torch", "transformers", "accelerate")]
-    versions.append(_sources())
+    versions.append(source_digest(Path(__file__).parent))
     digest = hashlib.sha256(key + repr(versions).encode()).hexdigest()[:32]
     return cache_folder(kind) / f"{digest}.json"
 
 
-@lru_cache(maxsize=1)
-def _sources() -> str:
-    """Of the code that describes and traces: what an older state of it made is not found again."""
-    here = Path(__file__).parent
-    files = [path for folder in ("model", "forecasting") for path in sorted((here / folder).glob("*.py"))]
+TRACING = ("model", "forecasting", "engines", "adapting.py", "reading.py")
+"""The folders and files that describe and trace."""
+
+
+@lru_cache(maxsize=4)
+def source_digest(package: Path) -> str:
+    """sha256 of the code that describes and traces: results of an older state of it are not found again."""
+    parts = [package / name for name in TRACING]
+    files = [path for part in parts for path in ([part] if part.is_file() else sorted(part.rglob("*.py")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

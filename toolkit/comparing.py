@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.devices import Hardware
 from toolkit.durable import read_events, read_json
-from toolkit.engines.job import engine_of
+from toolkit.engines.base import engine_of
 from toolkit.errors import RunError
 from toolkit.flags import to_flags
 from toolkit.folder import check_place, enter, new_path, read_run_json
@@ -22,9 +22,9 @@ from toolkit.reporting import reported, throughput
 from toolkit.runtime import choose_ranks, print_default
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
+from toolkit.tables import PRECISIONS
 from toolkit.units import format_bytes
 
-AGREE = {"fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3, "bf16_pure": 1e-2}
 """Largest relative difference of a step's loss from the first strategy's, by precision.
 
 In half precision two computations exist, autocast and cast parameters; in pure bf16 the weights themselves round.
@@ -68,7 +68,7 @@ class Comparison(Shown):
 
     def agrees(self, result: Result) -> bool:
         """Whether it is within what the precision allows."""
-        return self.difference(result) <= AGREE[str(result.strategy["precision"])]
+        return self.difference(result) <= PRECISIONS[str(result.strategy["precision"])].agreement
 
     def tables(self) -> list[Table]:
         """How fast and how true each was, and what each took beside its forecast."""
@@ -145,7 +145,7 @@ def compare(
     ranks = choose_ranks(strategies, machine, processes)
     plans = []
     for strategy in strategies:
-        alone = strategy.sharding == "none"
+        alone = strategy.single_process
         ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
         plans.append((strategy, ours, 1 if alone else ranks))
     check_place(root)

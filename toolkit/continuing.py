@@ -15,9 +15,10 @@ from toolkit.durable import cut_events, last_step, write_json
 from toolkit.errors import RunError, StrategyError
 from toolkit.flags import flag, from_dict
 from toolkit.folder import Folder, read_run_json
+from toolkit.parallelism import resolve_parallelism
 from toolkit.readying import Ready, Recipe, versions
 from toolkit.redacting import MARK
-from toolkit.strategy import SHARDINGS, Loop, sharding_word
+from toolkit.strategy import SHARDINGS, Loop, Strategy, sharding_word
 from toolkit.units import timestamp
 
 if TYPE_CHECKING:
@@ -48,17 +49,17 @@ def continued(
     old = _taken(was["recipe"], recipe)
     if (
         "sharding" in strategy
-        and "replicate" not in strategy
-        and not SHARDINGS[sharding_word(fields["sharding"])].replicate
+        and "dp_replicate" not in strategy
+        and not SHARDINGS[sharding_word(fields["sharding"])].hybrid
     ):
-        fields["replicate"] = 1
-    return (
-        from_dict(Recipe, {**old, **recipe}),
-        keep_global_batch(
-            from_dict(Loop, {**was["loop"], **loop}), from_dict(Loop, was["loop"]), was["ranks"], ranks, loop
-        ),
-        fields,
-    )
+        fields["dp_replicate"] = 1
+    before, now = (_dp_size(named, count) for named, count in ((was["strategy"], was["ranks"]), (fields, ranks)))
+    taken = keep_global_batch(from_dict(Loop, {**was["loop"], **loop}), from_dict(Loop, was["loop"]), before, now, loop)
+    return from_dict(Recipe, {**old, **recipe}), taken, fields
+
+
+def _dp_size(fields: Mapping[str, Any], ranks: int) -> int:
+    return resolve_parallelism(from_dict(Strategy, fields), ranks).dp_size
 
 
 def _taken(was: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,22 +78,22 @@ def _taken(was: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def keep_global_batch(loop: Loop, before: Loop, ranks_before: int, ranks: int, given: Mapping[str, Any]) -> Loop:
+def keep_global_batch(loop: Loop, before: Loop, dp_before: int, dp_size: int, given: Mapping[str, Any]) -> Loop:
     """`loop` with micro_batch and accumulation such that a step takes as many samples as before.
 
     The largest micro-batch that divides a rank's share, and is not above what it was (or what is given).
 
     Raises:
-        StrategyError: where the global batch does not divide by the ranks, or by what is given.
+        StrategyError: where the global batch does not divide by the data-parallel ranks, or by what is given.
     """
-    size = before.micro_batch * before.accumulation * ranks_before
-    if size % ranks:
-        able = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 8 * ranks)
+    size = before.micro_batch * before.accumulation * dp_before
+    if size % dp_size:
+        able = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 8 * dp_size)
         raise StrategyError(
-            f"processes {ranks}: the run's global batch of {size} samples does not divide by them, and the order of the "
+            f"processes {dp_size}: the run's global batch of {size} samples does not divide by them, and the order of the "
             f"data stands on it. Choose a number that divides it: {able}."
         )
-    share = size // ranks
+    share = size // dp_size
     if "accumulation" in given and "micro_batch" not in given:
         micro = share // loop.accumulation
     elif "micro_batch" in given:
@@ -102,7 +103,7 @@ def keep_global_batch(loop: Loop, before: Loop, ranks_before: int, ranks: int, g
     accumulation = given.get("accumulation", share // micro if micro else 0)
     if not micro or micro * accumulation != share:
         raise StrategyError(
-            f"micro_batch {micro} × accumulation {accumulation} × {ranks} ranks is not the run's global batch of {size} "
+            f"micro_batch {micro} × accumulation {accumulation} × {dp_size} ranks is not the run's global batch of {size} "
             f"samples, on which the order of its data stands. A rank's share is {share}: leave --accumulation out, "
             "and choose a --micro-batch that divides it."
         )
@@ -222,6 +223,7 @@ def describe_run(ready: Ready, recipe: Recipe, machine: Hardware) -> dict[str, A
         "loop": dataclasses.asdict(asked.loop),
         "recipe": dataclasses.asdict(recipe),
         "ranks": asked.ranks,
+        "parallelism": dataclasses.asdict(asked.parallelism),
         "settings": dict(asked.settings),
         "forecast": ready.forecast.to_dict() if ready.forecast else None,
         "versions": versions(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.data import Rows, eval_batches
 from toolkit.durable import read_events
-from toolkit.engines.job import Prepared
+from toolkit.engines.records import Prepared
 from toolkit.folder import Folder
 from toolkit.lifetime import StopSignal
 from toolkit.readying import Recipe
@@ -44,8 +44,8 @@ class Evaluator:
         held_out = eval_batches(
             self.rows,
             micro_batch=job.loop.micro_batch,
-            rank=accelerator.process_index,
-            ranks=job.ranks,
+            dp_rank=job.coordinates(accelerator.process_index).dp_rank,
+            dp_size=job.parallelism.dp_size,
             attention=job.strategy.attention,
         )
         loss = evaluate(self.ours, held_out, lambda: self.stop.number is not None)

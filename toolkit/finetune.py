@@ -26,7 +26,8 @@ from toolkit.continuing import adopt, begin, check_not_anew, continued, finish, 
 from toolkit.data import batches, sample_ids, spell_samples
 from toolkit.devices import hardware
 from toolkit.durable import write_json
-from toolkit.engines.job import Job, Prepared, on_device
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.waiting import limit_all, patience
 from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
 from toolkit.evaluating import Evaluator
@@ -46,7 +47,7 @@ from toolkit.runtime import accelerator as make_accelerator
 from toolkit.runtime import agree, job, launched, on_any_rank
 from toolkit.shrinking import out_of_memory
 from toolkit.strategy import Loop, Strategy
-from toolkit.training import Step, Wish, adamw, warmup_cosine
+from toolkit.training import Step, Wish, make_optimizer, warmup_cosine
 
 ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
@@ -90,7 +91,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
         project_dir=str(folder.path),
         timeout=max(recipe.timeout, READING_SECONDS),
     )
-    seed_everything(ready.job.loop.seed)
+    seed_everything(accelerator)
     asked = job(accelerator)
     accelerator.print("\n".join((_headline(asked), *ready.notes)))
     found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
@@ -142,13 +143,13 @@ def assembled(accelerator: Any, ready: Ready, recipe: Recipe, *, start: int) -> 
     """What is trained, prepared: model and optimizer; its tokenizer, the batches behind step `start`, the schedule."""
     asked = job(accelerator)
     model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
-    optimizer = adamw(model, asked.loop)
+    optimizer = make_optimizer(model, asked.loop)
     schedule = warmup_cosine(optimizer, asked.loop)
     loader = batches(
         ready.rows,
         asked.loop,
-        rank=accelerator.process_index,
-        ranks=asked.ranks,
+        dp_rank=asked.coordinates(accelerator.process_index).dp_rank,
+        dp_size=asked.parallelism.dp_size,
         start_step=start,
         attention=asked.strategy.attention,
         workers=recipe.workers,
@@ -227,7 +228,7 @@ def logged_steps(
         beat.note("begin", step=step)
 
     def samples(step: int) -> list[int]:
-        return sample_ids(ready.rows, ours.job.loop, ranks=ours.job.ranks, step=step - 1)
+        return sample_ids(ready.rows, ours.job.loop, dp_size=ours.job.parallelism.dp_size, step=step - 1)
 
     for step in follow(
         ours,
@@ -262,11 +263,12 @@ def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> I
         raise
 
 
-def seed_everything(seed: int) -> None:
-    """Equal on all ranks: what differs between them is their data."""
+def seed_everything(accelerator: Any) -> None:
+    """Seed this rank's generators from the job's seed and its data-parallel rank: ranks with the same rows draw alike."""
     from accelerate.utils import set_seed
 
-    set_seed(seed)
+    asked = job(accelerator)
+    set_seed(asked.loop.seed + asked.coordinates(accelerator.process_index).dp_rank)
 
 
 def _headline(asked: Job) -> str:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ def amount(default: Any, told: str) -> Any:
     return field(default=default, metadata={"help": told})
 
 
-def choice(default: str, values: tuple[str, ...], told: str, later: tuple[str, ...] = ()) -> Any:
+def choice(default: str, values: Collection[str], told: str, later: tuple[str, ...] = ()) -> Any:
     """A field that takes one of `values`; those in `later` have a name already and nothing behind it yet."""
     return field(default=default, metadata={"help": told, "values": values, "later": later})
 
@@ -90,6 +90,8 @@ def add_flags(
             kind, later = _plain(kinds[f.name]), f.metadata.get("later", ())
             values = [value for value in f.metadata.get("values", ()) if value not in later]
             told = f"{f.metadata['help']} (default: {default or _default(f)})"
+            if not f.metadata["help"]:  # no engine runs it yet: the flag exists, so that its refusal says so
+                told = argparse.SUPPRESS
             if kind is bool:
                 group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
             else:

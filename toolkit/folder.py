@@ -32,9 +32,9 @@ LOGS = re.compile(
 _DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
 
 RUN: Mapping[str, Any] = {
-    "strategy": dict, "loop": dict, "recipe": dict, "ranks": int, "settings": dict, "forecast": dict | None, "versions": dict,
-    "hardware": dict, "seed": int, "data": dict, "started": str, "finished": str | None, "export": dict | None,
-    "target": dict | None, "attempts": list,
+    "strategy": dict, "loop": dict, "recipe": dict, "ranks": int, "parallelism": dict, "settings": dict,
+    "forecast": dict | None, "versions": dict, "hardware": dict, "seed": int, "data": dict, "started": str,
+    "finished": str | None, "export": dict | None, "target": dict | None, "attempts": list,
 }  # fmt: skip
 """Fields of `run.json`."""
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data import hash_ids
 from toolkit.durable import append_line, cut_events
-from toolkit.engines.job import Job, Prepared
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared
 from toolkit.errors import ToolkitError
 from toolkit.folder import Folder
 from toolkit.lifetime import StopSignal

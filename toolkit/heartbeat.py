@@ -36,7 +36,9 @@ class Heartbeat:
     """One of `phases.PHASES`, or outside of them: `start`, `begin` (in a step, waiting), `between` (a step is done),
     `evaluate`, `wait` (for rank 0, which works alone), `ended`."""
     marks: int
-    """How often it came to another place: of ranks that run the same code, the one with the fewest is behind."""
+    """How often it came to another place: of ranks of one stage, the one with the fewest is behind."""
+    stage: int = 0
+    """Its pipeline stage. Ranks of different stages run different code, and their marks cannot be compared."""
     listens: bool
     """Whether a signal is a wish to it that it fulfils when its step is done; otherwise it just ends."""
     rss: int
@@ -87,7 +89,7 @@ class Beat:
     def __init__(self, path: Path, rank: int, *, every: float = EVERY) -> None:
         """`path`: the file, whose folder exists; `every`: seconds."""
         self.path, self.rank, self.every = path, rank, every
-        self.step, self.marks, self.listens = 0, 0, False
+        self.step, self.marks, self.stage, self.listens = 0, 0, 0, False
         self._place = "start"
         self._phases: list[str] = []
         self._stop = threading.Event()
@@ -122,6 +124,7 @@ class Beat:
             step=self.step,
             phase=self.phase,
             marks=self.marks,
+            stage=self.stage,
             listens=self.listens,
             rss=_rss(),
             cpu=round(time.process_time(), 3),

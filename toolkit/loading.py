@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.adapting import adapt, check_quantized, keep_packing, packed, quantization, read_dtype, require_libraries
-from toolkit.engines.job import Job, engine_of, job_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.environment import engine_environment
+from toolkit.engines.job import Job
+from toolkit.engines.records import job_of
 from toolkit.engines.states import persistent_buffers, quantizable
-from toolkit.engines.variables import engine_variables
 from toolkit.engines.waiting import on_main
 from toolkit.errors import ModelError, StrategyError, StrategyMismatch
 from toolkit.model import ModelSpec, check_tokenizer_code, embedded_config, require_weights
-from toolkit.reading import attention_word, auto_class, freeze
+from toolkit.reading import auto_class, freeze
+from toolkit.tables import ATTENTIONS
 from toolkit.units import dtype_name, format_count
 
 if TYPE_CHECKING:
@@ -60,14 +64,14 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
     bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
-    with bars, engine_variables(job), engine.loading(job) as way:
-        model = _read_once(job, accelerator) if _by_broadcast() else _read(job)
+    with bars, engine_environment(job):
+        model = engine.load_model(job, Reader(job, accelerator))
     _check(job, model)
-    notes = [f"loading: {way}", *_set_up(job, model, tokenizer)]
+    notes = [f"loading: {engine.loading_note(job)}", *_set_up(job, model, tokenizer)]
     if job.strategy.adapter != "none":
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
-    engine.arrange(job, model)
+    engine.before_prepare(job, model)
     accelerator.from_checkpoint.add(model)
     model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
     for note in notes:
@@ -78,7 +82,23 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def _read(job: Job) -> PreTrainedModel:
+@dataclass(frozen=True)
+class Reader:
+    """The ways to read a checkpoint's weights, of which `Engine.load_model` takes one."""
+
+    job: Job
+    accelerator: Accelerator
+
+    def read(self, **options: Any) -> PreTrainedModel:
+        """Read the whole model on this rank; `options` go to `from_pretrained`."""
+        return _read(self.job, **options)
+
+    def read_on_main(self) -> PreTrainedModel:
+        """Read on rank 0; on other ranks make the same modules without memory. A collective."""
+        return _read_once(self.job, self.accelerator)
+
+
+def _read(job: Job, **options: Any) -> PreTrainedModel:
     """The weights of the checkpoint, none of them missing."""
     import torch
 
@@ -87,12 +107,13 @@ def _read(job: Job) -> PreTrainedModel:
         model, info = auto_class(spec).from_pretrained(
             spec.source,
             dtype=getattr(torch, read_dtype(job)),
-            attn_implementation=attention_word(job.strategy.attention),
+            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
             quantization_config=quantization(job),
             trust_remote_code=spec.runs_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, RuntimeError) as error:
         # Under ZeRO-3 a wrong shape is such an error; others, say of the network, are no mistake of the user's.
@@ -137,13 +158,6 @@ def _own(model: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _by_broadcast() -> bool:
-    """Whether rank 0 alone is to read. transformers 5 knows the setting, and still reads the file on every rank."""
-    from transformers.integrations import is_fsdp_enabled
-
-    return bool(is_fsdp_enabled())
-
-
 def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
     from accelerate.utils import broadcast_object_list
@@ -178,7 +192,7 @@ def _hollow(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) 
         model = auto_class(spec).from_config(
             config,
             dtype=getattr(torch, read_dtype(job)),
-            attn_implementation=attention_word(job.strategy.attention),
+            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
             trust_remote_code=spec.runs_code,
         )
     # `init_empty_weights` gives every name a parameter of its own.
@@ -216,7 +230,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
     """What was read is what was asked for."""
     spec = cast("ModelSpec", job.spec)
     used = model.config.get_text_config()._attn_implementation
-    if used != attention_word(job.strategy.attention):
+    if used != ATTENTIONS[job.strategy.attention].transformers:
         raise StrategyMismatch(
             f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
         )

@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from toolkit.engines.job import Job, Piece, Prepared, engine_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared
+from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.errors import StrategyMismatch
 from toolkit.model import ModelSpec, Parameter, local_weights
 from toolkit.reading import auto_class, without_engine
@@ -26,10 +29,10 @@ def restore_masters(prepared: Prepared) -> None:
     Raises:
         StrategyMismatch: where a master is not the checkpoint's value, or a compute copy not the rounded master.
     """
-    masters: dict[str, list[Piece]] = {}
-    copies: dict[str, list[Piece]] = {}
-    for piece in engine_of(prepared.job.strategy).pieces(prepared):
-        {"master": masters, "parameter": copies}.get(piece.kind, {}).setdefault(piece.name, []).append(piece)
+    masters: dict[str, list[Part]] = {}
+    copies: dict[str, list[Part]] = {}
+    for shard in engine_of(prepared.job.strategy).shards(prepared):
+        {MASTER: masters, PARAMETER: copies}.get(shard.kind, {}).setdefault(shard.name, []).extend(parts(shard))
     if prepared.job.spec is not None and _rounded(prepared.job):
         with _source(prepared) as read:
             for parameter in _trained(prepared.job.spec):
@@ -45,7 +48,7 @@ def _trained(spec: ModelSpec) -> list[Parameter]:
 
 def _rounded(job: Job) -> bool:
     """Whether the engine keeps masters apart, and some tensor of the checkpoint was cast when it was read."""
-    kept = engine_of(job.strategy).account(job).dtypes
+    kept = engine_of(job.strategy).expected_state(job).dtypes
     if "master" not in kept or kept["master"] == kept["trainable"] or job.strategy.adapter != "none":
         return False
     from safetensors import safe_open
@@ -94,41 +97,32 @@ def _read_whole(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _broadcast(prepared: Prepared, shape: tuple[int, ...], read: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-    """The values of one tensor on every rank, flat."""
+    """Return the values of one tensor on every rank."""
     import torch
     from accelerate.utils import broadcast
 
     device = prepared.accelerator.device
     whole = read().to(device).contiguous() if read else torch.empty(shape, dtype=torch.float32, device=device)
-    return cast("torch.Tensor", broadcast(whole, from_process=0)).view(-1)
+    return cast("torch.Tensor", broadcast(whole, from_process=0))
 
 
-def _write(name: str, whole: torch.Tensor, masters: list[Piece]) -> None:
-    for piece in masters:
-        part = whole[piece.start : piece.start + piece.tensor.numel()].to(piece.tensor.device)
-        piece.tensor.copy_(part)
-        if not _same(piece.tensor, part):
-            raise StrategyMismatch(
-                f"the master of {name}, in {piece.tensor.dtype}, cannot hold the checkpoint's values."
-            )
+def _write(name: str, whole: torch.Tensor, masters: list[Part]) -> None:
+    source = [(whole_box(whole.shape), whole)]
+    copy(source, masters)
+    for exact, master in overlaps(source, masters):
+        if not _same(master, exact.to(master.device)):
+            raise StrategyMismatch(f"the master of {name}, in {master.dtype}, cannot hold the checkpoint's values.")
 
 
-def _compare(name: str, masters: list[Piece], copies: list[Piece]) -> None:
-    """Where a master and a compute copy are of the same range, the copy is the master rounded."""
-    for master in masters:
-        end = master.start + master.tensor.numel()
-        for copy in copies:
-            start, stop = max(master.start, copy.start), min(end, copy.start + copy.tensor.numel())
-            if start >= stop:
-                continue
-            exact = master.tensor[start - master.start : stop - master.start]
-            rounded = exact.to(copy.tensor.device, copy.tensor.dtype)
-            if not _same(rounded, copy.tensor[start - copy.start : stop - copy.start]):
-                raise StrategyMismatch(f"{name} in {copy.tensor.dtype} is not its master in {exact.dtype}, rounded.")
+def _compare(name: str, masters: list[Part], copies: list[Part]) -> None:
+    """Check that a compute copy is the master rounded, wherever this rank holds both."""
+    for exact, rounded in overlaps(masters, copies):
+        if not _same(exact.to(rounded.device, rounded.dtype), rounded):
+            raise StrategyMismatch(f"{name} in {rounded.dtype} is not its master in {exact.dtype}, rounded.")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bit by bit."""
     import torch
 
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Holdings, Job, Prepared, engine_of, job_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.states import parameters_of
 from toolkit.errors import StrategyMismatch
 from toolkit.show import Shown, Table
@@ -32,8 +34,8 @@ class Audit(Shown):
     engine: str
     """Class of the prepared model."""
     ranks: int
-    held: Holdings
-    expected: Holdings | None
+    held: StateMemory
+    expected: StateMemory | None
     """None where the job has no spec, or the model trains other parameters: there is no account then."""
 
     def tables(self) -> list[Table]:
@@ -117,13 +119,14 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
         StrategyMismatch: naming everything that is otherwise than asked.
     """
     asked, engine = prepared.job, engine_of(prepared.job.strategy)
-    held = engine.audit(prepared)
+    held = engine.measure_state(prepared)
     if gradients is not None:
         held = replace(held, dtypes={**held.dtypes, "gradients": gradients})
     other = None if known else _trains_other(prepared)
     if other:
         prepared.accelerator.print(f"prepare: bytes and dtypes were not compared, since {other}")
-    expected = engine.account(asked) if asked.spec is not None and not other else None
+    rank = prepared.accelerator.process_index
+    expected = engine.expected_state(asked, rank) if asked.spec is not None and not other else None
     found = Audit(
         engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=held, expected=expected
     )
@@ -144,7 +147,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
     return found
 
 
-def _bytes(held: Holdings, expected: Holdings, stepped: bool) -> list[str]:
+def _bytes(held: StateMemory, expected: StateMemory, stepped: bool) -> list[str]:
     parts = ("trainable", "frozen", "master", *(("optimizer",) if stepped else ()))
     wrong = []
     for part in parts:

@@ -31,11 +31,6 @@ def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
             parameter.requires_grad_(False)
 
 
-def attention_word(attention: str) -> str:
-    """What transformers calls an attention kernel."""
-    return {"flex": "flex_attention"}.get(attention, attention)
-
-
 @contextmanager
 def without_engine() -> Iterator[None]:
     """Read whole, on this rank alone: transformers would partition under ZeRO-3 and read on one rank only under FSDP."""

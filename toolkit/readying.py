@@ -163,7 +163,7 @@ def get_ready(
 
     rows = rows_of(data) if data else rows
     assert rows is not None, "the data were prepared by the parent, or read here"
-    check_batch(rows, asked.loop, ranks=ranks)
+    check_batch(rows, asked.loop, dp_size=asked.parallelism.dp_size)
     eval_rows = rows_of(eval_data) if eval_data else eval_rows
     read = {"data": data, "eval_data": eval_data}
     notes += tuple(f"{name}: {each.source.summary}" for name, each in read.items() if each and each.source.summary)

@@ -6,11 +6,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapting import import_bitsandbytes, keep_packing, kept_dtype, quantization
+from toolkit.adapting import import_bitsandbytes, keep_packing, quantization
+from toolkit.engines.base import kept_dtype
 from toolkit.engines.job import Job
 from toolkit.errors import RunError
 from toolkit.model import ModelSpec
-from toolkit.reading import attention_word, auto_class, without_engine
+from toolkit.reading import auto_class, without_engine
+from toolkit.tables import ATTENTIONS
 
 
 def reopen(job: Job, folder: Path) -> Any:
@@ -60,7 +62,7 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
             dtype=getattr(torch, dtype),
             output_loading_info=True,
             trust_remote_code=spec.runs_code,
-            attn_implementation=attention_word(attention),
+            attn_implementation=ATTENTIONS[attention].transformers,
             use_safetensors=True,
         )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -86,7 +88,7 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
             dtype=getattr(torch, job.compute_dtype),
             quantization_config=quantization(job),
             device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
-            attn_implementation=attention_word(job.strategy.attention),
+            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
             use_safetensors=True,
         )
     keep_packing(base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from toolkit.accelerators import accelerator_class
 from toolkit.devices import Hardware, hardware
 from toolkit.engines import process_exit
-from toolkit.engines.job import default_ranks, job_of, resolve
+from toolkit.engines.base import all_engines, engine_named
+from toolkit.engines.job import default_ranks, resolve
+from toolkit.engines.records import job_of
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.flags import flag, from_dict
@@ -134,11 +135,16 @@ def check_trackers(names: str | None) -> None:
             )
 
 
-def launched(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of Strategy that the launch environment binds; none outside of `accelerate launch`."""
+def launched(environ: Mapping[str, str], sharding: str | None = None) -> dict[str, Any]:
+    """The fields of Strategy that the launch environment sets; none outside of `accelerate launch`.
+
+    The engine of the requested `sharding` reads the environment first: another may be launched in the same way.
+    """
     beside: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
-    for name in dict.fromkeys(row.engine for row in SHARDINGS.values()):
-        bound: dict[str, Any] | None = importlib.import_module(f"toolkit.engines.{name}").from_env(environ)
+    sharding = sharding or beside.get("sharding")
+    first = [engine_named(SHARDINGS[sharding].engine)] if sharding else []
+    for engine in (*first, *all_engines()):
+        bound = engine.from_env(environ)
         if bound is not None:
             return {**beside, **bound}
     return beside
@@ -150,7 +156,6 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
     Raises:
         StrategyError: where both say something else about one field, naming both.
     """
-    bound = launched(environ)
     if isinstance(asked, Strategy):
         fields = dataclasses.asdict(asked)
         # An open precision contradicts nothing, and a launcher that says "no" binds nothing.
@@ -160,8 +165,9 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
         fields = dict(asked or {})
     if "sharding" in fields:
         fields["sharding"] = from_dict(
-            Strategy, {k: v for k, v in fields.items() if k in ("sharding", "replicate")}
+            Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}
         ).sharding
+    bound = launched(environ, fields.get("sharding"))
     for name, value in fields.items():
         if name in bound and bound[name] != value:
             raise StrategyError(

@@ -9,9 +9,6 @@ from typing import Any
 from toolkit.flags import from_dict
 from toolkit.strategy import OFFLOADS, SHARDINGS, Loop, Strategy, sharding_word
 
-WHOLE = ("fsdp", "zero3")
-"""What shards all, the one that holds least first: FSDP2 keeps no separate masters."""
-
 
 def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = False) -> Iterator[dict[str, Any]]:
     """Changes that take less memory, the smallest first, each by itself.
@@ -28,8 +25,7 @@ def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = F
         half = halved(dataclasses.replace(loop, micro_batch=half["micro_batch"], accumulation=half["accumulation"]))
     if in_a_step and strategy.activation_checkpointing != "full":
         yield {"activation_checkpointing": "full"}
-    if strategy.sharding not in ("none", *WHOLE):
-        yield from ({"sharding": word} for word in WHOLE)
+    yield from ({"sharding": word} for word in SHARDINGS[strategy.sharding].smaller)
     for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
         if offload in SHARDINGS[strategy.sharding].offload and not on_cpu:
             yield {"offload": offload}
@@ -45,14 +41,14 @@ def halved(loop: Loop) -> dict[str, int]:
 
 
 def changed(strategy: Strategy, loop: Loop, change: Mapping[str, Any]) -> tuple[Strategy, Loop]:
-    """Both with a change; `replicate` goes where the new sharding has none.
+    """Both with a change; `dp_replicate` goes where the new sharding has none.
 
     Raises:
         StrategyError: for a word that is unknown, and for what no engine can do.
     """
     fields = {**dataclasses.asdict(strategy), **change}
-    if not SHARDINGS[sharding_word(fields["sharding"])].replicate:
-        fields["replicate"] = 1
+    if not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
+        fields["dp_replicate"] = 1
     ours = {**dataclasses.asdict(loop), **{name: value for name, value in change.items() if hasattr(loop, name)}}
     chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}
     return from_dict(Strategy, chosen), from_dict(Loop, ours)

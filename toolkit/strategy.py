@@ -10,13 +10,14 @@ from typing import Any
 from toolkit.errors import StrategyError, nearest
 from toolkit.flags import amount, check_choices, choice
 from toolkit.show import Shown, Table
+from toolkit.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 
 OFFLOADS = ("none", "optimizer", "cpu", "nvme", "superoffload")
 ADAPTERS = ("none", "lora", "dora", "qlora", "qlora8")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16_pure", "fp8")
-ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex")
+PRECISION_WORDS = ("auto", *PRECISIONS, "fp8")
+ATTENTION_WORDS = ("auto", *ATTENTIONS)
 ACTIVATION_CHECKPOINTINGS = ("full", "none", "selective")
-OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
+OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
     "offload": ("nvme", "superoffload"),
@@ -24,9 +25,10 @@ LATER: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("selective",),
     "optimizer": ("adamw8bit", "adafactor"),
 }
-"""Values that have a name already and no engine yet. Degrees above 1 of `LATER_DEGREES` belong to them."""
+"""Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
 
-LATER_DEGREES = ("tensor", "context", "expert", "pipeline")
+LATER_SIZES = ("tp", "cp", "ep", "pp")
+"""Dimensions that no engine has yet: no flag, and no help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +37,41 @@ class Sharding:
 
     word: str
     engine: str
-    """The module in `toolkit.engines`."""
+    """The module in `toolkit.engines`, or the name that an engine from elsewhere is registered under."""
     shards: str
     """What each rank holds only a part of, in words."""
     aliases: tuple[str, ...] = ()
     """What FSDP1 calls it."""
     offload: tuple[str, ...] = ("none",)
     adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
-    precision: tuple[str, ...] = ("auto", "fp32", "bf16", "fp16", "bf16_pure")
-    replicate: bool = False
-    """Whether it needs `replicate` > 1 (and no other takes it)."""
+    precision: tuple[str, ...] = ("auto", *PRECISIONS)
+    data_parallel: str = "shard"
+    """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
+    smaller: tuple[str, ...] = ("fsdp", "zero3")
+    """Shardings that hold less on a rank, the one that holds least first."""
+    usual: bool = False
+    """Whether it stands for its engine where one sharding of each engine is shown."""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether it needs `dp_replicate` of at least 2, which no other sharding takes."""
+        return self.data_parallel == "hybrid"
 
 
 SHARDINGS: dict[str, Sharding] = {
     row.word: row
     for row in (
-        Sharding(word="none", engine="ddp", shards="nothing, one process", adapter=ADAPTERS),
         Sharding(
-            word="ddp", engine="ddp", shards="nothing, every rank holds all", aliases=("NO_SHARD",), adapter=ADAPTERS
+            word="none", engine="ddp", shards="nothing, one process", adapter=ADAPTERS, data_parallel="none", smaller=()
+        ),
+        Sharding(
+            word="ddp",
+            engine="ddp",
+            shards="nothing, every rank holds all",
+            aliases=("NO_SHARD",),
+            adapter=ADAPTERS,
+            data_parallel="replicate",
+            usual=True,
         ),
         Sharding(word="zero1", engine="deepspeed", shards="optimizer states", offload=("none", "optimizer")),
         Sharding(word="zero2", engine="deepspeed", shards="optimizer states, gradients", offload=("none", "optimizer")),
@@ -61,6 +80,8 @@ SHARDINGS: dict[str, Sharding] = {
             engine="deepspeed",
             shards="optimizer states, gradients, parameters",
             offload=("none", "optimizer", "cpu"),
+            smaller=(),
+            usual=True,
         ),
         Sharding(
             word="fsdp",
@@ -68,6 +89,8 @@ SHARDINGS: dict[str, Sharding] = {
             shards="optimizer states, gradients, parameters",
             aliases=("FULL_SHARD",),
             offload=("none", "cpu"),
+            smaller=(),
+            usual=True,
         ),
         Sharding(
             word="fsdp_grad_op",
@@ -82,12 +105,18 @@ SHARDINGS: dict[str, Sharding] = {
             shards="all as fsdp inside a group, groups replicate",
             aliases=("HYBRID_SHARD",),
             offload=("none", "cpu"),
-            replicate=True,
+            data_parallel="hybrid",
         ),
     )
 }
 
-ALIASES: dict[str, str] = {alias.lower(): row.word for row in SHARDINGS.values() for alias in row.aliases}
+
+def usual_shardings() -> list[str]:
+    """One sharding of each engine, in the order of the table."""
+    first: dict[str, str] = {}
+    for row in sorted(SHARDINGS.values(), key=lambda row: not row.usual):
+        first.setdefault(row.engine, row.word)
+    return [word for word in SHARDINGS if word in first.values()]
 
 
 def sharding_word(word: str) -> str:
@@ -99,9 +128,10 @@ def sharding_word(word: str) -> str:
     key = str(word).strip().lower()
     if key in SHARDINGS:
         return key
-    if key in ALIASES:
-        return ALIASES[key]
-    aliases = [alias.upper() for alias in ALIASES]
+    names = {alias.lower(): row.word for row in SHARDINGS.values() for alias in row.aliases}
+    if key in names:
+        return names[key]
+    aliases = [alias.upper() for alias in names]
     raise StrategyError(
         f"sharding {word!r} is unknown.{nearest(key, [*SHARDINGS, *aliases])} Known: {', '.join(SHARDINGS)}; "
         f"aliases: {', '.join(aliases)}."
@@ -121,38 +151,40 @@ class Strategy(Shown):
         StrategyError: for a value that is unknown or not available yet, and for a combination that no engine can run.
     """
 
-    sharding: str = choice("none", tuple(SHARDINGS), "who holds what; FSDP1's names are aliases")
+    sharding: str = choice("none", SHARDINGS, "who holds what; FSDP1's names are aliases")
     offload: str = choice(
         "none", OFFLOADS, "what lives in host memory between its uses; cpu: parameters too", LATER["offload"]
     )
     adapter: str = choice("none", ADAPTERS, "what is trained: all weights (none), or a PEFT adapter over frozen ones")
     precision: str = choice(
         "auto",
-        PRECISIONS,
+        PRECISION_WORDS,
         "auto: bf16 where it is native, else fp16 on a GPU, fp32 on a CPU; bf16 and fp16 keep fp32 masters",
         LATER["precision"],
     )
-    attention: str = choice("auto", ATTENTIONS, "auto: the best that is installed and works for this dtype and device")
+    attention: str = choice(
+        "auto", ATTENTION_WORDS, "auto: the best that is installed and works for this dtype and device"
+    )
     activation_checkpointing: str = choice(
         "full",
         ACTIVATION_CHECKPOINTINGS,
         "full: recompute each layer in the backward",
         LATER["activation_checkpointing"],
     )
-    tensor: int = amount(1, "degree of tensor parallelism (more than 1 is not available yet)")
-    context: int = amount(1, "degree of context (sequence) parallelism (more than 1 is not available yet)")
-    expert: int = amount(1, "degree of expert parallelism (more than 1 is not available yet)")
-    pipeline: int = amount(1, "number of pipeline stages (more than 1 is not available yet)")
-    replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
+    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
+    tp: int = amount(1, "")
+    cp: int = amount(1, "")
+    ep: int = amount(1, "")
+    pp: int = amount(1, "")
     lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that")
     lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
         check_choices(self)
-        for name in (*LATER_DEGREES, "replicate", "lora_rank"):
+        for name in (*LATER_SIZES, "dp_replicate", "lora_rank"):
             _count(name, getattr(self, name))
-        for name in LATER_DEGREES:
+        for name in LATER_SIZES:
             if getattr(self, name) > 1:
                 raise StrategyError(f"{name} {getattr(self, name)} is not available yet.")
         self._check_table()
@@ -167,21 +199,32 @@ class Strategy(Shown):
                     f"sharding {self.sharding!r} cannot run with {name} {value!r}: it runs with "
                     f"{', '.join(supported)}. {name} {value!r} runs with sharding {', '.join(able)}."
                 )
-        if row.replicate and self.replicate < 2:
+        if row.hybrid and self.dp_replicate < 2:
             raise StrategyError(
-                f"sharding {self.sharding!r} needs replicate of at least 2, the number of groups that each hold a "
-                f"whole sharded copy; got {self.replicate}. Try replicate 2, or sharding 'fsdp' for one group."
+                f"sharding {self.sharding!r} needs dp_replicate of at least 2, the number of groups that each hold a "
+                f"whole sharded copy; got {self.dp_replicate}. Try dp_replicate 2, or sharding 'fsdp' for one group."
             )
-        if not row.replicate and self.replicate > 1:
+        if not row.hybrid and self.dp_replicate > 1:
             raise StrategyError(
-                f"replicate {self.replicate} belongs to sharding 'hsdp', not to {self.sharding!r}. "
-                "Choose sharding 'hsdp', or leave replicate at 1."
+                f"dp_replicate {self.dp_replicate} belongs to sharding 'hsdp', not to {self.sharding!r}. "
+                "Choose sharding 'hsdp', or leave dp_replicate at 1."
             )
 
     @property
     def engine(self) -> str:
         """The module in `toolkit.engines` that runs it."""
         return SHARDINGS[self.sharding].engine
+
+    @property
+    def single_process(self) -> bool:
+        """Whether it runs in one process."""
+        return self.least_ranks == 1
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks on which every dimension does something."""
+        data = {"none": 1, "hybrid": 2 * self.dp_replicate}.get(SHARDINGS[self.sharding].data_parallel, 2)
+        return data * self.tp * self.cp * self.pp
 
     @property
     def quantized(self) -> bool:
@@ -204,7 +247,7 @@ class Loop(Shown):
     accumulation: int = amount(1, "micro-batches before one optimizer step")
     seq_len: int = amount(256, "tokens of a sequence")
     max_grad_norm: float = amount(1.0, "the global gradient norm is clipped to this; 0 clips nothing")
-    optimizer: str = choice("adamw", OPTIMIZERS, "the optimizer, with torch's defaults", LATER["optimizer"])
+    optimizer: str = choice("adamw", OPTIMIZER_WORDS, "the optimizer, with torch's defaults", LATER["optimizer"])
     lr: float | None = amount(
         None, "peak learning rate; open: 1e-3 embedded, 2e-4 for an adapter, 2e-5 for all weights"
     )
@@ -241,7 +284,7 @@ def catalog() -> dict[str, Strategy]:
     """One Strategy for each sharding and each offload that it supports, by the name of its file in `accelerate_configs/`."""
     return {
         row.word + (f"_offload_{offload}" if offload != "none" else ""): Strategy(
-            sharding=row.word, offload=offload, replicate=2 if row.replicate else 1
+            sharding=row.word, offload=offload, dp_replicate=2 if row.hybrid else 1
         )
         for row in SHARDINGS.values()
         for offload in row.offload

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Job, Prepared, Update, engine_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.losses import shift_labels
+from toolkit.engines.records import Prepared, StepResult
 from toolkit.errors import DataError, NotFinite
 from toolkit.measuring import live_bytes
-from toolkit.phases import phase
 from toolkit.runtime import on_any_rank
 from toolkit.strategy import Loop
 
@@ -67,8 +69,8 @@ class Step:
     """What any rank asked for when its last forward was done."""
 
 
-def adamw(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
-    """torch's AdamW over what is trained, with torch's defaults."""
+def make_optimizer(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
+    """Return the loop's optimizer over the trained parameters, with torch's defaults."""
     import torch
 
     assert loop.lr is not None, "a resolved loop has a learning rate"
@@ -113,48 +115,31 @@ def train(
         NotFinite: at the first loss, norm or step that is not finite; weights are those of the step before. fp16 goes
             on over steps that its scaler skips, until 20 in a row or the scale is at its smallest.
     """
-    import torch
-
-    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
+    job, engine = prepared.job, engine_of(prepared.job.strategy)
     skips, batches = 0, iter(loader)
     for step in range(start + 1, job.loop.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         begin(step)
-        micro = list(itertools.islice(batches, job.loop.accumulation))
+        micro = [_shifted(batch, job) for batch in itertools.islice(batches, job.loop.accumulation)]
         _check_data(micro, job, step)
-        counts = [trained_tokens(batch, job) for batch in micro]
-        said = _Said(prepared, sum(counts))
-        sums = torch.zeros(1 + len(Wish), device=accelerator.device)
-        for index, (batch, count) in enumerate(zip(micro, counts, strict=True)):
-            last = index == len(micro) - 1
-            with phase("forward"):
-                mean = mean_loss(prepared, _to(batch, accelerator.device))
-            if count:  # the mean over no token is not a number, and its gradient is zero
-                sums[0] += mean.detach() * count
-            if last:
-                heard = _Gathered(_with_wishes(sums, wish()), job.ranks)
-            # Engines average gradients over ranks; weighting by tokens instead makes the sum over ranks and
-            # micro-batches the gradient of the mean over all tokens (transformers#34191).
-            engine.backward(prepared, mean * said.weight(count), last)
-            del mean
-        total, *wishes = map(sum, zip(*heard.rows().tolist(), strict=True))
-        tokens, memory = said.everything()
-        _check_loss(total, tokens, job, step, samples)
-        done = engine.update(prepared)
+        sums = _StepSums(prepared, sum(map(trained_tokens, micro)), wish)
+        engine.forward_backward(prepared, micro, sums.weight, sums.send_loss)
+        loss, tokens, wished = sums.result()
+        _check_loss(loss, tokens, job, step, samples)
+        done = engine.step(prepared)
         skips = skips + 1 if done.skipped else 0
         _check(job, done, skips, step, samples)
         schedule.step()
-        wished = Wish(sum(one for one, count in zip(Wish, wishes, strict=True) if count))
         yield Step(
             step=step,
-            loss=total / tokens,
+            loss=loss / tokens,
             grad_norm=done.norm,
             lr=lr,
             tokens=tokens,
             seconds=time.perf_counter() - began,
             skipped=done.skipped,
             gradients=done.gradients,
-            bytes=memory,
+            bytes=sums.memory(),
             wish=wished,
         )
         if Wish.STOP in wished:
@@ -168,47 +153,33 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     """
     import torch
 
-    job, accelerator = prepared.job, prepared.accelerator
+    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
     sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
     prepared.model.eval()
-    with torch.no_grad():
-        for batch in loader:
-            if stopped := on_any_rank(accelerator, stop()):
-                break
-            count = trained_tokens(batch, job)
-            mean = mean_loss(prepared, _to(batch, accelerator.device))
-            if count:
-                sums += torch.tensor([float(mean) * count, count], dtype=torch.float64, device=accelerator.device)
+    for batch in loader:
+        if stopped := on_any_rank(accelerator, stop()):
+            break
+        batch = _shifted(batch, job)
+        sums[0] += engine.evaluate(prepared, batch)
+        sums[1] += trained_tokens(batch)
     prepared.model.train()
     if stopped:
         return None
+    place = job.coordinates(accelerator.process_index)
+    if place.tp or place.pp:  # another rank of its group has the same rows
+        sums.zero_()
     total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     return float(total / tokens) if tokens else math.nan
 
 
-def mean_loss(prepared: Prepared, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy over the trained tokens of a batch on this rank, in fp32 whatever the precision.
-
-    transformers' causal models compute it so; sequence-to-sequence ones (T5) do on logits in the compute dtype.
-    """
-    from torch.nn.functional import cross_entropy
-
-    found = prepared.model(**batch, use_cache=False)
-    if prepared.job.spec is None or prepared.job.spec.kind == "causal":
-        loss: torch.Tensor = found.loss
-        return loss
-    return cross_entropy(found.logits.float().flatten(0, 1), batch["labels"].flatten())
+def trained_tokens(batch: Batch) -> int:
+    """Labels that count in the loss; they are shifted already."""
+    return int((batch["labels"] != -100).sum())
 
 
-def trained_tokens(batch: Batch, job: Job) -> int:
-    """Labels that count in the loss. A causal model predicts none for the first position of a row."""
-    labels = batch["labels"]
-    causal = job.spec is None or job.spec.kind == "causal"
-    return int(((labels[:, 1:] if causal else labels) != -100).sum())
-
-
-def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+def _shifted(batch: Batch, job: Job) -> Batch:
+    """The batch with each label where the logits that predict it stand."""
+    return {**batch, "labels": shift_labels(batch["labels"], job.kind)}
 
 
 class _Gathered:
@@ -229,41 +200,63 @@ class _Gathered:
         return self._rows
 
 
-class _Said:
-    """What every rank says as a step begins: its tokens and what it holds. Nobody waits for it before the first backward."""
+class _StepSums:
+    """Sums over all ranks that a step sends beside its computation: tokens and memory first, then losses and requests.
 
-    def __init__(self, prepared: Prepared, tokens: int) -> None:
+    Nobody waits for the first before the first backward, nor for the second before the last one has ended.
+    """
+
+    def __init__(self, prepared: Prepared, tokens: int, wish: Callable[[], Wish]) -> None:
         import torch
 
-        device = prepared.accelerator.device
-        held = live_bytes(device)
-        self._names, self._ranks = tuple(held), prepared.job.ranks
+        self._device = prepared.accelerator.device
+        self._parallelism, self._wish = prepared.job.parallelism, wish
+        held = live_bytes(self._device)
+        self._names = tuple(held)
         row = [tokens, *(-1 if size is None else size for size in held.values())]
-        mine = torch.tensor(row, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        self._gathered = _Gathered(mine, self._ranks)
-        self._count: torch.Tensor | None = None
+        mine = torch.tensor(row, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
+        self._first = _Gathered(mine, self._parallelism.ranks)
+        self._counted = list(self._parallelism.loss_ranks())
+        """Ranks of one `tp` and `pp` group have the same rows: each is counted once."""
+        self._weight: torch.Tensor | None = None
 
-    def weight(self, tokens: int) -> torch.Tensor:
-        """What a mean over `tokens` of this rank counts in the global batch's, times the ranks that engines divide by."""
-        if self._count is None:
-            self._count = self._gathered.rows()[:, 0].sum().double()
-        return (tokens * self._ranks / self._count).float()
+    def weight(self) -> torch.Tensor:
+        """Return what a loss sum counts in the mean over the global batch's tokens, times the ranks that engines divide by.
 
-    def everything(self) -> tuple[int, tuple[dict[str, int | None], ...]]:
-        """Tokens of the global batch, and what each rank held."""
-        rows = self._gathered.rows().tolist()
-        memory = tuple(
-            dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True)) for _, *sizes in rows
+        Engines average gradients over ranks; weighting by tokens makes the sum over ranks and micro-batches the gradient of
+        the mean over all tokens (transformers#34191).
+        """
+        if self._weight is None:
+            tokens = self._first.rows()[self._counted, 0].sum().double()
+            self._weight = (self._parallelism.loss_size / tokens).float()
+        return self._weight
+
+    def send_loss(self, losses: Sequence[torch.Tensor]) -> None:
+        """Send this rank's loss, and 1 for each of its requests, while the last backward runs."""
+        import torch
+
+        row = torch.zeros(1 + len(Wish), device=self._device)
+        row[0] = sum(losses)
+        wish = self._wish()
+        for index, one in enumerate(Wish, start=1):
+            if one in wish:
+                row[index] = 1
+        self._last = _Gathered(row, self._parallelism.ranks)
+
+    def result(self) -> tuple[float, int, Wish]:
+        """Return the loss sum and the tokens of the global batch, and the requests of all ranks."""
+        rows = self._last.rows().tolist()
+        counts = [sum(column) for column in zip(*rows, strict=True)][1:]
+        wished = Wish(sum(one for one, count in zip(Wish, counts, strict=True) if count))
+        tokens = int(self._first.rows()[self._counted, 0].sum())
+        return sum(rows[rank][0] for rank in self._counted), tokens, wished
+
+    def memory(self) -> tuple[dict[str, int | None], ...]:
+        """Return what each rank held as the step began."""
+        return tuple(
+            dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True))
+            for _, *sizes in self._first.rows().tolist()
         )
-        return sum(row[0] for row in rows), memory
-
-
-def _with_wishes(sums: torch.Tensor, wish: Wish) -> torch.Tensor:
-    """This rank's loss, and 1 for each of its wishes."""
-    for index, one in enumerate(Wish, start=1):
-        if one in wish:
-            sums[index] += 1
-    return sums
 
 
 def _check_data(micro: Sequence[Batch], job: Job, step: int) -> None:
@@ -278,15 +271,15 @@ def _check_loss(total: float, tokens: int, job: Job, step: int, samples: Callabl
     """Every rank sees the same sum, before the weights could be touched."""
     if not tokens:
         raise DataError(f"step {step}: none of its labels is trained. Samples: {samples(step)}. Give data with labels.")
-    if job.strategy.precision != "fp16" and not math.isfinite(total):
+    if not job.precision.scaled and not math.isfinite(total):
         raise NotFinite(
             f"step {step}: the loss is {total}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
             "Look at these samples, or lower --lr."
         )
 
 
-def _check(job: Job, done: Update, skips: int, step: int, samples: Callable[[int], str]) -> None:
-    if job.strategy.precision != "fp16":
+def _check(job: Job, done: StepResult, skips: int, step: int, samples: Callable[[int], str]) -> None:
+    if not job.precision.scaled:
         if done.skipped:
             raise NotFinite(
                 f"step {step}: the gradient norm is {done.norm}, and the step was not taken. Weights are those of step "

@@ -12,10 +12,10 @@ from io import StringIO
 from toolkit import measuring
 from toolkit.devices import hardware
 from toolkit.drawing import Bar, bars
-from toolkit.engines.job import on_device
+from toolkit.engines.ledger import PARTS
+from toolkit.engines.records import on_device
 from toolkit.errors import RunError, StrategyError
 from toolkit.forecasting import Forecast
-from toolkit.forecasting.ledger import PARTS
 from toolkit.measuring import Memory
 from toolkit.measuring.window import STEPS
 from toolkit.phases import PHASES
@@ -172,7 +172,7 @@ def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: 
         ToolkitError: for whatever else is wrong with strategy, model or data.
     """
     asked, loop, recipe = strategy or Strategy(), loop or Loop(steps=5), recipe or Recipe()
-    if asked.sharding != "none":
+    if not asked.single_process:
         raise StrategyError(
             f"sharding {asked.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
         )
@@ -195,7 +195,7 @@ def _run(ready: Ready, recipe: Recipe, window: measuring.Window) -> tuple[tuple[
     from toolkit.finetune import assembled, seed_everything
 
     made = accelerator(ready.job.strategy, ready.job.loop, ready.job.spec)
-    seed_everything(ready.job.loop.seed)
+    seed_everything(made)
     ours, _, loader, schedule = assembled(made, ready, recipe, start=0)
     steps: list[Step] = []
     held = None

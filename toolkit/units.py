@@ -10,11 +10,9 @@ KiB, MiB, GiB = 1024, 1024**2, 1024**3
 BYTES_OF = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "complex64": 8, "uint64": 8, "uint32": 4, "uint16": 2,
 }  # fmt: skip
 """Bytes of one element, by the dtype's torch name."""
-
-DTYPE_OF = {"fp32": "float32", "bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
-"""The dtype that a precision computes in."""
 
 
 def dtype_name(dtype: object) -> str:

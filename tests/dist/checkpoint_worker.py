@@ -28,7 +28,7 @@ def save(saver: Any, step: int) -> None:
     import torch
     from safetensors.torch import load_file
 
-    parts = {part.key: part.tensor for part in saver.layout.mine}
+    parts = {item.region.key: item.tensor for item in saver.layout.items()}
     before = {key: tensor.clone() for key, tensor in parts.items()}
     saver.save(step)
     for tensor in parts.values():
@@ -38,7 +38,8 @@ def save(saver: Any, step: int) -> None:
     written = load_file(path)
     assert parts.keys() == written.keys() - {key for key in written if key.startswith("generator")}
     for key, tensor in parts.items():
-        assert torch.equal(written[key].view(torch.uint8), before[key].contiguous().view(torch.uint8)), key
+        assert written[key].shape == tensor.shape, key
+        assert torch.equal(written[key].view(-1).view(torch.uint8), before[key].reshape(-1).view(torch.uint8)), key
         tensor.copy_(before[key])
 
 
@@ -63,17 +64,17 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.preparing import audit, prepare, prepared
     from toolkit.runtime import accelerator as make
     from toolkit.strategy import Loop, Strategy
-    from toolkit.training import adamw, train, warmup_cosine
+    from toolkit.training import make_optimizer, train, warmup_cosine
 
     spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     loop = Loop(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
     strategy = Strategy(**cell["strategy"])
     accelerator = make(strategy, loop, spec)
-    seed_everything(0)
+    seed_everything(accelerator)
     accelerator.print = lambda *lines: None
     model, _ = load(accelerator, allow_unquantized=True)
-    optimizer = adamw(model, loop)
+    optimizer = make_optimizer(model, loop)
     schedule = warmup_cosine(optimizer, loop)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
     ours = prepared(accelerator, (model, optimizer))

@@ -42,7 +42,7 @@ def function(sharding: str, count: int) -> str:
 
 def script(sharding: str, count: int) -> str:
     """The loop in a script, with a call of `clip_grad_norm_`. 21 micro-batches: the last step is an incomplete one."""
-    groups = ", replicate=2" if sharding == "hsdp" else ""
+    groups = ", dp_replicate=2" if sharding == "hsdp" else ""
     return code(
         "tk.prepare(",
         {
@@ -101,7 +101,7 @@ def rows() -> Any:
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Both loops, then scripts of others: one Accelerator after the other in this process."""
     sharding, count = cell["sharding"], int(os.environ.get("WORLD_SIZE", "1"))
-    strategy = {"sharding": sharding, "precision": "fp32"} | ({"replicate": 2} if sharding == "hsdp" else {})
+    strategy = {"sharding": sharding, "precision": "fp32"} | ({"dp_replicate": 2} if sharding == "hsdp" else {})
     os.environ["TOOLKIT_STRATEGY"] = json.dumps(strategy)
     before, found = dict(os.environ), {}
     try:
@@ -180,16 +180,17 @@ def keep(accelerator: Any, model: Any, optimizer: Any, place: Path) -> None:
     import torch
     from accelerate.utils import gather_object
 
-    from toolkit.engines.job import engine_of
+    from toolkit.engines.base import engine_of
+    from toolkit.engines.shards import copy, parts, whole_box
     from toolkit.preparing import prepared
 
     ours = prepared(accelerator, (model, optimizer))
-    pieces = engine_of(ours.job.strategy).pieces(ours)
-    held = gather_object([(p.name, p.shape, p.start, p.tensor.clone()) for p in pieces if p.kind == "parameter"])
+    shards = [shard for shard in engine_of(ours.job.strategy).shards(ours) if shard.kind == "parameter"]
+    held = gather_object([(s.name, s.shape, [(box, view.clone()) for box, view in parts(s)]) for s in shards])
     if accelerator.is_main_process:
-        whole = {name: torch.full(shape, float("nan")).view(-1) for name, shape, _, _ in held}
-        for name, _, start, tensor in held:
-            whole[name][start : start + tensor.numel()] = tensor
+        whole = {name: torch.full(shape, float("nan")) for name, shape, _ in held}
+        for name, shape, boxes in held:
+            copy(boxes, [(whole_box(shape), whole[name])])
         torch.save(whole, place)
 
 

@@ -15,7 +15,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """The steps of one cell, or the sentence that refuses it."""
     import torch
 
-    from toolkit.engines.job import engine_of
+    from toolkit.engines.base import engine_of
     from toolkit.errors import ToolkitError
     from toolkit.loading import load
     from toolkit.model import describe
@@ -42,7 +42,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     ours = prepared(accelerator, prepare(accelerator, model, optimizer))
     engine = engine_of(job.strategy)
-    exact = same_as(folder, engine.pieces(ours), spec) if job.strategy.adapter == "none" else None
+    exact = same_as(folder, engine.shards(ours), spec) if job.strategy.adapter == "none" else None
     # The same eight rows, however many ranks share them.
     batch = torch.randint(3, spec.vocab - 6, (8, 16), generator=torch.Generator().manual_seed(7))[rank::count]
     batch = batch.contiguous().to(accelerator.device)
@@ -50,11 +50,11 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     for _ in range(steps):
         loss = ours.model(input_ids=batch, labels=batch, use_cache=False).loss
         engine.backward(ours, loss, True)
-        update = engine.update(ours)
+        update = engine.step(ours)
         norms.append(update.norm)
         skipped += update.skipped
         losses.append(float(accelerator.gather(loss.detach().float().reshape(1)).mean()))
-    held, expected = engine.audit(ours), engine.account(job)
+    held, expected = engine.measure_state(ours), engine.expected_state(job)
     exported = export(ours, tokenizer, folder, batch, Path(options["export"])) if "export" in options else None
     return {
         "exported": exported,
@@ -104,22 +104,27 @@ def held_bytes(model: Any) -> int:
     return sum(storages.values())
 
 
-def same_as(folder: str, pieces: Any, spec: Any) -> bool:
+def same_as(folder: str, shards: Any, spec: Any) -> bool:
     """Whether this rank's masters, or its parameters where they are their own, are the checkpoint's values bit by bit.
 
     What is frozen is held in the compute dtype.
     """
     import torch
 
+    from toolkit.engines.shards import overlaps, parts, whole_box
+
     whole = reference(folder)
-    found = [piece for piece in pieces if piece.kind in ("master", "parameter")]
-    kind = "master" if any(piece.kind == "master" for piece in found) else "parameter"
+    found = [shard for shard in shards if shard.kind in ("master", "parameter")]
+    kind = "master" if any(shard.kind == "master" for shard in found) else "parameter"
 
-    def same(piece: Any) -> bool:
-        wanted = whole[piece.name].reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
-        return torch.equal(piece.tensor, wanted if spec.trains(piece.name) else wanted.to(piece.tensor.dtype))
+    def same(shard: Any) -> bool:
+        tensor = whole[shard.name]
+        wanted = tensor if spec.trains(shard.name) else tensor.to(shard.tensor.dtype)
+        pairs = list(overlaps([(whole_box(tensor.shape), wanted)], parts(shard)))
+        assert sum(mine.numel() for _, mine in pairs) == shard.tensor.numel(), shard.name
+        return all(torch.equal(theirs, mine) for theirs, mine in pairs)
 
-    return all(same(piece) for piece in found if piece.kind == kind)
+    return all(same(shard) for shard in found if shard.kind == kind)
 
 
 _references: dict[str, dict[str, Any]] = {}

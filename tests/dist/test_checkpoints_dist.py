@@ -28,7 +28,7 @@ CHAIN = [
 
 
 def strategy(word: str, adapter: str = "none", **more: Any) -> dict[str, Any]:
-    return {"sharding": word, "adapter": adapter, "replicate": 2 if word == "hsdp" else 1, **more}
+    return {"sharding": word, "adapter": adapter, "dp_replicate": 2 if word == "hsdp" else 1, **more}
 
 
 def stopped_and_not(name: str, root: Path, asked: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
@@ -49,13 +49,14 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
     # Dropout draws from the generators that a checkpoint keeps.
     model = tiny.llama(root / "llama", attention_dropout=0.1)
     plain = tiny.llama(root / "plain", tie_word_embeddings=True)
-    mixture, t5 = tiny.mixtral(root / "mixtral"), tiny.t5(root / "t5")
+    mixture, t5, glm = tiny.mixtral(root / "mixtral"), tiny.t5(root / "t5"), tiny.glm4_moe(root / "glm")
     one = [life for a in ADAPTERS for life in stopped_and_not(f"1 none {a}", root, strategy("none", a))]
     two = [life for a in ADAPTERS for w in ADAPTERS[a] for life in stopped_and_not(f"2 {w} {a}", root, strategy(w, a))]
     for word in ("zero3", "fsdp"):
         two += stopped_and_not(f"2 {word} bf16", root, strategy(word, precision="bf16"))
         two += stopped_and_not(f"2 {word} mixtral", root, strategy(word), folder=str(mixture))
     two += stopped_and_not("2 zero3 dora", root, strategy("zero3", "dora"))
+    two += stopped_and_not("2 fsdp buffers", root, strategy("fsdp"), folder=str(glm))
     two += stopped_and_not("2 fsdp t5", root, strategy("fsdp"), folder=str(t5))
     two += stopped_and_not("2 zero3 offload", root, strategy("zero3", offload="cpu"))
     two += stopped_and_not("2 zero2 offload", root, strategy("zero2", offload="optimizer"))
@@ -79,16 +80,12 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
     from toolkit.checkpoints import problems, read_manifest
-    from toolkit.checkpoints.restoring import opened
+    from toolkit.checkpoints.stored import opened
 
     assert problems(checkpoint) == []
     manifest = read_manifest(checkpoint)
-    with opened(checkpoint, manifest) as ranges:
-        return {
-            (name, kind): ranges.whole(name, kind)
-            for name, about in manifest.tensors.items()
-            for kind in about["dtypes"]
-        }
+    with opened(checkpoint, manifest) as stored:
+        return {(name, kind): stored.whole(name, kind) for name, about in manifest.tensors.items() for kind in about}
 
 
 def differing(one: Path, other: Path) -> list[tuple[str, str]]:
@@ -101,7 +98,7 @@ def differing(one: Path, other: Path) -> list[tuple[str, str]]:
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
     runs = {name: lives for name, lives in found.items() if not name.startswith("chain")}
-    assert len(runs) == 3 + 12 + 6 + 2 + 3
+    assert len(runs) == 3 + 12 + 7 + 2 + 3
     for name, (whole, resumed) in runs.items():
         assert (whole["start"], resumed["start"]) == (0, 2), name
         assert resumed["steps"] == whole["steps"][2:], name  # losses, norms and rates, to the last bit
@@ -137,6 +134,11 @@ def test_every_rank_writes_its_part_alone(found: dict[str, list[dict[str, Any]]]
         elements = sum(tensor.numel() for (_, kind), tensor in tensors(checkpoint).items() if kind == "weight")
         assert 12 * elements < sum(sizes) < 12 * elements + 2 * 64 * 1024
         assert max(sizes) < 1.1 * sum(sizes) / 2
+
+
+def test_persistent_buffers_are_in_a_checkpoint_once(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+    checkpoint = root / "2 fsdp buffers" / "whole" / "step-00000004"
+    assert [name for name, kind in tensors(checkpoint) if kind == "buffer"]
 
 
 def test_an_adapters_checkpoint_holds_the_adapter_alone(found: dict[str, list[dict[str, Any]]], root: Path) -> None:

@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         ask(2, kind, sharding)
     ask(2, "gemma4", "ddp", "lora")
     ask(2, "gemma4", "fsdp", "lora")
-    ask(4, "gemma4", "hsdp", replicate=2)
+    ask(4, "gemma4", "hsdp", dp_replicate=2)
     for kind, sharding, adapter in itertools.product(VISION, SHARDED, ("none", "lora", "qlora")):
         ask(2, kind, sharding, adapter)
     ask(2, "llava nf4", "ddp", "lora")

@@ -33,7 +33,7 @@ def words(key: Key) -> dict[str, Any]:
     """A cell as a Strategy spells it."""
     sharding, adapter, precision = key
     found: dict[str, Any] = {"sharding": sharding, "adapter": adapter, "precision": precision}
-    return {**found, "replicate": 2} if sharding == "hsdp" else found
+    return {**found, "dp_replicate": 2} if sharding == "hsdp" else found
 
 
 def possible(key: Key) -> bool:

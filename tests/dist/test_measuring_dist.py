@@ -14,7 +14,7 @@ import pytest
 
 from toolkit import measuring
 from toolkit.engines import process_exit
-from toolkit.engines.job import Holdings
+from toolkit.engines.records import StateMemory
 from toolkit.phases import phase
 
 pytestmark = pytest.mark.dist
@@ -55,7 +55,7 @@ def work(target: Path) -> None:
     with window.saving():
         copies = [parameter.detach().clone() for parameter in model.parameters()]
         del copies
-    held = Holdings(trainable=4 * ELEMENTS, frozen=0, optimizer=8 * ELEMENTS)
+    held = StateMemory(trainable=4 * ELEMENTS, frozen=0, optimizer=8 * ELEMENTS)
     memory = measuring.collect(window.result(), held, gather_object)
     said = {"expected": expected, **memory.to_dict()}
     target.with_suffix(f".{state.process_index}").write_text(json.dumps(said))

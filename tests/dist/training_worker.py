@@ -21,12 +21,12 @@ def build(folder: str, loop: Any, **words: Any) -> tuple[Any, Any, Any]:
     from toolkit.runtime import accelerator as make
     from toolkit.runtime import job
     from toolkit.strategy import Strategy
-    from toolkit.training import adamw, warmup_cosine
+    from toolkit.training import make_optimizer, warmup_cosine
 
     accelerator = make(Strategy(**words), loop, describe(folder))
     accelerator.print = lambda *lines: None  # type: ignore[method-assign]
     model, tokenizer = load(accelerator)
-    optimizer = adamw(model, job(accelerator).loop)
+    optimizer = make_optimizer(model, job(accelerator).loop)
     schedule = warmup_cosine(optimizer, loop)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
     return prepared(accelerator, (model, optimizer)), schedule, tokenizer
@@ -51,9 +51,9 @@ def micro_batches(loop: Any, count: int, *, poison: int = 0) -> Iterator[dict[st
 
 def weights(prepared: Any) -> list[Any]:
     """Copies of all that this rank holds."""
-    from toolkit.engines.job import engine_of
+    from toolkit.engines.base import engine_of
 
-    return [piece.tensor.clone() for piece in engine_of(prepared.job.strategy).pieces(prepared)]
+    return [shard.tensor.clone() for shard in engine_of(prepared.job.strategy).shards(prepared)]
 
 
 def accumulation(folder: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     from toolkit.preparing import prepare, prepared
     from toolkit.runtime import accelerator as make
     from toolkit.strategy import Loop, Strategy
-    from toolkit.training import adamw, warmup_cosine
+    from toolkit.training import make_optimizer, warmup_cosine
 
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     module.save_pretrained(folder / "model")
     loop = Loop(steps=8, lr=1e-2)
     accelerator = make(Strategy(), loop, describe(str(folder / "model")))
-    optimizer = adamw(module, loop)
+    optimizer = make_optimizer(module, loop)
     model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, loop))
     ours = prepared(accelerator, (model, optimizer))
     identity = identify(ours.job.spec, ours.job.strategy, "data")

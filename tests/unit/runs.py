@@ -9,7 +9,8 @@ from typing import Any
 
 from toolkit import durable, folder
 from toolkit.devices import hardware
-from toolkit.engines.job import Holdings, resolve
+from toolkit.engines.job import resolve
+from toolkit.engines.records import StateMemory
 from toolkit.forecasting import Forecast
 from toolkit.measuring import Measured, collect
 from toolkit.model import describe
@@ -51,6 +52,7 @@ def about(recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
         "loop": dataclasses.asdict(LOOP),
         "recipe": dataclasses.asdict(recipe or Recipe(save_every=10)),
         "ranks": 2,
+        "parallelism": {"dp_shard": 2},
         "forecast": foretold().to_dict(),
         "versions": versions(),
         "hardware": hardware("2x cpu").to_dict(),
@@ -72,7 +74,7 @@ def event(step: int, *, loss: float | None = None, **more: Any) -> dict[str, Any
 
 def memory(*, reason: str | None = None, forecast: bool = True) -> dict[str, Any]:
     """`memory.json`: 125 MiB in the worst rank's backward; nothing where there is a reason."""
-    held = Holdings(
+    held = StateMemory(
         trainable=10 * MiB,
         frozen=0,
         master=20 * MiB,

@@ -83,10 +83,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "precision": ("train --precision bf15", ["'bf15'", "Did you mean 'bf16'?"]),
     "fp16": ("train --sharding ddp --processes 2 --precision fp16", ["'fp16'", "precision 'bf16'"]),
     "not available": ("train --offload nvme", ["'nvme'", "not available yet"]),
-    "degree": ("train --tensor 2", ["tensor 2", "not available yet"]),
+    "degree": ("train --cp 2", ["cp 2", "not available yet"]),
     "attention": ("train --attention flash_attention_2", ["'flash_attention_2'", "Works here:"]),
-    "groups": ("train --sharding hsdp", ["replicate of at least 2", "'fsdp'"]),
-    "uneven groups": ("train --sharding hsdp --replicate 2 --processes 3", ["got 3 ranks", "4 processes"]),
+    "groups": ("train --sharding hsdp", ["dp_replicate of at least 2", "'fsdp'"]),
+    "uneven groups": ("train --sharding hsdp --dp-replicate 2 --processes 3", ["got 3 ranks", "4 processes"]),
     "offload on gloo": ("train --sharding fsdp --offload cpu --processes 2", ["'fsdp'", "CPU ranks", "'zero3'"]),
     "one rank": ("train --sharding ddp --processes 1", ["at least 2 ranks", "'none'"]),
     "two ranks": ("train --sharding none --processes 2", ["one process", "'ddp'"]),
@@ -168,7 +168,7 @@ def test_two_ranks_where_one_device_is() -> None:
 
 
 LIBRARIES = {
-    "deepspeed": ("--sharding zero3 --processes 2", "needs DeepSpeed, which is not installed", "[deepspeed]"),
+    "deepspeed": ("--sharding zero3 --processes 2", "needs deepspeed, which is not installed", "[deepspeed]"),
     "bitsandbytes": ("--adapter qlora", "needs bitsandbytes, which is not installed", "[qlora]"),
     "peft": ("--adapter lora", "needs peft, which is not installed", "pip install peft"),
 }

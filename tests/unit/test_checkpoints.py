@@ -28,7 +28,7 @@ from toolkit.checkpoints import (
     set_aside,
 )
 from toolkit.checkpoints.manifest import Manifest
-from toolkit.checkpoints.restoring import opened
+from toolkit.checkpoints.stored import opened
 from toolkit.checkpoints.writer import Writer
 from toolkit.errors import CheckpointError, StrategyError
 
@@ -40,11 +40,12 @@ def saver(run: dict[str, Any], folder: Path, **options: Any) -> Saver:
 def train(run: dict[str, Any]) -> None:
     import torch
 
-    from toolkit.engines import ddp
+    from toolkit.engines.base import engine_of
 
     tokens = torch.arange(16)[None]
-    ddp.backward(run["ours"], run["ours"].model(input_ids=tokens, labels=tokens).loss, True)
-    ddp.update(run["ours"])
+    engine = engine_of(run["ours"].job.strategy)
+    engine.backward(run["ours"], run["ours"].model(input_ids=tokens, labels=tokens).loss, True)
+    engine.step(run["ours"])
     run["schedule"].step()
 
 
@@ -71,7 +72,9 @@ def test_a_checkpoint_is_a_manifest_and_a_file_a_rank(written: Path) -> None:
     from safetensors.torch import load_file
 
     names = load_file(newest / "rank-00000.safetensors")
-    assert {"weight:0:lm_head.weight", "exp_avg:0:lm_head.weight", "exp_avg_sq:0:lm_head.weight"} <= set(names)
+    keys = {f"{kind}:lm_head.weight:0+64,0+32:0" for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    assert keys <= set(names)
+    assert {names[key].shape for key in keys} == {(64, 32)}
 
 
 def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) -> None:
@@ -92,11 +95,60 @@ def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) 
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+
+    model = run["ours"].model
+    norm, weight = model.model.norm, model.lm_head.weight
+    buffers = {
+        "mean": torch.randn(3, 4).T,
+        "count": torch.tensor(5),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 2),
+        "spread": torch.tensor([[1.5, 2.5]]).expand(4, 2),
+        "turn": torch.tensor([1 + 2j]),
+    }
+    for name, buffer in buffers.items():
+        norm.register_buffer(name, buffer)
+    norm.register_buffer("scratch", torch.zeros(2), persistent=False)
+    norm.register_buffer("same", norm.mean)  # two names, one storage
+    before, plain = {name: buffer.clone() for name, buffer in buffers.items()}, weight.data
+    weight.data = plain.T.contiguous().T
+    try:
+        keeper = saver(run, tmp_path)
+        norm.count = torch.tensor(7)  # a module may replace its buffers
+        keeper.save(1)
+        keeper.wait()
+        held = weight.detach().clone()
+        for tensor in (norm.mean, norm.count, norm.flags, norm.spread[:1], norm.turn, weight.data):
+            tensor.zero_()
+        manifest = read_manifest(complete(tmp_path)[0])
+        assert manifest.tensors["model.norm.count"] == {"buffer": {"shape": [], "dtype": "int64"}}
+        assert "model.norm.scratch" not in manifest.tensors
+        found = Found(path=complete(tmp_path)[0], manifest=manifest, skipped=())
+        restore(run["ours"], run["schedule"], found, run["identity"])
+        assert int(norm.count) == 7
+        for name in sorted(buffers.keys() - {"count"}):
+            assert torch.equal(getattr(norm, name), before[name]), name
+        assert torch.equal(weight, held)
+        assert weight.stride() == (1, 64)
+        norm.mean = torch.zeros(4, 3, dtype=torch.float64)
+        with pytest.raises(StrategyError, match=r"buffer model.norm.mean had shape \[4, 3\] and torch.float32"):
+            keeper.save(2)
+        del norm.mean
+        with pytest.raises(CheckpointError, match=r"differ in trained tensors or buffers, first in model\.norm\.mean"):
+            restore(run["ours"], run["schedule"], found, run["identity"])
+    finally:
+        for name in ("mean", "count", "flags", "empty", "spread", "turn", "scratch", "same"):
+            norm._buffers.pop(name, None)
+        weight.data = plain.copy_(weight.data)
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
 def test_a_flipped_byte_anywhere_is_named(written: Path, name: str) -> None:
     path = complete(written)[0] / name
     data = path.read_bytes()
-    format_digit = data.find(b'"format": ') + len(b'"format": ')  # 1 becomes 3: damage, and no other version's
+    format_digit = data.find(b'"format": ') + len(b'"format": ')  # 2 becomes 0: damage, and no other version's
     for at in (*range(0, len(data), max(1, len(data) // 25)), format_digit):
         damaged = bytearray(data)
         damaged[at] ^= 2
@@ -382,25 +434,51 @@ def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -
     manifest = read_manifest(newest)
     path = newest / "rank-00000.safetensors"
     tensors = load_file(path)
-    tensors["weight:0:lm_head.weight"] = tensors["weight:0:lm_head.weight"][:-5].contiguous()
+    lost = tensors.pop("weight:lm_head.weight:0+64,0+32:0").view(-1)[:-5]
+    tensors["weight:lm_head.weight:0+64,0+32:0"] = lost.contiguous()
     save_file(tensors, path)
     with (
         opened(newest, manifest) as ranges,
-        pytest.raises(CheckpointError, match=r"lacks elements from 2043 on of weight of lm_head"),
+        pytest.raises(
+            CheckpointError, match=r"lacks weight of lm_head.weight from \[63, 27\] on, a box of shape \[1, 5\]"
+        ),
     ):
         ranges.whole("lm_head.weight")
 
 
 @pytest.mark.parametrize(
-    ("key", "shape"), [("no range", (4,)), ("weight:x:lm_head.weight", (4,)), ("weight:0:lm_head.weight", (2, 2))]
+    ("key", "shape"),
+    [
+        ("no key", (4,)),
+        ("weight:0:lm_head.weight", (4,)),  # format 1
+        ("weight:lm_head.weight:0+2,x:0", (4,)),
+        ("weight:lm_head.weight:0+2,0:0", (4,)),
+        ("weight:lm_head.weight:0+2,0+2+2:0", (4,)),
+        ("weight:lm_head.weight:,0+2:0", (4,)),
+        ("weight:lm_head.weight:0+2,0+02:0", (2, 2)),
+        ("weight:lm_head.weight:0+2,0+٢:0", (2, 2)),
+        ("weight:lm_head.weight:-1+2,0+2:0", (2, 2)),
+        ("weight:lm_head.weight:0+2,0+2:0", (4,)),  # all of the box, and not of its shape
+        ("weight:lm_head.weight:0+2,0+2:1", (2, 2)),
+        ("weight:lm_head.weight:0+2,0+2:2", (3,)),
+        ("weight:lm_head.weight:0+2,0+2:0", (0,)),
+        ("weight:lm_head.weight:0+0,0+2:0", (0, 2)),
+        ("weight:lm_head.weight:0+2:0", (2,)),
+        ("weight:lm_head.weight:63+2,0+2:0", (2, 2)),
+        ("weight:lm_head.weight:0+" + "9" * 30 + ",0+2:0", (2,)),
+        ("weight:lm_head.weight:0+" + "9" * 5000 + ",0+2:0", (2,)),
+        ("glue:lm_head.weight:0+2,0+2:0", (2, 2)),
+        ("weight:unknown:0+2,0+2:0", (2, 2)),
+        ("weight::0+2,0+2:0", (2, 2)),
+    ],
 )
-def test_a_key_that_names_no_range_is_refused(written: Path, key: str, shape: tuple[int, ...]) -> None:
+def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tuple[int, ...]) -> None:
     import torch
     from safetensors.torch import save_file
 
     newest = complete(written)[0]
     save_file({key: torch.zeros(shape)}, newest / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="names no flat range"), opened(newest, read_manifest(newest)):
+    with pytest.raises(CheckpointError, match="names no part of a tensor"), opened(newest, read_manifest(newest)):
         pass
     (newest / "rank-00000.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is no safetensors file"), opened(newest, read_manifest(newest)):

@@ -442,7 +442,7 @@ def test_too_little_for_a_global_batch(tokenizer: Any, tmp_path: Path) -> None:
     rows = data.prepare_data(jsonl(tmp_path / "a.jsonl", {"text": "a b c"}), tokenizer, LLAMA_SPEC, seq_len=16)
     assert rows.count == 1
     with pytest.raises(DataError, match="1 rows of 16, and one global batch takes 8"):
-        data.check_batch(rows, Loop(micro_batch=4), ranks=2)
+        data.check_batch(rows, Loop(micro_batch=4), dp_size=2)
     long = jsonl(tmp_path / "p.jsonl", {"prompt": "a b c " * 20, "completion": "d"})
     with pytest.raises(DataError, match="no token to train on"):
         data.prepare_data(long, tokenizer, LLAMA_SPEC, seq_len=16)
@@ -866,7 +866,7 @@ def test_order() -> None:
 
 def taken(rows: data.Rows, loop: Loop, ranks: int, start: int = 0) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Step by step, every rank's micro-batches in the order that the docstring gives."""
-    loaders = [iter(data.batches(rows, loop, rank=rank, ranks=ranks, start_step=start)) for rank in range(ranks)]
+    loaders = [iter(data.batches(rows, loop, dp_rank=rank, dp_size=ranks, start_step=start)) for rank in range(ranks)]
     for _ in range(start, loop.steps):
         yield [next(loader) for _ in range(loop.accumulation) for loader in loaders]
     assert all(next(loader, None) is None for loader in loaders)
@@ -878,7 +878,7 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
     for micro, accumulation, ranks in splits:
         loop = Loop(micro_batch=micro, accumulation=accumulation, steps=2 * rows.count // 4)
         found = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, loop, ranks)]
-        ids = [data.sample_ids(rows, loop, ranks=ranks, step=step) for step in range(loop.steps)]
+        ids = [data.sample_ids(rows, loop, dp_size=ranks, step=step) for step in range(loop.steps)]
         assert all(torch.equal(rows.batch(of)["input_ids"], step) for of, step in zip(ids, found, strict=True))
         assert [step.dtype for step in found] == [torch.int64] * loop.steps
         steps.append((torch.stack(found), [data.hash_ids(of) for of in ids]))
@@ -891,7 +891,7 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
 def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> None:
     from accelerate import Accelerator
 
-    loader = data.batches(rows, Loop(micro_batch=2, steps=3), rank=0, ranks=1)
+    loader = data.batches(rows, Loop(micro_batch=2, steps=3), dp_rank=0, dp_size=1)
     assert Accelerator(cpu=True).prepare(loader) is loader
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -901,7 +901,7 @@ def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> No
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (3, 2), (4, 4), (64, 2)])
 def test_evaluation_takes_every_row_once(rows: data.Rows, micro: int, ranks: int) -> None:
-    shares = [list(data.eval_batches(rows, micro_batch=micro, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    shares = [list(data.eval_batches(rows, micro_batch=micro, dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     batches = [batch for share in shares for batch in share]
     assert {tuple(batch["input_ids"].shape) for batch in batches} == {(micro, 32)}
@@ -917,7 +917,7 @@ def test_embedded_data_end_to_end(tokenizer: Any) -> None:
     assert (rows.packed, rows.dropped, rows.truncated) == (True, 0, 0)
     assert rows.documents == len(data.embedded_files())
     assert rows.count == -(-rows.tokens // 256)
-    batch = next(iter(data.batches(rows, Loop(), rank=0, ranks=2)))
+    batch = next(iter(data.batches(rows, Loop(), dp_rank=0, dp_size=2)))
     assert {name: tuple(column.shape) for name, column in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), (4, 256)
     )

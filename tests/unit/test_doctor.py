@@ -27,7 +27,9 @@ from toolkit.doctor.abilities import judge
 from toolkit.doctor.examining import examine, run_apart
 from toolkit.doctor.finding import STATUSES
 from toolkit.doctor.libraries import absent
-from toolkit.strategy import ADAPTERS, ATTENTIONS, OFFLOADS, PRECISIONS, SHARDINGS
+from toolkit.strategy import ADAPTERS, OFFLOADS, SHARDINGS
+from toolkit.strategy import ATTENTION_WORDS as ATTENTIONS
+from toolkit.strategy import PRECISION_WORDS as PRECISIONS
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import pytest
 
 import toolkit as tk
 from toolkit.cli import main
-from toolkit.engines.job import engine_of, resolve
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
 from toolkit.errors import ToolkitError
 from toolkit.explaining import contrast, precisions, timeline
 from toolkit.notebook.asking import command
@@ -40,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: tk.ModelSpec) -> Path:
     phases = {phase: round(size * 1.25) for phase, size in found.phases.items()}
     top = {"peak_bytes": max(phases.values()), "peak_phase": found.peak_phase, "phases": phases}
     measured = {**top, "per_rank": [{"device": "cpu", **top}]}
-    dtypes = {**engine_of(found.strategy).account(found.job).dtypes, "gradients": "bfloat16"}
+    dtypes = {**engine_of(found.strategy).expected_state(found.job).dtypes, "gradients": "bfloat16"}
     about = {"strategy": dataclasses.asdict(found.strategy), "loop": dataclasses.asdict(found.loop), "ranks": 2}
     recipe = {"model": "embedded", "save_every": 0, "save_seconds": 1800.0}
     (folder / "run.json").write_text(json.dumps({**about, "recipe": recipe}))
@@ -159,7 +160,7 @@ def test_the_ledger_is_the_engines_own(spec: tk.ModelSpec) -> None:
     found = {one.label: one for one in precisions(spec, strategies, "8x H100").columns}
     for label, one in found.items():
         job = resolve(one.strategy, LOOP, spec, 8, tk.hardware("8x H100").device)
-        kept = engine_of(one.strategy).account(job).dtypes
+        kept = engine_of(one.strategy).expected_state(job).dtypes
         assert one.dtypes["preparation", "weights"] == one.dtypes["loading", "weights"] == kept["trainable"]
         assert one.dtypes["checkpoint", "weights"] == "float32", label
         assert one.dtypes["reduction", "gradients, between ranks"] == kept["reduce"] == "float32"
@@ -285,8 +286,8 @@ def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec)
     panel.controls["devices"].value = 1
     panel.controls["sharding"].value = "fsdp"
     assert panel.value is None
-    assert "needs groups of at least 2 ranks" in panel.refusal
-    assert "needs groups of at least 2 ranks" in panel.panel._said.value
+    assert "needs at least 2 ranks to shard over" in panel.refusal
+    assert "needs at least 2 ranks to shard over" in panel.panel._said.value
     assert "Traceback" not in panel.twin()
     panel.set(sharding="zero9")
     assert panel.refusal.startswith("sharding 'zero9' is unknown")

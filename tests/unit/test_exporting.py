@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit import devices
-from toolkit.engines.job import Prepared
+from toolkit.engines.records import Prepared
 from toolkit.errors import RunError
 from toolkit.exporting import Export, save, trained, verify
 from toolkit.exporting.checking import fits
@@ -22,7 +22,7 @@ from toolkit.preparing import prepare, prepared
 from toolkit.reopening import read_base, reopen
 from toolkit.runtime import accelerator as make
 from toolkit.strategy import Loop, Strategy
-from toolkit.training import adamw, evaluate
+from toolkit.training import evaluate, make_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 import tiny
@@ -48,7 +48,7 @@ def loaded(base: Path, **words: Any) -> tuple[Prepared, Any]:
     accelerator = make(Strategy(**words), Loop(micro_batch=2, seq_len=16), describe(base))
     accelerator.print = lambda *lines: None
     model, tokenizer = load(accelerator, allow_unquantized=True)
-    model, optimizer = prepare(accelerator, model, adamw(model, Loop(lr=1e-3)))
+    model, optimizer = prepare(accelerator, model, make_optimizer(model, Loop(lr=1e-3)))
     return prepared(accelerator, (model, optimizer)), tokenizer
 
 

@@ -26,7 +26,7 @@ from toolkit.model import describe
 from toolkit.preparing import prepare, prepared
 from toolkit.runtime import accelerator as make
 from toolkit.strategy import Loop, Strategy
-from toolkit.training import adamw, train, warmup_cosine
+from toolkit.training import make_optimizer, train, warmup_cosine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 import tiny
@@ -94,7 +94,7 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
     accelerator = make(Strategy(**words), loop, spec)
     accelerator.print = lambda *lines: None
     model, tokenizer = load(accelerator, allow_unquantized=True)
-    optimizer = adamw(model, loop)
+    optimizer = make_optimizer(model, loop)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, warmup_cosine(optimizer, loop))
     ours = prepared(accelerator, (model, optimizer))
     rows = torch.randint(3, 250, (STEPS, 2, 16), generator=torch.Generator().manual_seed(1))
@@ -416,6 +416,36 @@ def test_a_folder_of_anothers_needs_its_model(lives: Callable[[str], Trained], t
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in was.state.items())
 
 
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_buffer_is_exported_as_training_left_it(
+    changed: bool, lives: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    """Rounded alone it leaves as it came. A script's own buffer, which the model does not know, is left out."""
+    import hashlib
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    was = lives("deepseek")
+    checkpoint = Path(shutil.copytree(was.checkpoint, tmp_path / was.checkpoint.name))
+    (path,) = checkpoint.glob("*.safetensors")
+    manifest, tensors = read_manifest(checkpoint), load_file(path)
+    (key,) = (key for key in tensors if key.startswith("buffer:"))
+    name = key.split(":")[1]
+    tensors[key] = (tensors[key] + 1 if changed else tensors[key]).bfloat16()
+    tensors["buffer:own::0"] = torch.tensor(3)
+    save_file(tensors, path)
+    about = {**manifest.tensors, name: {"buffer": {**manifest.tensors[name]["buffer"], "dtype": "bfloat16"}}}
+    about["own"] = {"buffer": {"shape": [], "dtype": "int64"}}
+    files = {path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}}
+    crafted = dataclasses.replace(manifest, files=files, tensors=about)
+    (checkpoint / "manifest.json").write_bytes(crafted.encode())
+    export(checkpoint, tmp_path / "out")
+    found, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", was.base))
+    assert found.keys() == before.keys()
+    assert torch.equal(found[name], tensors[key] if changed else before[name])
+
+
 # What is refused leaves nothing behind
 
 
@@ -541,7 +571,7 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"identity": {"data": 1, "source": ["x"]}}, "identity data is 1; identity source is"),
     ({"identity": {"base": "x"}}, 'identity base is "x"'),
     (
-        {"tensors": {"model.norm.weight": {"shape": [64], "dtypes": {"exp_avg": "float32"}}}},
+        {"tensors": {"model.norm.weight": {"exp_avg": {"shape": [64], "dtype": "float32"}}}},
         "norm.weight has no weight",
     ),
 ]
@@ -560,7 +590,9 @@ def test_manifests_that_somebody_made(lives: Callable[[str], Trained], tmp_path:
         (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, **values).encode())
         assert read_manifest(checkpoint) != manifest
         refused(CheckpointError, rf"manifest\.json cannot be exported from: .*{match}", checkpoint, tmp_path / "out")
-    tensors = {name: {**about, "dtypes": {"weight": "int8"}} for name, about in manifest.tensors.items()}
+    tensors = {
+        name: {**about, "weight": {**about["weight"], "dtype": "int8"}} for name, about in manifest.tensors.items()
+    }
     (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, tensors=tensors).encode())
     refused(RunError, r"holds weights in int8: expected float32.*--dtype", checkpoint, tmp_path / "out")
 

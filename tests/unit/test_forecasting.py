@@ -28,18 +28,19 @@ from toolkit import (
 )
 from toolkit.adapting import check_quantized
 from toolkit.cli import main
-from toolkit.engines.job import engine_of, resolve
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.traces import Adapter, Segment, TraceConfig
 from toolkit.forecasting import casts, memory
 from toolkit.forecasting.casts import cuda_casts
-from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.timeline import Stretch, stretches
+from toolkit.forecasting.timeline import segments
 from toolkit.forecasting.traces import trace_of
-from toolkit.forecasting.ways import Adapter, Way
 from toolkit.smaller import changed
 from toolkit.units import BYTES_OF
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-FP32 = Way(
+FP32 = TraceConfig(
     weights="float32",
     autocast=None,
     attention="sdpa",
@@ -104,19 +105,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_deep_model_is_a_shallow_one_spread(family: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.forecasting import shallow, tracing
 
     spec = describe(config(family, 8))
-    spread = stretches(tracing.trace(spec, way, batch=2, seq_len=32))
+    spread = segments(tracing.trace(spec, way, batch=2, seq_len=32))
     monkeypatch.setattr(shallow, "_kept", lambda kinds: tuple(range(len(kinds))))
-    deep = stretches(tracing.trace(spec, way, batch=2, seq_len=32))
+    deep = segments(tracing.trace(spec, way, batch=2, seq_len=32))
     assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
     assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)
     assert sum(one.net for one in spread) == 0
 
 
-def levels(step: Sequence[Stretch]) -> list[tuple[str, int]]:
+def levels(step: Sequence[Segment]) -> list[tuple[str, int]]:
     """The highest total of the forward, and of the backward before each gradient."""
     found, total, highest = [], 0, 0
     for one in step:
@@ -127,7 +128,7 @@ def levels(step: Sequence[Stretch]) -> list[tuple[str, int]]:
     return found
 
 
-def peak(step: Sequence[Stretch]) -> int:
+def peak(step: Sequence[Segment]) -> int:
     """The highest total of all."""
     return max(size for _, size in levels(step))
 
@@ -135,7 +136,7 @@ def peak(step: Sequence[Stretch]) -> int:
 @pytest.mark.parametrize(
     ("family", "way"), [("llama", FP32), ("llama", AUTOCAST), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)]
 )
-def test_a_large_batch_follows_from_two_small_ones(family: str, way: Way) -> None:
+def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig) -> None:
     from toolkit.forecasting.tracing import trace
 
     spec = describe(config(family, 3))
@@ -146,9 +147,9 @@ def test_a_large_batch_follows_from_two_small_ones(family: str, way: Way) -> Non
 def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
     spec = describe(config("llama", 2))
     way = dataclasses.replace(FP32, weights="bfloat16", device="cuda", checkpointing=False)
-    flash = peak(stretches(trace_of(spec, way, batch=1, seq_len=1024)))
-    masked = peak(stretches(trace_of(spec, dataclasses.replace(way, masked=True), batch=1, seq_len=1024)))
-    eager = peak(stretches(trace_of(spec, dataclasses.replace(way, attention="eager"), batch=1, seq_len=1024)))
+    flash = peak(segments(trace_of(spec, way, batch=1, seq_len=1024)))
+    masked = peak(segments(trace_of(spec, dataclasses.replace(way, masked=True), batch=1, seq_len=1024)))
+    eager = peak(segments(trace_of(spec, dataclasses.replace(way, attention="eager"), batch=1, seq_len=1024)))
     scores = 4 * 1024 * 1024 * 2  # heads x queries x keys, in bf16: once for each of two layers, and more
     assert flash < masked < eager
     assert eager - flash > 2 * scores
@@ -159,9 +160,9 @@ def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch
 
     spec = describe(config("gpt2", 2))
     way = dataclasses.replace(AUTOCAST, checkpointing=False, device="cuda")
-    wide = peak(stretches(tracing.trace(spec, way, batch=2, seq_len=64)))
+    wide = peak(segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     monkeypatch.setattr(kernels, "cuda_casts", contextlib.nullcontext)
-    narrow = peak(stretches(tracing.trace(spec, way, batch=2, seq_len=64)))
+    narrow = peak(segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     wider = (
         2 * 64 * 4 * 64 * 2
     )  # two bytes more for what is 4 x hidden wide: the cube in each of two layers' GELU, at least
@@ -260,7 +261,7 @@ def test_the_zero_papers_figure() -> None:
     found = {}
     for word in ("ddp", "zero1", "zero2", "zero3"):
         job = resolve(Strategy(sharding=word, precision="bf16"), Loop(), spec, 64, hardware("8 nodes x 8x H100").device)
-        held = engine_of(job.strategy).account(job)
+        held = engine_of(job.strategy).expected_state(job)
         # The paper's baseline keeps bf16 weights and gradients beside fp32 states; autocast keeps fp32 weights alone.
         share = 1 if word in ("ddp", "zero1") else 64
         states = held.parameters + held.master + (held.optimizer or 0)
@@ -278,11 +279,11 @@ def test_two_known_estimates() -> None:
     """7B in half precision: 14 + 14 + 28 GB of weights, gradients and moments. 70B with optimizer state: 980 GB."""
     machine = hardware("16x H100-80GB")
     half = resolve(Strategy(precision="bf16_pure"), Loop(), parameters(7_000_000_000), 1, machine.device)
-    held = engine_of(half.strategy).account(half)
+    held = engine_of(half.strategy).expected_state(half)
     gradients = 7_000_000_000 * BYTES_OF[held.dtypes["gradients"]]
     assert [held.parameters / 1e9, gradients / 1e9, (held.optimizer or 0) / 1e9] == [14, 14, 28]
     job = resolve(Strategy(sharding="zero3", precision="bf16"), Loop(), parameters(70_000_000_000), 16, machine.device)
-    held = engine_of(job.strategy).account(job)
+    held = engine_of(job.strategy).expected_state(job)
     assert 16 * (held.parameters + held.master + (held.optimizer or 0)) == pytest.approx(980e9, rel=1e-6)
 
 
@@ -349,7 +350,7 @@ def test_the_smallest_change_that_fits_is_named() -> None:
     ("strategy", "on", "ranks", "said"),
     [
         (Strategy(adapter="qlora8"), "T4", None, "adapter 'qlora8' cannot be forecast yet. Choose"),
-        (Strategy(sharding="hsdp", replicate=2), "2x A100-80GB", None, "needs groups of at least 2 ranks"),
+        (Strategy(sharding="hsdp", dp_replicate=2), "2x A100-80GB", None, "needs groups of at least 2 ranks"),
         (Strategy(sharding="ddp"), "2x H1000", None, "hardware '2x H1000' is unknown. Did you mean"),
         (Strategy(sharding="ddp"), "2x H100", 0, "ranks 0: expected at least 1"),
     ],
@@ -448,7 +449,7 @@ def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatc
 
     real = tracing.trace
 
-    def picky(spec: ModelSpec, way: Way, **sizes: int) -> Any:
+    def picky(spec: ModelSpec, way: TraceConfig, **sizes: int) -> Any:
         if way.autocast:
             raise RuntimeError("no such kernel")
         return real(spec, way, **sizes)
@@ -521,7 +522,7 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     spec = describe(config("llama", 4))
     job = resolve(Strategy(sharding=sharding), Loop(seq_len=64), spec, 2, hardware("2x cpu").device)
     trace = memory.traced(job, masked=True)
-    few, all_of_them = memory.whole_step(job, trace), stretches(trace)
+    few, all_of_them = memory.whole_step(job, trace), segments(trace)
     assert len(few) <= len(all_of_them)
     one, other = (memory.replay(job, trace, step, checkpoints=True) for step in (few, all_of_them))
     assert one.phases == other.phases

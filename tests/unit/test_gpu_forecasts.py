@@ -9,10 +9,10 @@ import pytest
 
 from toolkit import Loop, Strategy, describe, hardware
 from toolkit.cards import CARDS
+from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
-from toolkit.forecasting.ledger import Ledger
+from toolkit.engines.ledger import Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
-from toolkit.forecasting.replays import walking
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
 from toolkit.units import KiB, MiB
@@ -151,7 +151,7 @@ def test_workspaces_come_with_the_first_product_and_stay(sharding: str, monkeypa
     trace = traced(job, masked=False)
     step = whole_step(job, trace)
     known = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
-    monkeypatch.setattr(walking, "blas_workspaces", lambda job: 0)
+    monkeypatch.setattr(simulation, "blas_workspaces", lambda job: 0)
     without = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
     more = {phase: known[phase] - without[phase] for phase in known}
     assert more == {"load": 0, "prepare": 0} | dict.fromkeys(("forward", "backward", "step", "save"), 64 * MiB)

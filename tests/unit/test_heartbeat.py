@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.heartbeat import Beat, read_beats, show_waiting
+from toolkit.folder import unheld
+from toolkit.heartbeat import Beat, Heartbeat, read_beats, show_waiting
+from toolkit.launching.watching import Watch
 from toolkit.phases import phase
 
 
@@ -50,6 +52,21 @@ def test_of_two_ranks_the_one_with_fewer_marks_is_behind(tmp_path: Path) -> None
         assert first.marks == second.marks
         first.note("between")
         assert first.marks > second.marks
+
+
+def test_ranks_of_different_stages_are_not_compared(tmp_path: Path) -> None:
+    watch = Watch(unheld(tmp_path), 4, 1.0)
+    told = {"pid": 1, "step": 4, "phase": "forward", "listens": True, "rss": 0, "cpu": 0.0, "time": 0.0}
+
+    def beat(rank: int, stage: int, marks: int) -> Heartbeat:
+        return Heartbeat(rank=rank, marks=marks, stage=stage, **told)  # type: ignore[arg-type]
+
+    watch.beats = {rank: beat(rank, *place) for rank, place in {0: (0, 8), 1: (0, 8), 2: (1, 3), 3: (1, 3)}.items()}
+    assert watch.behind() is None
+    watch.beats[3] = beat(3, 1, 2)
+    late = watch.behind()
+    assert late is not None
+    assert late.rank == 3
 
 
 def test_the_place_of_an_exception_stays(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Launched(Exception):
     """Raised in place of the first process."""
 
 
-@pytest.mark.parametrize(("words", "ranks"), [("none", 1), ("zero3", 2), ("hsdp --replicate 2", 4)])
+@pytest.mark.parametrize(("words", "ranks"), [("none", 1), ("zero3", 2), ("hsdp --dp-replicate 2", 4)])
 def test_shell_and_python_have_one_default_of_processes(
     words: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +58,7 @@ def test_shell_and_python_have_one_default_of_processes(
     script = tmp_path / "mine.py"
     script.touch()
     sharding, *fields = words.split()
-    strategy = tk.Strategy(sharding=sharding, replicate=2 if fields else 1)
+    strategy = tk.Strategy(sharding=sharding, dp_replicate=2 if fields else 1)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise Launched

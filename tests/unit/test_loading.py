@@ -85,6 +85,30 @@ def job(folder: Path, seed: int = 0, **words: Any) -> Job:
 # The model
 
 
+def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> None:
+    """A part of a model draws what the whole one draws: a rank of a pipeline holds some modules only."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toolkit.adapting import _seeded_by_name, attach
+
+    def drawn(layers: int, targets: list[str], seed: int) -> dict[str, Any]:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers))
+        with _seeded_by_name(model, seed):
+            made = attach(model, "causal", "lora", 4, targets)
+        return {name: value for name, value in made.state_dict().items() if "lora_A" in name}
+
+    first, second = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+    both, reverse, one = (drawn(2, [first, second], 7), drawn(3, [second, first], 7), drawn(2, [second], 7))
+    assert set(both) == set(reverse)
+    assert all(torch.equal(both[name], reverse[name]) for name in both)
+    (name,) = one
+    assert torch.equal(one[name], both[name])
+    assert len({float(value.sum()) for value in both.values()}) == 2
+    assert not torch.equal(drawn(2, [second], 8)[name], one[name])
+
+
 def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

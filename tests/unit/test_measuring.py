@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit import measuring
-from toolkit.engines.job import Holdings
+from toolkit.engines.records import StateMemory
 from toolkit.measuring.cpu import _peaks
 from toolkit.units import MiB
 
@@ -271,7 +271,7 @@ def rank(peak: int | None, phase: str | None = "backward", **more: Any) -> measu
     return measuring.Measured(peak_bytes=peak, peak_phase=phase, phases=phases, **values)
 
 
-HELD = Holdings(trainable=20, frozen=5, master=10, optimizer=25)
+HELD = StateMemory(trainable=20, frozen=5, master=10, optimizer=25)
 
 
 def together(*ranks: measuring.Measured) -> measuring.Memory:

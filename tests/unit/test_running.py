@@ -236,8 +236,8 @@ def test_what_an_accelerator_left_behind_reaches_no_run() -> None:
     [("none", "8x T4", 1), ("zero3", "1x T4", 1), ("fsdp", "8x T4", 8), ("fsdp", "1x cpu", 2), ("hsdp", "1x cpu", 4)],
 )
 def test_so_many_ranks_are_launched(sharding: str, machine: str, ranks: int) -> None:
-    replicate = 2 if sharding == "hsdp" else 1
-    assert default_ranks(tk.Strategy(sharding=sharding, replicate=replicate), hardware(machine)) == ranks
+    dp_replicate = 2 if sharding == "hsdp" else 1
+    assert default_ranks(tk.Strategy(sharding=sharding, dp_replicate=dp_replicate), hardware(machine)) == ranks
 
 
 def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,14 @@ from toolkit.flags import from_dict
 from toolkit.folder import read_run_json
 from toolkit.model import describe, local_weights, require_weights
 from toolkit.model.trusting import digest_of
+from toolkit.parallelism import Parallelism
 from toolkit.readying import Recipe
 from toolkit.redacting import redact, redact_all
 from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
+
+ONE = vars(Parallelism())
+"""Of one rank."""
 
 ROOT = Path(__file__).parents[2]
 SECRET = "swordfish-4711"
@@ -558,8 +562,8 @@ def test_an_adapter_beside_a_models_weights_is_refused(made: Path, tmp_path: Pat
 
 
 MANIFEST = Manifest(
-    format=1, step=1, ranks=1, global_batch=1, strategy={}, loop={}, counters={"steps": 1}, schedule={},
-    tensors={"a": {"shape": [1], "dtypes": {"weight": "float32"}}}, identity={}, versions={}, written="",
+    format=2, step=1, parallelism=ONE, global_batch=1, strategy={}, loop={}, counters={"steps": 1}, schedule={},
+    tensors={"a": {"weight": {"shape": [1], "dtype": "float32"}}}, identity={}, versions={}, written="",
     files={"rank-00000.safetensors": {"sha256": "0" * 64, "bytes": 1}},
 )  # fmt: skip
 
@@ -582,9 +586,9 @@ def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
 def test_a_manifest_names_dtypes_and_nothing_else_of_torch(tmp_path: Path) -> None:
     import dataclasses
 
-    changed = dataclasses.replace(MANIFEST, tensors={"a": {"shape": [1], "dtypes": {"weight": "load"}}})
+    changed = dataclasses.replace(MANIFEST, tensors={"a": {"weight": {"shape": [1], "dtype": "load"}}})
     (tmp_path / "manifest.json").write_bytes(changed.encode())
-    with pytest.raises(CheckpointError, match=r"dtypes \['load'\]"):
+    with pytest.raises(CheckpointError, match="the dtype 'load' of weight of 'a'"):
         read_manifest(tmp_path)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.engines.job import Prepared
+from toolkit.engines.records import Prepared
 from toolkit.errors import DataError
 from toolkit.training import Step, Wish, evaluate, train
 

@@ -23,7 +23,7 @@ import runs
 
 import toolkit as tk
 from toolkit import cli, durable, folder, locking
-from toolkit.checkpoints.manifest import Manifest, read_manifest
+from toolkit.checkpoints.manifest import FORMAT, Manifest, read_manifest
 from toolkit.cli.writing import write
 from toolkit.data.reading import LONGEST, documents
 from toolkit.data.sources import find_source
@@ -37,8 +37,12 @@ from toolkit.launching.targets import Target
 from toolkit.launching.trust import check_target, note_launch, target_of
 from toolkit.model import describe, local_weights
 from toolkit.model.trusting import digest_of
+from toolkit.parallelism import Parallelism
 from toolkit.redacting import redact, visible
 from toolkit.show import Table
+
+ONE = vars(Parallelism())
+"""Of one rank."""
 
 MEASURED = """
 import sys
@@ -514,11 +518,12 @@ NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"
 
 @pytest.mark.parametrize("value", NUMBERS)
 @pytest.mark.parametrize(
-    "field", ["step", "ranks", "global_batch", "versions", "tensors", "files", "written", "counters"]
+    "field", ["step", "parallelism", "global_batch", "versions", "tensors", "files", "written", "counters"]
 )
 def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> None:
     about = Manifest(
-        format=1, step=4, ranks=1, global_batch=1, strategy={}, loop={}, counters={"steps": 4}, schedule={}, tensors={},
+        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, loop={}, counters={"steps": 4}, schedule={},
+        tensors={},
         identity={}, versions={}, written="", files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
     )  # fmt: skip
     fields = {**dataclasses.asdict(about), field: "HERE"}
@@ -529,6 +534,31 @@ def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> No
     (here / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged, or no manifest"):
         read_manifest(here)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        5, [], {}, {"weight": 5}, {"weight": {}}, {"weight": {"shape": [4]}}, {"weight": {"dtype": "float32"}},
+        {"weight": {"shape": [4.0], "dtype": "float32"}}, {"weight": {"shape": [True], "dtype": "float32"}},
+        {"weight": {"shape": [-1], "dtype": "float32"}}, {"weight": {"shape": [0, 2**60], "dtype": "float32"}},
+        {"weight": {"shape": [2**30, 2**30], "dtype": "float32"}}, {"weight": {"shape": "4", "dtype": "float32"}},
+        {"weight": {"shape": [4], "dtype": ["float32"]}}, {"weight": {"shape": [4], "dtype": "load"}},
+        {"shape": [4], "dtypes": {"weight": "float32"}},
+    ],
+)  # fmt: skip
+def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> None:
+    manifest = Manifest(
+        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, loop={}, counters={"steps": 4}, schedule={},
+        tensors={"a": about}, identity={}, versions={}, written="",
+        files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
+    )  # fmt: skip
+    (here / "manifest.json").write_bytes(manifest.encode())
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged, or no manifest"):
+        read_manifest(here)
+    sound = dataclasses.replace(manifest, tensors={"a": {"weight": {"shape": [4], "dtype": "float32"}}})
+    (here / "manifest.json").write_bytes(sound.encode())
+    assert read_manifest(here) == sound
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])

@@ -8,12 +8,13 @@ import pytest
 
 from toolkit.errors import StrategyError
 from toolkit.flags import add_flags, from_dict, given, to_flags
-from toolkit.strategy import ADAPTERS, PRECISIONS, SHARDINGS, Loop, Strategy
+from toolkit.strategy import ADAPTERS, SHARDINGS, Loop, Strategy
+from toolkit.strategy import PRECISION_WORDS as PRECISIONS
 
 VALID = [
     Strategy(),
     Strategy(sharding="zero3", offload="cpu", adapter="qlora", precision="bf16"),
-    Strategy(sharding="hsdp", replicate=2, adapter="dora", lora_rank=8, lora_targets="q_proj,v_proj"),
+    Strategy(sharding="hsdp", dp_replicate=2, adapter="dora", lora_rank=8, lora_targets="q_proj,v_proj"),
     Strategy(sharding="none", adapter="qlora8", attention="eager", activation_checkpointing="none"),
 ]
 
@@ -27,7 +28,7 @@ def test_aliases_are_taken_in_any_case(alias: str, word: str) -> None:
 
 
 def test_hybrid_shard_is_hsdp_with_groups() -> None:
-    assert Strategy(sharding="HYBRID_SHARD", replicate=2).sharding == "hsdp"
+    assert Strategy(sharding="HYBRID_SHARD", dp_replicate=2).sharding == "hsdp"
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,8 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
         ({"sharding": "zero2", "offload": "cpu"}, "it runs with none, optimizer"),
         ({"sharding": "fsdp", "offload": "optimizer"}, "it runs with none, cpu"),
         ({"sharding": "zero3", "adapter": "qlora8"}, "runs with sharding none, ddp"),
-        ({"sharding": "hsdp"}, "needs replicate of at least 2"),
-        ({"sharding": "fsdp", "replicate": 2}, "belongs to sharding 'hsdp'"),
+        ({"sharding": "hsdp"}, "needs dp_replicate of at least 2"),
+        ({"sharding": "fsdp", "dp_replicate": 2}, "belongs to sharding 'hsdp'"),
         ({"lora_rank": 0}, "at least 1"),
     ],
 )
@@ -54,7 +55,7 @@ def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: st
 
 @pytest.mark.parametrize(
     ("owner", "fields"),
-    [(Strategy, {name: 2}) for name in ("tensor", "context", "expert", "pipeline")]
+    [(Strategy, {name: 2}) for name in ("tp", "cp", "ep", "pp")]
     + [
         (Strategy, {"precision": "fp8"}),
         (Strategy, {"offload": "nvme"}),
@@ -98,7 +99,7 @@ def test_every_cell_of_the_table_is_made_or_refused_in_one_sentence() -> None:
         for adapter in ADAPTERS:
             for precision in PRECISIONS:
                 fields = {"sharding": word, "adapter": adapter, "precision": precision}
-                fields["replicate"] = 2 if row.replicate else 1  # type: ignore[assignment]
+                fields["dp_replicate"] = 2 if row.hybrid else 1  # type: ignore[assignment]
                 if adapter in row.adapter and precision in row.precision:
                     Strategy(**fields)  # type: ignore[arg-type]
                     made += 1

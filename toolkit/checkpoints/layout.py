@@ -1,131 +1,220 @@
-"""Who writes what: every element of what is trained once, whatever the engine, as flat ranges of named tensors."""
+"""Who writes what: each element of the trained tensors and buffers once, as boxes and flat ranges of named tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Piece, Prepared, engine_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.records import Prepared
+from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Box, Shard, box_elements, box_shape
+from toolkit.engines.states import persistent_buffers
 from toolkit.errors import StrategyError
+from toolkit.tables import Optimizer
 from toolkit.units import BYTES_OF, dtype_name
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHT = "weight"
-"""The kind that a checkpoint knows a parameter's values by: its master where the engine keeps one."""
-
-OPTIMIZERS = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
-"""Classes whose state is two moments and a count of steps."""
+"""The kind of a parameter's values in a checkpoint: of its master, if the engine keeps one."""
 
 GENERATOR = "generator"
 """The kind of the tensors that hold a generator's state."""
 
+_KEY = re.compile(r"(?s)(?P<kind>[a-z0-9_]+):(?P<name>.+):(?P<box>[0-9+,]*):(?P<start>[0-9]+)")
+
 
 @dataclass(frozen=True)
-class Range:
-    """A flat range of one kind of a named tensor, as some rank holds it."""
+class Region:
+    """A box of a named tensor, or a flat range in it: what one rank holds, and what one tensor in a file holds."""
 
     kind: str
     name: str
+    box: Box
     start: int
-    """In elements of the flattened whole tensor."""
+    """Offset in the flattened box, in elements."""
     length: int
+    """In elements."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the box."""
+        return self.length == box_elements(self.box)
 
-@dataclass(frozen=True)
-class Part:
-    """What this rank writes: a range, and the memory that holds it."""
-
-    range: Range
-    tensor: torch.Tensor
-    """One-dimensional view of the engine's memory."""
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of its tensor in a file: the box's for all of the box, flat for a part."""
+        return box_shape(self.box) if self.whole else (self.length,)
 
     @property
     def key(self) -> str:
-        """Its name in the safetensors file."""
-        return key_of(self.range)
+        """Its name in a safetensors file, as `KIND:NAME:BOX:START`: `weight:lm_head.weight:0+4096,512+256:0`.
+
+        BOX is `offset+size` for each dimension of the whole tensor, separated by commas. It is empty for a tensor
+        without dimensions. A name may contain colons; the other three cannot.
+        """
+        box = ",".join(f"{offset}+{size}" for offset, size in self.box)
+        return f"{self.kind}:{self.name}:{box}:{self.start}"
+
+    @classmethod
+    def parse(cls, key: str, stored_shape: Sequence[int]) -> Region:
+        """Read a key and the shape of its tensor. Inverse of `key` and `stored_shape`.
+
+        Raises:
+            ValueError: if a region would not be written as this.
+        """
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ValueError("expected KIND:NAME:BOX:START")
+        sides = [side.split("+") for side in match["box"].split(",")] if match["box"] else []
+        box = tuple((int(offset), int(size)) for offset, size in sides)
+        found = cls(match["kind"], match["name"], box, int(match["start"]), math.prod(stored_shape))
+        if found.key != key or found.stored_shape != tuple(stored_shape):
+            raise ValueError(f"it is written otherwise, or its shape {list(stored_shape)} does not fit the box")
+        if found.length < 1 or found.start + found.length > box_elements(box):
+            raise ValueError("it is empty, or reaches beyond its box")
+        return found
+
+    @classmethod
+    def of(cls, kind: str, shard: Shard) -> Region:
+        """Return the region that a shard holds."""
+        return cls(kind, shard.name, shard.box, shard.start, shard.tensor.numel())
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """What this rank writes: a region, and a view of the memory that holds it, in the shape that is stored."""
+
+    region: Region
+    tensor: torch.Tensor
+
+    def divide(self, index: int, count: int) -> WriteItem | None:
+        """Return the share `index` of `count` about equal ones, or None where too few rows leave nothing for it."""
+        region = self.region
+        if not region.whole:
+            low, high = region.length * index // count, region.length * (index + 1) // count
+            share = dataclasses.replace(region, start=region.start + low, length=high - low)
+            return WriteItem(share, self.tensor[low:high]) if low < high else None
+        if not region.box:
+            return self if index == 0 else None
+        dim = _dimension(box_shape(region.box), count)
+        offset, size = region.box[dim]
+        low, high = size * index // count, size * (index + 1) // count
+        box = (*region.box[:dim], (offset + low, high - low), *region.box[dim + 1 :])
+        share = dataclasses.replace(region, box=box, length=box_elements(box))
+        return WriteItem(share, self.tensor.narrow(dim, low, high - low)) if low < high else None
+
+
+def _dimension(shape: Sequence[int], count: int) -> int:
+    """Return the first dimension that divides about evenly, else the largest.
+
+    The first is best: whole rows are contiguous, so that a device copies them to the host without a temporary copy.
+    """
+    even = (dim for dim, size in enumerate(shape) if size >= 16 * count or size % count == 0)
+    return next(even, max(range(len(shape)), key=lambda dim: shape[dim]))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What this rank writes, and what all ranks together do. It stays as it is as long as the ranks do."""
+    """What this rank writes, and what all ranks together do. It is valid as long as the ranks are the same."""
 
-    mine: tuple[Part, ...]
-    tensors: dict[str, dict[str, Any]]
+    mine: tuple[WriteItem, ...]
+    tensors: dict[str, dict[str, dict[str, Any]]]
     """As `Manifest.tensors`."""
     total_bytes: int
-    """Of all ranks' ranges."""
+    """Of all ranks' regions."""
+    model: Any
+    """The unwrapped module, which may replace its buffers while it trains."""
+
+    def items(self) -> Iterator[WriteItem]:
+        """Yield what this rank writes, with the buffers that the model has now.
+
+        Raises:
+            StrategyError: for a buffer whose shape or dtype has changed since training began.
+        """
+        buffers = persistent_buffers(self.model)
+        for item in self.mine:
+            if item.region.kind == BUFFER:
+                now, was = buffers.get(item.region.name), item.tensor
+                if now is None or (now.shape, now.dtype) != (was.shape, was.dtype):
+                    raise StrategyError(
+                        f"buffer {item.region.name} had shape {list(was.shape)} and {was.dtype} when training began, and "
+                        "has another now. A checkpoint needs it unchanged: register it with persistent=False."
+                    )
+                item = dataclasses.replace(item, tensor=now.detach())
+            yield item
 
 
-def key_of(range_: Range) -> str:
-    """`weight:0:model.embed_tokens.weight`: kind, start and name. The length is the tensor's own."""
-    return f"{range_.kind}:{range_.start}:{range_.name}"
-
-
-def range_of(key: str, length: int) -> Range:
-    """The inverse of `key_of`."""
-    kind, start, name = key.split(":", 2)
-    return Range(kind, name, int(start), length)
-
-
-def trained_pieces(prepared: Prepared, *, create: bool = False) -> Iterator[tuple[str, Piece]]:
-    """The pieces of what is trained, each with the kind that a checkpoint knows it by; compute copies left out."""
+def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[tuple[str, Shard]]:
+    """Yield the shards that a checkpoint holds, each with its kind there: no frozen parameters, no compute copies."""
     module = prepared.accelerator.unwrap_model(prepared.model)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    found = [p for p in engine_of(prepared.job.strategy).pieces(prepared, create) if p.name in trained]
+    shards = [
+        shard
+        for shard in engine_of(prepared.job.strategy).shards(prepared, create)
+        if shard.kind == BUFFER or shard.name in trained
+    ]
     job = prepared.job
     # Not by what this rank holds: its part may be all padding, and the others' masters are what is trained.
-    kinds = engine_of(job.strategy).account(job).dtypes if job.spec else {piece.kind for piece in found}
-    apart = "master" in kinds
-    for piece in found:
-        if not (apart and piece.kind == "parameter"):
-            yield WEIGHT if piece.kind in ("parameter", "master") else piece.kind, piece
+    kinds = engine_of(job.strategy).expected_state(job).dtypes if job.spec else {shard.kind for shard in shards}
+    apart = MASTER in kinds
+    for shard in shards:
+        if not (apart and shard.kind == PARAMETER):
+            yield WEIGHT if shard.kind in (PARAMETER, MASTER) else shard.kind, shard
 
 
 def lay_out(prepared: Prepared) -> Layout:
-    """Divide what is trained among the ranks: whoever holds a range alone writes it, replicas write equal parts of it.
+    """Divide trained tensors and buffers among the ranks: each region is written once, equal ones in about equal shares.
 
-    A collective.
+    Buffers are written by the first rank that holds them, since nothing keeps them equal on all ranks. A collective.
 
     Raises:
         StrategyError: for an optimizer that keeps another state than Adam's two moments.
     """
     from accelerate.utils import gather_object
 
-    _check_optimizer(prepared.optimizer)
-    held = [(kind, piece) for kind, piece in trained_pieces(prepared, create=True)]
-    told = [(Range(kind, p.name, p.start, p.tensor.numel()), p.shape, dtype_name(p.tensor.dtype)) for kind, p in held]
-    every: list[list[Any]] = gather_object([told])
-    holders: dict[Range, list[int]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    for rank, ranges in enumerate(every):
-        for range_, shape, dtype in ranges:
-            holders.setdefault(range_, []).append(rank)
-            tensor = tensors.setdefault(range_.name, {"shape": list(shape), "dtypes": {}})
-            tensor["dtypes"][range_.kind] = dtype
-    total = sum(range_.length * BYTES_OF[tensors[range_.name]["dtypes"][range_.kind]] for range_ in holders)
-    mine = _mine(held, holders, prepared.accelerator.process_index)
-    return Layout(mine=tuple(mine), tensors=tensors, total_bytes=total)
+    _check_optimizer(prepared.job.optimizer, prepared.optimizer)
+    shards = list(checkpoint_shards(prepared, create=True))
+    held = {Region.of(kind, shard): shard.tensor for kind, shard in shards}
+    shapes = {(shard.name, kind): (shard.shape, dtype_name(shard.tensor.dtype)) for kind, shard in shards}
+    every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(held), shapes)])
+    holders: dict[Region, list[int]] = {}
+    tensors: dict[str, dict[str, dict[str, Any]]] = {}
+    for rank, (regions, about) in enumerate(every):
+        for (name, kind), (shape, dtype) in about.items():
+            tensors.setdefault(name, {})[kind] = {"shape": list(shape), "dtype": dtype}
+        for region in regions:
+            if region.length and not (region.kind == BUFFER and region in holders):
+                holders.setdefault(region, []).append(rank)
+    return Layout(
+        mine=tuple(_shares(held, holders, prepared.accelerator.process_index)),
+        tensors=tensors,
+        total_bytes=sum(region.length * BYTES_OF[tensors[region.name][region.kind]["dtype"]] for region in holders),
+        model=prepared.accelerator.unwrap_model(prepared.model),
+    )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
     while hasattr(optimizer, "optimizer"):  # Accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
     odd = any(group.get("amsgrad") for group in optimizer.param_groups)
-    if type(optimizer).__name__ not in OPTIMIZERS or odd:
+    if type(optimizer).__name__ not in row.classes or odd:
         raise StrategyError(
             f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: it keeps "
-            f"Adam's two moments. Use one of {', '.join(OPTIMIZERS)}, or train without checkpoints."
+            f"Adam's two moments. Use one of {', '.join(row.classes)}, or train without checkpoints."
         )
 
 
-def _mine(held: Iterable[tuple[str, Piece]], holders: dict[Range, list[int]], rank: int) -> Iterator[Part]:
-    for kind, piece in held:
-        length = piece.tensor.numel()
-        among = holders[Range(kind, piece.name, piece.start, length)]
-        at = among.index(rank)
-        begin, end = length * at // len(among), length * (at + 1) // len(among)
-        if begin < end:
-            yield Part(Range(kind, piece.name, piece.start + begin, end - begin), piece.tensor[begin:end])
+def _shares(held: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int) -> Iterator[WriteItem]:
+    """Yield this rank's share of each region that it holds. Who gets the larger shares changes from region to region."""
+    for at, (region, ranks) in enumerate(holders.items()):
+        if rank in ranks:
+            item = WriteItem(region, held[region].view(region.stored_shape))
+            share = item.divide((ranks.index(rank) + at) % len(ranks), len(ranks))
+            if share is not None:
+                yield share

@@ -15,20 +15,22 @@ from typing import Any
 
 from toolkit.checkpoints.hashing import sha256_of_all
 from toolkit.durable import check_fields, parse_json, read_limited
-from toolkit.engines.job import Counters
+from toolkit.engines.records import Counters
 from toolkit.errors import CheckpointError, OtherFormat
+from toolkit.folder import RANKS
+from toolkit.parallelism import Parallelism
 from toolkit.units import BYTES_OF
 
-FORMAT = 1
+FORMAT = 2
 """Whoever changes what a checkpoint's files mean raises it."""
 
 NAME = "manifest.json"
 
 LIMIT = 64 * 2**20
-"""Bytes of the longest: some 200 a tensor."""
+"""Bytes of the longest: some 400 a tensor."""
 
 _KINDS: Mapping[str, Any] = {
-    "format": int, "step": int, "ranks": int, "global_batch": int, "strategy": dict, "loop": dict, "counters": dict,
+    "format": int, "step": int, "parallelism": dict, "global_batch": int, "strategy": dict, "loop": dict, "counters": dict,
     "schedule": dict, "tensors": dict, "identity": dict, "versions": dict, "written": str, "files": dict,
 }  # fmt: skip
 
@@ -53,7 +55,8 @@ class Manifest:
     format: int
     step: int
     """Steps of the loop that were done, those that fp16's scaler skipped included."""
-    ranks: int
+    parallelism: Mapping[str, int]
+    """Ranks along each dimension: see `Parallelism`."""
     global_batch: int
     """Samples of a step. `step` × `global_batch` of the data's order are behind."""
     strategy: Mapping[str, Any]
@@ -63,8 +66,8 @@ class Manifest:
     """The optimizer's steps, fp16's scale: see `engines.job.Counters`."""
     schedule: Mapping[str, Any]
     """The learning-rate schedule's state."""
-    tensors: Mapping[str, Mapping[str, Any]]
-    """Canonical parameter name → its whole `shape` and, by kind (`weight`, `exp_avg`, `exp_avg_sq`), its `dtypes`."""
+    tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """Canonical name → kind (`weight`, `exp_avg`, `exp_avg_sq`, `buffer`) → `shape` of the whole tensor, and `dtype`."""
     identity: Mapping[str, Any]
     """Fingerprints of model, tokenizer, data and, under an adapter, of the base: see `Identity`."""
     versions: Mapping[str, Any]
@@ -72,6 +75,11 @@ class Manifest:
     """When, in local time with its offset."""
     files: Mapping[str, Mapping[str, Any]]
     """File → its `sha256` and `bytes`."""
+
+    @property
+    def ranks(self) -> int:
+        """The world size that wrote it."""
+        return Parallelism(**self.parallelism).ranks
 
     @property
     def size_bytes(self) -> int:
@@ -126,23 +134,33 @@ def _check(found: Manifest) -> None:
         check_fields(file, {"sha256": str, "bytes": int})
         if file["bytes"] < 0 or "sha256" not in file:
             raise ValueError(f"it says no sha256 and bytes of {name!r}")
-    for name, tensor in found.tensors.items():
-        check_fields(tensor, {"shape": list, "dtypes": dict})
-        sizes = all(type(size) is int and size >= 0 for size in tensor["shape"])
-        if not sizes or math.prod(tensor["shape"]) >= 2**60 or not tensor["dtypes"]:
-            raise ValueError(f"it says no shape and dtypes of {name!r}")
-        if not set(tensor["dtypes"].values()) <= set(BYTES_OF):
-            raise ValueError(f"it names dtypes {sorted(tensor['dtypes'].values())} of {name!r}")
+    _check_tensors(found.tensors)
     check_fields(
         found.counters, {"steps": int, "scale": int | float | None, "good_steps": int, "hysteresis": int | None}
     )
     Counters(**found.counters)
     if not isinstance(found.identity.get("config", {}), dict):
         raise ValueError("the identity's config has to be an object")
-    if found.step < 0 or found.ranks < 1 or found.global_batch < 1:
+    sizes = [size for size in found.parallelism.values() if type(size) is int and 0 < size <= RANKS]
+    if set(found.parallelism) != set(vars(Parallelism())) or len(sizes) < len(found.parallelism):
+        raise ValueError(f"its parallelism is {found.parallelism}: expected a size of at least 1 of each dimension")
+    if found.step < 0 or found.global_batch < 1:
         raise ValueError("its counts are below their least")
-    if len(found.files) != found.ranks or any(file_name(rank) not in found.files for rank in range(found.ranks)):
+    if found.ranks != len(found.files) or any(file_name(rank) not in found.files for rank in range(found.ranks)):
         raise ValueError(f"it is of {found.ranks} ranks, and names {len(found.files)} files: expected one of each")
+
+
+def _check_tensors(tensors: Mapping[str, Any]) -> None:
+    for name, kinds in tensors.items():
+        if not isinstance(kinds, dict) or not kinds:
+            raise ValueError(f"it names no kind of {name!r}")
+        for kind, tensor in kinds.items():
+            check_fields(tensor, {"shape": list, "dtype": str})
+            sizes = tensor.get("shape", [None])
+            if not all(type(size) is int and 0 <= size < 2**60 for size in sizes) or math.prod(sizes) >= 2**60:
+                raise ValueError(f"it says no shape of {kind} of {name!r}")
+            if tensor.get("dtype") not in BYTES_OF:
+                raise ValueError(f"it names the dtype {tensor.get('dtype')!r} of {kind} of {name!r}")
 
 
 def complete(checkpoints: Path) -> list[Path]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.identity import Identity, check_same
-from toolkit.checkpoints.layout import GENERATOR, WEIGHT, Range, range_of, trained_pieces
-from toolkit.checkpoints.manifest import UNREADABLE, Manifest, file_name, listed, misplaced, problems, read_manifest
+from toolkit.checkpoints.layout import checkpoint_shards
+from toolkit.checkpoints.manifest import UNREADABLE, Manifest, listed, misplaced, problems, read_manifest
 from toolkit.checkpoints.randomness import write_generators
-from toolkit.engines.job import Counters, Job, Prepared, engine_of
+from toolkit.checkpoints.stored import StoredTensors, opened
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Counters, Prepared
+from toolkit.engines.shards import BUFFER, Shard, copy, parts
+from toolkit.engines.states import buffer_shards, persistent_buffers
 from toolkit.errors import CheckpointError
+from toolkit.parallelism import Parallelism
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
 
 
@@ -127,32 +131,55 @@ def check_fits(found: Found, job: Job, identity: Identity) -> None:
 
 
 def restore(prepared: Prepared, schedule: Any, found: Found, identity: Identity) -> None:
-    """Write a checkpoint's weights, moments, counters, schedule and generators into a prepared model. A collective.
+    """Write a checkpoint's weights, moments, buffers, counters, schedule and generators into a prepared model. A collective.
 
-    Each rank reads of each file only the ranges that it holds, whatever strategy and number of ranks wrote them.
+    Each rank reads of each file only what it holds itself, whatever strategy and number of ranks wrote them.
 
     Raises:
-        CheckpointError: for a checkpoint of another model, base or data, or one that lacks a range.
+        CheckpointError: for a checkpoint of another model, base or data, or one that lacks a part.
     """
     manifest, path = found.manifest, found.path
     assert manifest is not None, "nothing was found to restore"
     assert path is not None, "a manifest lies in a folder"
     check_fits(found, prepared.job, identity)
     module = prepared.accelerator.unwrap_model(prepared.model)
+    shards = [(kind, shard) for kind, shard in checkpoint_shards(prepared, create=True) if kind != BUFFER]
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if differing := sorted(trained ^ set(manifest.tensors)):
-        raise CheckpointError(f"{path} and the model differ in what is trained, first in {differing[0]}.")
-    with opened(path, manifest) as ranges:
-        for kind, piece in trained_pieces(prepared, create=True):
-            if tuple(manifest.tensors[piece.name]["shape"]) != piece.shape:
-                raise CheckpointError(f"{path} has no tensor {piece.name} of shape {list(piece.shape)}.")
-            if piece.tensor.numel():
-                ranges.read(Range(kind, piece.name, piece.start, piece.tensor.numel()), piece.tensor)
-        engine_of(prepared.job.strategy).restored(prepared, Counters(**manifest.counters))
+    if differing := sorted((trained | set(persistent_buffers(module))) ^ set(manifest.tensors)):
+        raise CheckpointError(f"{path} and the model differ in trained tensors or buffers, first in {differing[0]}.")
+    with opened(path, manifest) as stored:
+        for kind, shard in shards:
+            _read(stored, kind, shard)
+        engine_of(prepared.job.strategy).after_restore(prepared, Counters(**manifest.counters))
+        for shard in buffer_shards(module):  # last: an engine's `restored` may run the model, which may change them
+            _restore_buffer(stored, shard)
         _restore_schedule(schedule, manifest.schedule)
-        # Last of all: restoring itself may draw. More ranks than wrote take the states in turn.
-        write_generators(ranges.generators(prepared.accelerator.process_index % manifest.ranks))
+        # Last of all: restoring itself may draw. More data-parallel ranks than wrote take the states in turn.
+        wrote = Parallelism(**manifest.parallelism)
+        dp_rank = prepared.job.coordinates(prepared.accelerator.process_index).dp_rank
+        write_generators(stored.generators(wrote.first_rank(dp_rank % wrote.dp_size)))
     prepared.accelerator.wait_for_everyone()
+
+
+def _read(stored: StoredTensors, kind: str, shard: Shard) -> None:
+    _check_shape(stored, kind, shard)
+    stored.read(shard.name, kind, parts(shard))
+
+
+def _restore_buffer(stored: StoredTensors, shard: Shard) -> None:
+    """Read a buffer, unless it differs only by the rounding of the strategy that wrote it."""
+    import torch
+
+    _check_shape(stored, BUFFER, shard)
+    value = stored.whole(shard.name, BUFFER)
+    if not torch.equal(shard.tensor.to("cpu", value.dtype), value):
+        copy([(shard.box, value)], parts(shard))
+
+
+def _check_shape(stored: StoredTensors, kind: str, shard: Shard) -> None:
+    shape = stored.manifest.tensors[shard.name].get(kind, {}).get("shape")
+    if shape != list(shard.shape):
+        raise CheckpointError(f"{stored.path} has no {kind} of {shard.name} of shape {list(shard.shape)}.")
 
 
 def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
@@ -170,82 +197,3 @@ def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
         ]
     for group, lr in zip(inner.optimizer.param_groups, inner.get_last_lr(), strict=True):
         group["lr"] = lr
-
-
-class Ranges:
-    """A checkpoint's files, read by kind, name and flat range."""
-
-    def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Any]) -> None:
-        """`files`: open safetensors files by name."""
-        self.path, self.manifest, self._files = path, manifest, files
-        self._where: dict[tuple[str, str], list[tuple[Range, Any, str]]] = {}
-        for name, file in files.items():
-            for key in file.keys():  # noqa: SIM118  not a dictionary
-                if key.startswith(GENERATOR):
-                    continue
-                try:
-                    (length,) = file.get_slice(key).get_shape()
-                    range_ = range_of(key, length)
-                except ValueError as error:
-                    raise CheckpointError(
-                        f"{path / name}: {key!r} names no flat range of a tensor, so this toolkit did not write it. "
-                        "Take another checkpoint."
-                    ) from error
-                self._where.setdefault((range_.kind, range_.name), []).append((range_, file, key))
-        for parts in self._where.values():
-            parts.sort(key=lambda part: part[0].start)
-
-    def read(self, wanted: Range, into: torch.Tensor) -> None:
-        """Copy a range into a flat tensor of its length.
-
-        Raises:
-            CheckpointError: where the files lack a part of it.
-        """
-        at, end = wanted.start, wanted.start + wanted.length
-        for range_, file, key in self._where.get((wanted.kind, wanted.name), ()):
-            low, high = max(at, range_.start), min(end, range_.start + range_.length)
-            if low >= high:
-                continue
-            if low != at:
-                break
-            part = file.get_slice(key)[low - range_.start : high - range_.start]
-            into[low - wanted.start : high - wanted.start].copy_(part)
-            at = high
-        if at != end:
-            raise CheckpointError(f"{self.path} lacks elements from {at} on of {wanted.kind} of {wanted.name}.")
-
-    def whole(self, name: str, kind: str = WEIGHT) -> torch.Tensor:
-        """One tensor put together, in its own shape and dtype.
-
-        Raises:
-            CheckpointError: where the files lack a part of it.
-        """
-        import math
-
-        import torch
-
-        about = self.manifest.tensors[name]
-        shape = tuple(about["shape"])
-        found = torch.empty(shape, dtype=getattr(torch, about["dtypes"][kind]))
-        self.read(Range(kind, name, 0, math.prod(shape)), found.view(-1))
-        return found
-
-    def generators(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random generators of one of the ranks that wrote."""
-        file = self._files[file_name(rank)]
-        names = [key for key in file.keys() if key.startswith(GENERATOR)]  # noqa: SIM118
-        return {name.partition(":")[2]: file.get_tensor(name) for name in names}
-
-
-@contextlib.contextmanager
-def opened(path: Path, manifest: Manifest) -> Iterator[Ranges]:
-    """A checkpoint's tensors, mapped: only what is asked for is read."""
-    from safetensors import SafetensorError, safe_open
-
-    with contextlib.ExitStack() as stack:
-        names = [name for name in manifest.files if name.endswith(".safetensors")]
-        try:
-            files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} holds a file that is no safetensors file: {error}. Take another.") from error
-        yield Ranges(path, manifest, files)

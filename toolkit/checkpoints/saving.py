@@ -23,7 +23,8 @@ from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, file_
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.writer import Writer
 from toolkit.durable import sync_folder, write_whole
-from toolkit.engines.job import Prepared, engine_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.records import Prepared
 from toolkit.engines.waiting import on_main, ticking
 from toolkit.errors import CheckpointError, StrategyError
 from toolkit.redacting import redact_all
@@ -158,25 +159,25 @@ class Saver:
         import torch
 
         sizes: dict[torch.dtype, int] = {}
-        for part in self.layout.mine:
-            sizes[part.tensor.dtype] = sizes.get(part.tensor.dtype, 0) + part.range.length
+        for item in self.layout.mine:
+            sizes[item.tensor.dtype] = sizes.get(item.tensor.dtype, 0) + item.region.length
         pinned = self.prepared.accelerator.device.type == "cuda"
         self._buffers = {dtype: torch.empty(n, dtype=dtype, pin_memory=pinned) for dtype, n in sizes.items()}
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's parts in host memory, in buffers that are used again."""
+        """Copy this rank's items into host memory, in flat buffers that are used again."""
         import torch
 
         if not self._buffers:
             self._make_buffers()
         at = dict.fromkeys(self._buffers, 0)
         found = {}
-        for part in self.layout.mine:
-            dtype, length = part.tensor.dtype, part.range.length
-            copy = self._buffers[dtype][at[dtype] : at[dtype] + length]
-            copy.copy_(part.tensor, non_blocking=True)
+        for item in self.layout.items():
+            dtype, length = item.tensor.dtype, item.region.length
+            copy = self._buffers[dtype][at[dtype] : at[dtype] + length].view(item.tensor.shape)
+            copy.copy_(item.tensor, non_blocking=True)
             at[dtype] += length
-            found[part.key] = copy
+            found[item.region.key] = copy
         if self.prepared.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         return found | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
@@ -188,7 +189,7 @@ class Saver:
         return {
             "format": FORMAT,
             "step": step,
-            "ranks": job.ranks,
+            "parallelism": dataclasses.asdict(job.parallelism),
             "global_batch": job.global_batch,
             "strategy": dataclasses.asdict(job.strategy),
             "loop": dataclasses.asdict(job.loop),
@@ -237,7 +238,7 @@ class Saver:
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
         """Wait for every rank's note, write the manifest, give the folder its name, remove the oldest."""
-        ranks = range(int(about["ranks"]))
+        ranks = range(self.prepared.job.ranks)
         self._await(partial, ranks)
         files = {}
         for rank in ranks:

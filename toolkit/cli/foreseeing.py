@@ -112,13 +112,13 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
     from toolkit.devices import hardware
-    from toolkit.engines.job import default_ranks, engine_of
+    from toolkit.engines.base import engine_of
+    from toolkit.engines.job import default_ranks
 
     if flags.all:
         written = {}
         for name, strategy in catalog().items():
-            ranks = 1 if strategy.sharding == "none" else 2 * strategy.replicate
-            written[name] = engine_of(strategy).to_yaml(strategy, ranks, 1)
+            written[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
             write_config(Path(flags.all, f"{name}.yaml"), written[name], "--all")
         return written
     strategy = from_dict(Strategy, given(flags, Strategy))
@@ -152,8 +152,8 @@ def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
     """One for each of the shardings that `--sharding` lists, or of these."""
     fields = given(flags, Strategy)
     words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
-    replicate = fields.pop("replicate", 2)
+    groups = fields.pop("dp_replicate", 2)
     return [
-        from_dict(Strategy, {**fields, "sharding": word, "replicate": replicate if SHARDINGS[word].replicate else 1})
+        from_dict(Strategy, {**fields, "sharding": word, "dp_replicate": groups if SHARDINGS[word].hybrid else 1})
         for word in words
     ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model, in processes of its own."""
     from toolkit.devices import hardware
-    from toolkit.engines.job import engine_of
+    from toolkit.engines.base import engine_of
     from toolkit.folder import RUNS, check_new, enter, new_path
     from toolkit.launching import Care, persevere
     from toolkit.locking import new_token
@@ -107,7 +107,7 @@ def resume(flags: argparse.Namespace) -> dict[str, Any]:
 def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.continuing import continued, finished
     from toolkit.devices import hardware
-    from toolkit.engines.job import engine_of
+    from toolkit.engines.base import engine_of
     from toolkit.folder import enter, read_run_json
     from toolkit.launching import Care, persevere
     from toolkit.launching.trust import target_of

@@ -63,7 +63,7 @@ def parser() -> Parser:
             )
         else:
             foretold.add_argument("--run", metavar="RUN", type=expanduser, help="folder of a run that is shown beside")
-    kept = ("sharding", "offload", "activation_checkpointing", "replicate", "micro_batch", "accumulation")
+    kept = ("sharding", "offload", "activation_checkpointing", "dp_replicate", "micro_batch", "accumulation")
     planned = verb(plan, Strategy, Loop, without=kept)
     planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     planned.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")

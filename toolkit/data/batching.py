@@ -48,9 +48,9 @@ def _epoch(rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(rows)
 
 
-def sample_ids(rows: Rows, loop: Loop, *, ranks: int, step: int) -> list[int]:
+def sample_ids(rows: Rows, loop: Loop, *, dp_size: int, step: int) -> list[int]:
     """The row ids of the global batch that step `step` (from 0) trains on, in the order of training."""
-    size = loop.micro_batch * loop.accumulation * ranks
+    size = loop.micro_batch * loop.accumulation * dp_size
     return Order(rows=rows.count, seed=loop.seed).ids(step * size, size)
 
 
@@ -77,18 +77,18 @@ def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
     return ", ".join([*map(spelled, ids[:SHOWN_ROWS]), *more]) + f" of the rows in {rows.folder}"
 
 
-def check_batch(rows: Rows, loop: Loop, *, ranks: int) -> None:
+def check_batch(rows: Rows, loop: Loop, *, dp_size: int) -> None:
     """Refuse data that are too few for one global batch.
 
     Raises:
         DataError: with both sizes, and what to make smaller.
     """
-    size = loop.micro_batch * loop.accumulation * ranks
+    size = loop.micro_batch * loop.accumulation * dp_size
     if rows.count < size:
         raise DataError(
             f"too little data: {rows.documents} documents with {rows.tokens:,} tokens make {rows.count} rows of"
             f" {rows.seq_len}, and one global batch takes {size} (micro_batch {loop.micro_batch} × accumulation"
-            f" {loop.accumulation} × {ranks} ranks)."
+            f" {loop.accumulation} × {dp_size} data-parallel ranks)."
             " Give more, or lower --micro-batch, --accumulation or --seq-len."
         )
 
@@ -97,18 +97,18 @@ def batches(
     rows: Rows,
     loop: Loop,
     *,
-    rank: int,
-    ranks: int,
+    dp_rank: int,
+    dp_size: int,
     start_step: int = 0,
     attention: str = "sdpa",
     workers: int = 0,
 ) -> Loader:
     """This rank's micro-batches from `start_step` to `loop.steps`, in order: `accumulation` of them are a step.
 
-    A step takes the next micro_batch × accumulation × ranks samples of `Order`, whichever way these three split it. Of
-    them, the first micro_batch × ranks belong to the first micro-step, and so on; of a micro-step the first
-    `micro_batch` belong to rank 0, and so on. So the global batch depends on its size alone, and a run resumes anywhere
-    with `start_step`, also on another number of ranks.
+    A step takes the next micro_batch × accumulation × dp_size samples of `Order`, whichever way these three split it. Of
+    them, the first micro_batch × dp_size belong to the first micro-step, and so on; of a micro-step the first
+    `micro_batch` belong to data-parallel rank 0, and so on. So the global batch depends on its size alone, and a run resumes
+    anywhere with `start_step`, also on another number of ranks.
 
     `workers` processes load ahead where there are any; a batch depends on its index alone, so they change nothing.
 
@@ -117,17 +117,17 @@ def batches(
     Raises:
         DataError: for fewer rows than one global batch.
     """
-    check_batch(rows, loop, ranks=ranks)
+    check_batch(rows, loop, dp_size=dp_size)
     order = Order(rows=rows.count, seed=loop.seed)
     micro, first = loop.micro_batch, start_step * loop.accumulation
 
     def take(index: int) -> dict[str, Tensor]:
-        return rows.batch(order.ids(((first + index) * ranks + rank) * micro, micro), attention=attention)
+        return rows.batch(order.ids(((first + index) * dp_size + dp_rank) * micro, micro), attention=attention)
 
     return _loader(take, max(loop.steps * loop.accumulation - first, 0), workers)
 
 
-def eval_batches(rows: Rows, *, micro_batch: int, rank: int, ranks: int, attention: str = "sdpa") -> Loader:
+def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, attention: str = "sdpa") -> Loader:
     """Every row once over all ranks, in the order of the rows, split over the ranks as `batches` does.
 
     All ranks get equally many batches of equal shape: what is missing at the end is rows without a trained label. So a
@@ -135,12 +135,12 @@ def eval_batches(rows: Rows, *, micro_batch: int, rank: int, ranks: int, attenti
     """
 
     def take(index: int) -> dict[str, Tensor]:
-        start = (index * ranks + rank) * micro_batch
+        start = (index * dp_size + dp_rank) * micro_batch
         return rows.batch(
             [at if at < rows.count else -1 for at in range(start, start + micro_batch)], attention=attention
         )
 
-    return _loader(take, ceil_div(rows.count, micro_batch * ranks))
+    return _loader(take, ceil_div(rows.count, micro_batch * dp_size))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from toolkit.cache import cache_folder
 from toolkit.data.packing import IGNORED, PACKED, PADDED, Counts
 from toolkit.errors import DataError
 from toolkit.show import Shown, Table
+from toolkit.tables import ATTENTIONS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +70,7 @@ class Rows(Shown):
     def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, torch.Tensor]:
         """What the model's forward takes, int64 [len(ids), seq_len]; an id of -1 is a row in which nothing is trained.
 
-        `input_ids`, `labels` (not shifted: transformers' losses do that; -100 trains nothing) and, packed,
+        `input_ids`, `labels` (not shifted; -100 trains nothing) and, packed,
         `position_ids`, else `attention_mask`. Under `attention` `flash_attention_*` packed rows are joined into one,
         [1, len(ids) × seq_len]: it keeps documents apart in a batch of one only, and silently does not in a larger one
         (transformers `modeling_flash_attention_utils._is_packed_sequence`). Losses are the same: a row's first label is
@@ -82,7 +83,7 @@ class Rows(Shown):
         taken = {name: column[np.maximum(index, 0)].astype(np.int64) for name, column in self.columns.items()}
         found = {name: torch.from_numpy(values) for name, values in taken.items()}
         found["labels"][torch.from_numpy(index < 0)] = IGNORED
-        if self.packed and attention.startswith("flash_attention"):
+        if self.packed and ATTENTIONS[attention].joins_rows:
             return {name: column.reshape(1, -1) for name, column in found.items()}
         return found
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from toolkit.devices import Hardware, hardware
 from toolkit.doctor.finding import Finding
-from toolkit.errors import ToolkitError
-from toolkit.strategy import ADAPTERS, ATTENTIONS, LATER, OFFLOADS, PRECISIONS, SHARDINGS
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
+from toolkit.errors import StrategyError, ToolkitError
+from toolkit.strategy import ADAPTERS, ATTENTION_WORDS, LATER, OFFLOADS, PRECISION_WORDS, SHARDINGS, Loop, Strategy
+from toolkit.tables import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,8 @@ def judge(findings: Sequence[Finding]) -> Iterator[Ability]:
         "sharding": (tuple(SHARDINGS), _sharding),
         "offload": (OFFLOADS, _offload),
         "adapter": (ADAPTERS, _adapter),
-        "precision": (PRECISIONS, _precision),
-        "attention": (ATTENTIONS, _attention),
+        "precision": (PRECISION_WORDS, _precision),
+        "attention": (ATTENTION_WORDS, _attention),
     }
     for field, (values, rule) in rules.items():
         for value in values:
@@ -52,29 +55,47 @@ def _lacking(found: Found, *checks: str) -> str:
 
 
 def _sharding(word: str, machine: Hardware, found: Found) -> tuple[bool, str]:
-    row, gpus = SHARDINGS[word], machine.count if machine.device.kind == "cuda" else None
-    needs = ["torch", "transformers", "accelerate", *(["processes"] if word != "none" else [])]
-    if row.engine == "deepspeed":
-        # On a CPU DeepSpeed loads its collectives when it starts; on a GPU nothing compiled is needed without offload.
-        needs += ["deepspeed", *(["deepspeed operators"] if gpus is None else [])]
-    if reason := _lacking(found, *needs):
+    strategy = Strategy(sharding=word, dp_replicate=2 if SHARDINGS[word].hybrid else 1)
+    needs = ["torch", "transformers", "accelerate", *([] if strategy.single_process else ["processes"])]
+    if reason := _lacking(found, *needs, *engine_of(strategy).checks(strategy, machine.device)):
         return False, reason
-    least = 4 if row.replicate else 2 if row.engine == "fsdp" else 1
-    if gpus is not None and gpus < least:
-        return False, f"needs {least} GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}"
-    return True, "with one process: there is one GPU" if gpus == 1 and word != "none" else ""
+    if machine.device.kind != "cuda":
+        return True, ""
+    if refused := _refusal(strategy, machine.count, machine):
+        return False, refused
+    return True, "with one process: there is one GPU" if machine.count == 1 and not strategy.single_process else ""
+
+
+def _refusal(strategy: Strategy, ranks: int, machine: Hardware) -> str:
+    """Why this many ranks on this machine cannot run a strategy; empty where they can."""
+    try:
+        resolve(strategy, Loop(), None, 1 if strategy.single_process else ranks, machine.device)
+    except StrategyError as error:
+        return str(error)
+    return ""
+
+
+def _able(machine: Hardware, found: Found, **fields: str) -> tuple[list[str], str]:
+    """The shardings that run with these fields here, and why the first of the others does not."""
+    able, reason = [], ""
+    for word, row in SHARDINGS.items():
+        try:
+            strategy = Strategy(sharding=word, dp_replicate=2 if row.hybrid else 1, **fields)  # type: ignore[arg-type]
+        except StrategyError:  # the table excludes it on every machine
+            continue
+        lacking = _lacking(found, *engine_of(strategy).checks(strategy, machine.device))
+        if why := lacking or _refusal(strategy, strategy.least_ranks, machine):
+            reason = reason or why
+        else:
+            able.append(word)
+    return able, reason
 
 
 def _offload(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
     if value == "none":
         return True, ""
-    on_gpu = machine.device.kind == "cuda"
-    reason = _lacking(found, "deepspeed", "deepspeed operators")
-    fsdp = value == "cpu" and on_gpu and not _lacking(found, "processes")
-    if reason:
-        return fsdp, f"with fsdp only; {reason}" if fsdp else reason
-    able = [word for word, row in SHARDINGS.items() if value in row.offload and (on_gpu or row.engine == "deepspeed")]
-    return True, f"with {', '.join(able)}"
+    able, reason = _able(machine, found, offload=value)
+    return bool(able), f"with {', '.join(able)}" if able else reason
 
 
 def _adapter(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
@@ -88,10 +109,11 @@ def _precision(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
     if value == "auto":
         best = "fp32" if device.kind == "cpu" else "bf16" if "bf16" in device.dtypes else "fp16"
         return True, f"takes {best}"
-    if value == "fp16" and device.kind == "cpu":
-        reason = _lacking(found, "deepspeed", "deepspeed operators")
-        return not reason, reason or "with zero1, zero2, zero3: others have no loss scaling on a CPU"
-    if value.startswith("bf16"):
+    row = PRECISIONS.get(value)
+    if row and row.scaled and device.kind == "cpu":
+        able, reason = _able(machine, found, precision=value)
+        return bool(able), f"with {', '.join(able)}: others have no loss scaling on a CPU" if able else reason
+    if row and row.accelerate == "bf16":
         reason = _lacking(found, "bf16")
         return not reason, reason or ("" if "bf16" in device.dtypes else "not native: no faster than fp32")
     runs = value in device.dtypes

@@ -1,1 +1,1 @@
-"""One file an engine, all with the same functions (`job.Engine`). The only place that knows upstream's spellings."""
+"""One file or folder an engine, each a subclass of `base.Engine`. The only place that knows upstream's names."""

@@ -2,176 +2,213 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from toolkit.devices import Device
-from toolkit.engines.job import Counters, Holdings, Job, Piece, Prepared, Update, base_yaml, bound_precision
-from toolkit.engines.states import holdings, moment_pieces, moments, parameters_of
-from toolkit.engines.stepping import backward_weighted, clip_and_step, read_counters, write_counters
+from toolkit.engines.base import Engine
+from toolkit.engines.config_file import base_yaml, read_precision
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
+from toolkit.engines.shards import PARAMETER, Shard, whole_box
+from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
+from toolkit.engines.states import (
+    buffer_shards,
+    measured_state,
+    moment_bytes,
+    optimizer_bytes,
+    optimizer_dtypes,
+    optimizer_shards,
+    parameters_of,
+)
+from toolkit.engines.stepping import backward_weighted, write_counters
+from toolkit.engines.traces import Segment, Trace
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
-from toolkit.model import ModelSpec
-from toolkit.strategy import Loop, Strategy
-from toolkit.units import BYTES_OF, dtype_name
+from toolkit.strategy import Strategy
+from toolkit.units import BYTES_OF, MiB, dtype_name
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     import torch
 
+BROADCAST = 250 * MiB
+"""Parameters that DDP joins to send them from rank 0 (torch/nn/parallel/distributed.py `broadcast_bucket_size`)."""
 
-def settings(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> dict[str, Any]:
-    """Backend and autocast dtype. Refuses a wrong number of ranks, and fp16 on a CPU, where it is silently fp32."""
-    if strategy.sharding == "none" and ranks != 1:
-        raise StrategyError(f"sharding 'none' is one process; got {ranks} ranks. Choose sharding 'ddp', or 1 process.")
-    if strategy.sharding == "ddp" and ranks < 2:
-        raise StrategyError(
-            f"sharding 'ddp' needs at least 2 ranks; got {ranks}. Choose sharding 'none', or 2 processes."
+
+class DDP(Engine):
+    """`none` and `ddp`."""
+
+    prepares_pair = False
+    broadcasts_buffers = True
+    hides_every_backward = False
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Return backend and autocast dtype. Refuses fp16 on a CPU, where it is silently fp32."""
+        strategy = job.strategy
+        if job.precision.scaled and job.device.kind == "cpu":
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
+                f"on a CPU, where loss scaling does not exist "
+                "and Accelerate would run fp32. Choose precision 'bf16', or sharding 'zero2'."
+            )
+        return {
+            "backend": "gloo" if job.device.kind == "cpu" else "nccl",
+            "autocast": job.precision.accelerate if job.precision.mixed else "no",
+        }
+
+    def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
+        """No plugin: Accelerate's own DDP."""
+        return {
+            "cpu": job.device.kind == "cpu",
+            "mixed_precision": job.settings["autocast"],
+            "kwargs_handlers": handlers(timeout),
+        }
+
+    def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+        """`MULTI_GPU` with `use_cpu: false` starts several processes on a CPU too; `MULTI_CPU` starts one."""
+        kind = "NO" if strategy.sharding == "none" else "MULTI_GPU"
+        return base_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
+
+    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A file without DeepSpeed and FSDP."""
+        kinds = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+        sharding = kinds.get(str(config.get("distributed_type", "NO")))
+        return {"sharding": sharding} | read_precision(config.get("mixed_precision")) if sharding else None
+
+    def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
+        """`accelerate launch` without DeepSpeed and FSDP; nothing where it was not `accelerate launch`."""
+        other = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+        if "ACCELERATE_MIXED_PRECISION" not in environ or any(environ.get(name) == "true" for name in other):
+            return None
+        sharding = "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "none"
+        return {"sharding": sharding} | read_precision(environ["ACCELERATE_MIXED_PRECISION"])
+
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """All parameters, and two moments of each trained one in its own dtype (Rajbhandari et al. 2020, section 3.1)."""
+        found = list(parameters_of(job))
+        trained = sum(state.elements for state in found if state.trainable)
+        return StateMemory(
+            trainable=sum(state.bytes for state in found if state.trainable),
+            frozen=sum(state.bytes for state in found if not state.trainable),
+            optimizer=optimizer_bytes(job, trained),
+            dtypes={
+                **dict.fromkeys(("trainable", "gradients", *_reduced(job)), job.weight_dtype),
+                "optimizer": optimizer_dtypes(job),
+            },
         )
-    if strategy.precision == "fp16" and device.kind == "cpu":
-        raise StrategyError(
-            f"sharding {strategy.sharding!r} cannot train in precision 'fp16' on a CPU, where loss scaling does not exist "
-            "and Accelerate would run fp32. Choose precision 'bf16', or sharding 'zero2'."
+
+    def autocast_dtype(self, job: Job) -> str | None:
+        """The weights keep the dtype that they are trained in."""
+        return None if job.settings["autocast"] == "no" else job.compute_dtype
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Gradients alone."""
+        return what == "gradient"
+
+    def simulate_step(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """Whole gradients, and buckets of the same size beside them."""
+        held = self.expected_state(job, rank)
+        loaded(ledger, job, held.parameters)
+        if job.parallelism.dp_size > 1:
+            ledger.touch("buffers", min(held.parameters, BROADCAST))
+            ledger.hold("buffers", held.trainable)
+        moments(ledger, job, held, checkpoints)
+        walk(ledger, job, step, _Gradients(ledger))
+        ledger.enter("step")
+        optimizer_step(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
+        ledger.hold("gradients", -ledger.held["gradients"])
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """One all-reduce of all gradients, with the last micro-batch: 2 (N - 1)/N of them (Rajbhandari et al. 2020, section 7)."""
+        ranks = job.parallelism.loss_size
+        size = sum(state.elements for state in parameters_of(job) if state.trainable) * BYTES_OF[job.weight_dtype]
+        sent = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
+        return [sent] if ranks > 1 else []
+
+    def compute_note(self, job: Job) -> str:
+        """Under autocast the weights stay as they are."""
+        if job.settings["autocast"] == "no":
+            return "on the weights as they are held"
+        return f"under autocast: products in {job.compute_dtype}, what needs the range in float32"
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """Several ranks are wrapped in DDP, one is not."""
+        expected = "DistributedDataParallel" if prepared.job.parallelism.dp_size > 1 else None
+        found = type(prepared.model).__name__
+        if expected and found != expected:
+            return [f"engine is {found}, expected {expected}"]
+        return (
+            [f"engine is {found}, expected the bare model"]
+            if not expected and hasattr(prepared.model, "module")
+            else []
         )
-    return {
-        "backend": "gloo" if device.kind == "cpu" else "nccl",
-        "autocast": {"bf16": "bf16", "fp16": "fp16"}.get(strategy.precision, "no"),
-    }
 
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """What the parameters' storages and the optimizer's state hold."""
+        size, kinds = moment_bytes(prepared.optimizer)
+        found = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
+        # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`).
+        sent = "+".join(sorted({dtype_name(parameter.dtype) for parameter, trained in found if trained}))
+        return measured_state(
+            found, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)}
+        )
 
-def require_library(strategy: Strategy) -> None:
-    """torch alone."""
+    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+        """Gradients are averaged over the ranks with the last micro-batch only."""
+        with nullcontext() if last else prepared.accelerator.no_sync(prepared.model):
+            backward_weighted(prepared, loss)
 
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
+        """Yield every parameter, moment and persistent buffer, whole, with the strides that it has."""
+        module = prepared.accelerator.unwrap_model(prepared.model)
+        for name, parameter in module.named_parameters():
+            shape = tuple(parameter.shape)
+            shard = Shard(name, PARAMETER, shape, whole_box(shape), 0, parameter.detach())
+            yield shard
+            if parameter.requires_grad:
+                optimizer, detach = prepared.optimizer, lambda tensor: tensor.detach()
+                yield from optimizer_shards(prepared.job, optimizer, parameter, shard, detach, create)
+        yield from buffer_shards(module)
 
-def plugin(job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-    """No plugin: Accelerate's own DDP."""
-    return {
-        "cpu": job.device.kind == "cpu",
-        "mixed_precision": job.settings["autocast"],
-        "kwargs_handlers": handlers(timeout),
-    }
+    def after_restore(self, prepared: Prepared, counters: Counters) -> None:
+        """Counters; then DDP goes through one step's worth of gradients that are thrown away.
 
+        After its first backward DDP sums gradients in buckets of another order (`reducer.cpp`, `rebuild_buckets`), which
+        with more than two ranks changes their last bits. A run that goes on has to sum as one that was never stopped.
+        """
+        import torch
 
-def variables(job: Job) -> dict[str, str | None]:
-    """None."""
-    return {}
-
-
-def to_yaml(strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-    """`MULTI_GPU` with `use_cpu: false` starts several processes on a CPU too; `MULTI_CPU` starts one."""
-    kind = "NO" if strategy.sharding == "none" else "MULTI_GPU"
-    return base_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
-
-
-def from_yaml(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A file without DeepSpeed and FSDP."""
-    kinds = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
-    sharding = kinds.get(str(config.get("distributed_type", "NO")))
-    return {"sharding": sharding} | bound_precision(config.get("mixed_precision")) if sharding else None
-
-
-def from_env(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """`accelerate launch` without DeepSpeed and FSDP; nothing where it was not `accelerate launch`."""
-    other = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
-    if "ACCELERATE_MIXED_PRECISION" not in environ or any(environ.get(name) == "true" for name in other):
-        return None
-    sharding = "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "none"
-    return {"sharding": sharding} | bound_precision(environ["ACCELERATE_MIXED_PRECISION"])
-
-
-def loading(job: Job) -> AbstractContextManager[str]:
-    """Every rank needs all of it, so every rank reads it."""
-    return nullcontext("every rank reads the whole model, which it keeps")
-
-
-def arrange(job: Job, model: torch.nn.Module) -> None:
-    """Nothing: DDP takes a model as it is."""
-
-
-def account(job: Job) -> Holdings:
-    """All parameters, and two moments of each trained one in its own dtype (Rajbhandari et al. 2020, section 3.1)."""
-    found = list(parameters_of(job))
-    trained = sum(state.elements for state in found if state.trainable)
-    return Holdings(
-        trainable=sum(state.bytes for state in found if state.trainable),
-        frozen=sum(state.bytes for state in found if not state.trainable),
-        optimizer=2 * trained * BYTES_OF[job.weight_dtype],
-        dtypes=dict.fromkeys(("trainable", "gradients", *_reduced(job), "optimizer"), job.weight_dtype),
-    )
+        write_counters(prepared, counters)
+        if prepared.job.parallelism.dp_size == 1:
+            return
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=prepared.accelerator.device)
+        for last in (False, True):  # the buckets are rebuilt at the head of the second forward
+            loss = prepared.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            if not last:
+                loss.backward()
+        prepared.optimizer.zero_grad()
 
 
 def _reduced(job: Job) -> tuple[str, ...]:
     """One process reduces nothing."""
-    return ("reduce",) if job.strategy.sharding == "ddp" else ()
+    return ("reduce",) if job.parallelism.dp_size > 1 else ()
 
 
-def computing(job: Job) -> str:
-    """Under autocast the weights stay as they are."""
-    if job.settings["autocast"] == "no":
-        return "on the weights as they are held"
-    return f"under autocast: products in {job.compute_dtype}, what needs the range in float32"
+class _Gradients:
+    """Gradients stay until the step has ended; those of later micro-batches are added in place."""
 
+    grows = True
 
-def check(prepared: Prepared) -> list[str]:
-    """Several ranks are wrapped in DDP, one is not."""
-    expected = "DistributedDataParallel" if prepared.job.strategy.sharding == "ddp" else None
-    found = type(prepared.model).__name__
-    if expected and found != expected:
-        return [f"engine is {found}, expected {expected}"]
-    return [f"engine is {found}, expected the bare model"] if not expected and hasattr(prepared.model, "module") else []
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._grown: set[str] = set()
 
-
-def audit(prepared: Prepared) -> Holdings:
-    """What the parameters' storages and the optimizer's state hold."""
-    size, kinds = moments(prepared.optimizer)
-    found = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
-    # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`).
-    sent = "+".join(sorted({dtype_name(parameter.dtype) for parameter, trained in found if trained}))
-    return holdings(found, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)})
-
-
-def backward(prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-    """Gradients are averaged over the ranks with the last micro-batch only."""
-    with nullcontext() if last else prepared.accelerator.no_sync(prepared.model):
-        backward_weighted(prepared, loss)
-
-
-def update(prepared: Prepared) -> Update:
-    """Clip by the global norm, then step."""
-    return clip_and_step(prepared)
-
-
-def pieces(prepared: Prepared, create: bool = False) -> Iterator[Piece]:
-    """Every parameter and moment, whole."""
-    for name, parameter in prepared.accelerator.unwrap_model(prepared.model).named_parameters():
-        piece = Piece(name, "parameter", tuple(parameter.shape), 0, parameter.detach().view(-1))
-        yield piece
-        if parameter.requires_grad:
-            yield from moment_pieces(prepared.optimizer, parameter, piece, lambda tensor: tensor.view(-1), create)
-
-
-def counters(prepared: Prepared) -> Counters:
-    """The optimizer's and the scaler's."""
-    return read_counters(prepared)
-
-
-def restored(prepared: Prepared, counters: Counters) -> None:
-    """Counters; then DDP goes through one step's worth of gradients that are thrown away.
-
-    After its first backward DDP sums gradients in buckets of another order (`reducer.cpp`, `rebuild_buckets`), which
-    with more than two ranks changes their last bits. A run that goes on has to sum as one that was never stopped.
-    """
-    import torch
-
-    write_counters(prepared, counters)
-    if prepared.job.strategy.sharding != "ddp":
-        return
-    tokens = torch.zeros((1, 2), dtype=torch.long, device=prepared.accelerator.device)
-    for last in (False, True):  # the buckets are rebuilt at the head of the second forward
-        loss = prepared.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        if not last:
-            loss.backward()
-    prepared.optimizer.zero_grad()
+    def event(self, what: str, size: int, name: str, backward: bool) -> None:
+        if what == "gradient" and name not in self._grown:
+            self._ledger.hold("gradients", size)
+            self._grown.add(name)

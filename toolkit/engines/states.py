@@ -1,7 +1,8 @@
-"""What every engine's account starts from: the parameters that a job trains and the ones that it freezes, with their dtypes."""
+"""The parameters that a job trains and freezes, with their dtypes; and helpers to measure states and find moments."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.job import Holdings, Job, Piece
+from toolkit.engines.job import Job
+from toolkit.engines.records import StateMemory
+from toolkit.engines.shards import BUFFER, Shard, whole_box
 from toolkit.model import ModelSpec
 from toolkit.units import BYTES_OF, ceil_div, dtype_name
 
@@ -68,14 +71,32 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def buffer_shards(model: torch.nn.Module) -> Iterator[Shard]:
+    """Yield the persistent buffers, which every rank holds whole."""
+    for name, buffer in persistent_buffers(model).items():
+        shape = tuple(buffer.shape)
+        yield Shard(name, BUFFER, shape, whole_box(shape), 0, buffer.detach())
+
+
 def packed_shape(elements: int, size: int) -> tuple[int, int]:
     """Of weights in 4 bits: a column of storage elements of `size` bytes each."""
     return ceil_div(ceil_div(elements, 2), size), 1
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """Weights and two moments of what is trained, each in the dtype that it is trained in."""
-    return 3 * sum(state.elements for state in parameters_of(job) if state.trainable) * BYTES_OF[job.weight_dtype]
+    """Return the bytes of the trained weights and of the optimizer's states."""
+    trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+    return trained * BYTES_OF[job.weight_dtype] + optimizer_bytes(job, trained)
+
+
+def optimizer_bytes(job: Job, elements: int) -> int:
+    """Return the bytes of the optimizer's states of so many trained elements."""
+    return elements * sum(BYTES_OF[state.dtype or job.weight_dtype] for state in job.optimizer.states)
+
+
+def optimizer_dtypes(job: Job) -> str:
+    """torch's names of the dtypes of the optimizer's states, joined by `+`."""
+    return "+".join(sorted({state.dtype or job.weight_dtype for state in job.optimizer.states}))
 
 
 def parameters_of(job: Job) -> tuple[State, ...]:
@@ -137,14 +158,14 @@ def _added(job: Job, module: str, out_features: int, in_features: int) -> Iterat
         yield State(name=name, shape=(out_features,), trainable=True, dtype=job.weight_dtype)
 
 
-def holdings(
+def measured_state(
     found: Iterable[tuple[torch.Tensor, bool]],
     *,
     master: int = 0,
     optimizer: int | None,
     dtypes: dict[str, str],
     more: Mapping[bool, int] | None = None,
-) -> Holdings:
+) -> StateMemory:
     """An audit's result from the tensors that hold parameters: unique storages, trainable and frozen apart.
 
     `found` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
@@ -160,7 +181,7 @@ def holdings(
             seen.add(storage.data_ptr())
             sizes[trainable] += storage.nbytes()
     ledger = {"trainable": "+".join(sorted(kinds[True])), "frozen": "+".join(sorted(kinds[False]))}
-    return Holdings(
+    return StateMemory(
         trainable=sizes[True],
         frozen=sizes[False],
         master=master,
@@ -169,7 +190,7 @@ def holdings(
     )
 
 
-def moments(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
+def moment_bytes(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
     """Bytes and dtypes of an optimizer's moments as this rank holds them; (None, "") before the first step.
 
     Step counters (one element each) are not counted.
@@ -186,33 +207,36 @@ def moments(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
     return (size, "+".join(sorted(kinds))) if kinds else (None, "")
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's first and second moment, by torch's names."""
-
-
-def moment_pieces(
-    optimizer: torch.optim.Optimizer, owner: torch.Tensor, piece: Piece, cut: Callable[[Any], Any], create: bool
-) -> Iterator[Piece]:
-    """The moments that belong to a piece of a parameter or master; nothing where there are none.
+def optimizer_shards(
+    job: Job,
+    optimizer: torch.optim.Optimizer,
+    owner: torch.Tensor,
+    shard: Shard,
+    cut: Callable[[Any], Any],
+    create: bool,
+) -> Iterator[Shard]:
+    """Yield the optimizer's states that belong to a shard of a parameter or master, if there are any.
 
     Args:
+        job: that names the optimizer.
         optimizer: that steps `owner`.
-        owner: the tensor by which the optimizer finds its state; `piece` is a part of it.
-        piece: a parameter's or a master's.
-        cut: takes of a tensor like `owner` the flat part that `piece` is.
-        create: make zero moments first, as the optimizer's first step would (torch/optim/adam.py `_init_group`;
+        owner: the tensor by which the optimizer finds its state; `shard` is a part of it.
+        shard: a parameter's or a master's.
+        cut: takes of a tensor like `owner` the part that `shard` is.
+        create: make states of zeros first, as the optimizer's first step would (torch/optim/adam.py `_init_group`;
             deepspeed/ops/adam/cpu_adam.py counts its steps in a plain int).
     """
     import torch
 
+    kinds = [state.name for state in job.optimizer.states]
     if create and not optimizer.state.get(owner):
         plain = type(optimizer).__name__ == "DeepSpeedCPUAdam"
-        zeros = {kind: torch.zeros_like(owner, memory_format=torch.preserve_format) for kind in MOMENTS}
+        zeros = {kind: torch.zeros_like(owner, memory_format=torch.preserve_format) for kind in kinds}
         optimizer.state[owner] = {"step": 0 if plain else torch.tensor(0.0), **zeros}
     state = optimizer.state.get(owner, {})
-    for kind in MOMENTS:
+    for kind in kinds:
         if kind in state:
-            yield Piece(piece.name, kind, piece.shape, piece.start, cut(state[kind]))
+            yield dataclasses.replace(shard, kind=kind, tensor=cut(state[kind]))
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:

@@ -1,18 +1,23 @@
-"""An optimizer step through Accelerate: what DDP and FSDP share, since there the engine itself takes no step."""
+"""An optimizer step through Accelerate, for engines without a step of their own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.engines.job import Counters, Prepared, Update
+from toolkit.engines.records import Counters, Prepared, StepResult
 from toolkit.engines.states import set_steps, steps_of
 from toolkit.phases import phase
 from toolkit.units import dtype_name
 
 if TYPE_CHECKING:
     import torch
+
+
+def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy a batch to the device, without waiting."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
@@ -22,7 +27,7 @@ def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
 
-def clip_and_step(prepared: Prepared) -> Update:
+def clip_and_step(prepared: Prepared) -> StepResult:
     """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
 
     Under fp16 the scaler decides: it skips the step and lowers its scale.
@@ -37,7 +42,7 @@ def clip_and_step(prepared: Prepared) -> Update:
         skipped = prepared.accelerator.optimizer_step_was_skipped if scaled else not math.isfinite(norm)
         prepared.optimizer.zero_grad()
     scale = prepared.accelerator.scaler.get_scale() if scaled else 1.0
-    return Update(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
+    return StepResult(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
 
 
 def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.drawing import Bar, bars
+from toolkit.engines.ledger import PARTS
 from toolkit.explaining.reasons import explain
 from toolkit.forecasting import Forecast
-from toolkit.forecasting.ledger import PARTS
 from toolkit.forecasting.timing import collectives
 from toolkit.show import Shown, Table
 from toolkit.units import format_bytes, format_step_seconds
@@ -164,7 +164,7 @@ def _label(found: Forecast, asked: Mapping[str, tuple[Any, Any]], place: int) ->
     words = [
         str(values[place]) if name in ("model", "hardware") else f"{name} {values[place]}"
         for name, values in asked.items()
-        if name not in ("replicate", "lr")
+        if name not in ("dp_replicate", "lr")
     ]
     return found.strategy.sharding if "sharding" in asked or not words else ", ".join(words[:2])
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapting import kept_dtype, read_dtype
+from toolkit.adapting import read_dtype
 from toolkit.devices import Hardware
 from toolkit.drawing import Bar, bars
-from toolkit.engines.job import Job, engine_of
-from toolkit.engines.states import parameters_of
+from toolkit.engines.base import engine_of, kept_dtype
+from toolkit.engines.job import Job
+from toolkit.engines.states import optimizer_bytes, parameters_of
 from toolkit.errors import StrategyError
 from toolkit.explaining.seen import Seen, read_seen
 from toolkit.forecasting.predicting import asked
 from toolkit.model import ModelSpec
 from toolkit.show import Shown, Table
-from toolkit.strategy import Loop, Strategy
+from toolkit.strategy import Loop, Strategy, usual_shardings
 from toolkit.units import BYTES_OF
 
 STAGES = ("loading", "preparation", "compute", "reduction", "optimizer", "checkpoint")
@@ -170,13 +171,13 @@ def precisions(
         if on is None:
             on, ranks = seen.hardware, seen.ranks if ranks is None else ranks
         strategies = [seen.strategy, *(one for one in strategies or () if one.sharding != seen.strategy.sharding)]
-    chosen = strategies or [Strategy(sharding=word) for word in ("ddp", "zero3", "fsdp")]
+    chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
     # Dtypes do not depend on how many there are: where the machine has one device, sharding is asked of two.
     job, machine = asked(model, Strategy(), on, loop, ranks=1)
     count = ranks if ranks is not None else max(2, machine.ranks)
     columns = []
     for strategy in chosen:
-        many = 1 if strategy.sharding == "none" else max(count, 2 * strategy.replicate)
+        many = 1 if strategy.single_process else max(count, strategy.least_ranks)
         try:
             one = _column(asked(job.spec, strategy, machine, loop, ranks=many)[0])
         except StrategyError as error:
@@ -197,7 +198,7 @@ def precisions(
 
 def _column(job: Job) -> Column:
     engine = engine_of(job.strategy)
-    kept = engine.account(job).dtypes
+    kept = engine.expected_state(job).dtypes
     stepped = kept.get("master", kept["trainable"])
     adapter = job.strategy.adapter != "none"
     weights = "the adapter's weights" if adapter else "weights"
@@ -215,16 +216,14 @@ def _column(job: Job) -> Column:
     dtypes["optimizer", "moments"] = kept["optimizer"]
     dtypes["checkpoint", "weights"], dtypes["checkpoint", "moments"] = stepped, kept["optimizer"]
     sizes = {part: float(BYTES_OF[kept[name]]) for part, name in PER_WEIGHT.items() if name in kept}
-    with engine.loading(job) as way:
-        loading = way
-    scaled = "; the loss is scaled up before the backward" if job.strategy.precision == "fp16" else ""
+    scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
     return Column(
         strategy=job.strategy,
         ranks=job.ranks,
         dtypes=dtypes,
-        loading=loading,
-        computing=engine.computing(job) + scaled,
-        element_bytes={**sizes, "optimizer": 2 * sizes["optimizer"]},
+        loading=engine.loading_note(job),
+        computing=engine.compute_note(job) + scaled,
+        element_bytes={**sizes, "optimizer": float(optimizer_bytes(job, 1))},
     )
 
 

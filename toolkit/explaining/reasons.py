@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from toolkit.engines.job import Holdings, Job, engine_of, on_device
-from toolkit.engines.states import parameters_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import StateMemory, on_device
+from toolkit.engines.states import optimizer_bytes, parameters_of
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.timing import collectives, offloads
 from toolkit.units import BYTES_OF, format_bytes, format_count, format_step_seconds
@@ -27,11 +29,11 @@ class _Side:
         return self.found.job
 
     @property
-    def account(self) -> Holdings:
-        return engine_of(self.job.strategy).account(self.job)
+    def account(self) -> StateMemory:
+        return engine_of(self.job.strategy).expected_state(self.job)
 
     @property
-    def held(self) -> Holdings:
+    def held(self) -> StateMemory:
         return on_device(self.job, self.account)
 
     @property
@@ -45,7 +47,9 @@ class _Side:
         frozen = sum(state.bytes for state in parameters_of(self.job) if not state.trainable)
         if part == "parameters":
             return self.trained * BYTES_OF[kept["trainable"]] + frozen
-        return self.trained * BYTES_OF[kept[part]] * (2 if part == "optimizer" else 1) if part in kept else 0
+        if part == "optimizer":
+            return optimizer_bytes(self.job, self.trained)
+        return self.trained * BYTES_OF[kept[part]] if part in kept else 0
 
     def size(self, part: str) -> int:
         return int(getattr(self.held, part) or 0)
@@ -107,9 +111,9 @@ def _verbs(less: _Side, more: _Side, part: str, words: str) -> Iterator[str]:
         yield f"keeps {words} in the host's memory"
         return
     if less.sharded(part) and not more.sharded(part):
-        yield f"shards {words} over {less.job.shard_ranks} ranks"
-    elif less.sharded(part) and less.job.shard_ranks > more.job.shard_ranks:
-        yield f"shards {words} over {less.job.shard_ranks} ranks, not {more.job.shard_ranks}"
+        yield f"shards {words} over {less.job.parallelism.shard_size} ranks"
+    elif less.sharded(part) and less.job.parallelism.shard_size > more.job.parallelism.shard_size:
+        yield f"shards {words} over {less.job.parallelism.shard_size} ranks, not {more.job.parallelism.shard_size}"
     if less.trained < more.trained and part != "parameters":
         share = f"{format_count(less.trained)} weights, not {format_count(more.trained)}"
         yield f"trains {share}, so {words} are of those alone"
@@ -147,7 +151,7 @@ def _made(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
         if part == "gradients" and less.trained < more.trained:
             causes.append(f"has gradients of {format_count(less.trained)} weights, not {format_count(more.trained)}")
         elif part == "gradients" and _scatters(less) and not _scatters(more):
-            causes.append(f"keeps of each gradient only its shard, over {less.job.shard_ranks} ranks")
+            causes.append(f"keeps of each gradient only its shard, over {less.job.parallelism.shard_size} ranks")
         less_bytes, more_bytes = format_bytes(few), format_bytes(many)
         if part == "buffers":
             whither = "to gather into and to send from"
@@ -216,7 +220,7 @@ def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
         why.append(f"its optimizer steps {stepped[1] / max(1, stepped[0]):.1f} times as much on each rank")
     if more.job.strategy.offload != "none" and less.job.strategy.offload == "none":
         why.append("its optimizer steps on the host")
-    bare = [sum(s.size * s.times for s in collectives(side.job) if s.hidden == "nothing") for side in (less, more)]
+    bare = [sum(s.size * s.times for s in collectives(side.job) if s.overlaps == "nothing") for side in (less, more)]
     if bare[1] > bare[0]:
         why.append(f"{format_bytes(bare[1])} of what it sends nothing hides")
     said = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"

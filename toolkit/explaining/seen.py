@@ -18,7 +18,7 @@ from toolkit.model import EMBEDDED
 from toolkit.strategy import Loop, Strategy
 
 MATTER = (
-    *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "replicate"),
+    *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
     *("lora_rank", "lora_targets", "micro_batch", "accumulation", "seq_len", "ranks"),
 )
 """Fields on which a run's bytes depend."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from toolkit.devices import Hardware
 from toolkit.drawing import Bar, bars, curve
+from toolkit.engines.ledger import PARTS, Course
 from toolkit.errors import RunError
 from toolkit.explaining.seen import Seen, read_seen
 from toolkit.forecasting import Forecast
-from toolkit.forecasting.ledger import PARTS, Course
 from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.predicting import asked, foretold
 from toolkit.model import ModelSpec

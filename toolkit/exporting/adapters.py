@@ -16,6 +16,7 @@ from toolkit.exporting.results import SavedTensor
 from toolkit.exporting.sources import Held, Source
 from toolkit.flags import from_dict
 from toolkit.model import ModelSpec
+from toolkit.parallelism import Parallelism
 from toolkit.reopening import reopen_adapter
 from toolkit.strategy import Loop, Strategy
 
@@ -33,7 +34,7 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
         strategy=Strategy(**kept, attention=attention_of(spec)),
         loop=from_dict(Loop, source.manifest.loop),
         spec=spec,
-        ranks=1,
+        parallelism=Parallelism(),
         device=hardware().device,
     )
 

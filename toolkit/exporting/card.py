@@ -13,6 +13,7 @@ from toolkit.checkpoints import Manifest
 from toolkit.durable import at_home
 from toolkit.exporting.results import load_line, logits_text
 from toolkit.model import EMBEDDED, ModelSpec
+from toolkit.parallelism import Parallelism
 from toolkit.redacting import redact
 from toolkit.show import Table
 from toolkit.strategy import Strategy
@@ -79,13 +80,15 @@ def base_name(spec: ModelSpec) -> str:
     return Path(source).name if at_home(source).is_dir() else source
 
 
-def rows_of(strategy: Mapping[str, Any], loop: Mapping[str, Any], *, ranks: int, steps: int) -> dict[str, Any]:
+def rows_of(
+    strategy: Mapping[str, Any], loop: Mapping[str, Any], *, parallelism: Parallelism, steps: int
+) -> dict[str, Any]:
     """What something was trained with, but for data and versions; `strategy` and `loop` as their dataclasses' fields."""
     default = dataclasses.asdict(Strategy())
     fields = [f"{name} {value}" for name, value in strategy.items() if value != default[name] and name != "sharding"]
-    batch = loop["micro_batch"] * loop["accumulation"] * ranks
+    batch = loop["micro_batch"] * loop["accumulation"] * parallelism.dp_size
     return {
-        "strategy": ", ".join([f"sharding {strategy['sharding']} on {ranks} rank(s)", *fields]),
+        "strategy": ", ".join([f"sharding {strategy['sharding']} on {parallelism.ranks} rank(s)", *fields]),
         "steps": steps,
         "global batch": f"{batch} sequences of {loop['seq_len']} tokens",
         "optimizer": f"{loop['optimizer']}, learning rate {loop['lr']:g}, {loop['warmup']} steps of warmup",
@@ -97,7 +100,9 @@ def told_of(manifest: Manifest) -> dict[str, Any]:
     """The same of a checkpoint, with what else its manifest says."""
     identity = manifest.identity
     return {
-        **rows_of(manifest.strategy, manifest.loop, ranks=manifest.ranks, steps=manifest.step),
+        **rows_of(
+            manifest.strategy, manifest.loop, parallelism=Parallelism(**manifest.parallelism), steps=manifest.step
+        ),
         "data": f"fingerprint {identity['data']}",
         "base revision": (identity.get("base") or {}).get("revision"),
         "versions": spelled(manifest.versions),

@@ -12,8 +12,9 @@ from toolkit.errors import RunError
 from toolkit.exporting.results import PROBE_TOKENS, SavedTensor
 from toolkit.exporting.whole import Complete
 from toolkit.model import ModelSpec
-from toolkit.reading import attention_word, auto_class
+from toolkit.reading import auto_class
 from toolkit.reopening import reopen_whole
+from toolkit.tables import ATTENTIONS
 from toolkit.units import BYTES_OF, dtype_name
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _assembled(spec: ModelSpec, weights: Complete, dtype: str, dtypes: Mapping[s
         model = auto_class(spec).from_config(
             config,
             dtype=getattr(torch, dtype),
-            attn_implementation=attention_word(attention_of(spec)),
+            attn_implementation=ATTENTIONS[attention_of(spec)].transformers,
             trust_remote_code=spec.runs_code,
         )
     model.tie_weights()  # `init_empty_weights` gives every name a parameter of its own

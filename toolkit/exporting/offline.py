@@ -25,7 +25,8 @@ from toolkit.model import EMBEDDED, ModelSpec, copy_code, copy_processor, descri
 from toolkit.model.hub import cached
 from toolkit.reopening import read_base
 from toolkit.strategy import Strategy
-from toolkit.units import BYTES_OF, DTYPE_OF, format_bytes
+from toolkit.tables import PRECISIONS
+from toolkit.units import BYTES_OF, format_bytes
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -85,7 +86,9 @@ def export(
         if merge and found.adapter == "none":
             raise RunError(f"{found.path} holds a whole model, and merging is for adapters. Leave --merge out.")
         asked = _Asked(
-            source=found, spec=_described(found, model, trust_remote_code), dtype=DTYPE_OF[dtype] if dtype else None
+            source=found,
+            spec=_described(found, model, trust_remote_code),
+            dtype=PRECISIONS[dtype].compute if dtype else None,
         )
         make = _whole if found.adapter == "none" else _merged if merge else _adapter
         with drafted(folder) as draft:

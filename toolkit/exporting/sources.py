@@ -13,7 +13,8 @@ from toolkit.checkpoints import Manifest, complete, problems, read_manifest
 from toolkit.checkpoints.identity import ADAPTER_FIELDS
 from toolkit.checkpoints.layout import WEIGHT
 from toolkit.checkpoints.manifest import NAME, listed, misplaced
-from toolkit.checkpoints.restoring import Ranges, opened
+from toolkit.checkpoints.stored import StoredTensors, opened
+from toolkit.engines.shards import BUFFER
 from toolkit.errors import CheckpointError, ModelError, RunError, StrategyError
 from toolkit.flags import from_dict
 from toolkit.model import ModelSpec, require_weights
@@ -69,19 +70,23 @@ class Source:
 
 
 class CheckpointWeights:
-    """The trained weights of one of our checkpoints: masters where there are any."""
+    """The trained weights of one of our checkpoints: masters if there are any. Of a whole model the buffers too."""
 
     kind = "checkpoint"
 
-    def __init__(self, ranges: Ranges) -> None:
-        self._ranges = ranges
-        tensors = ranges.manifest.tensors
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(about["shape"]) for name, about in tensors.items()}
-        self.dtypes: Mapping[str, str] = {name: about["dtypes"][WEIGHT] for name, about in tensors.items()}
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+        kinds = (WEIGHT, BUFFER) if stored.manifest.strategy["adapter"] == "none" else (WEIGHT,)
+        tensors = stored.manifest.tensors.items()
+        self._kinds = {name: kind for name, about in tensors for kind in kinds if kind in about}
+        found = {name: stored.manifest.tensors[name][kind] for name, kind in self._kinds.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(about["shape"]) for name, about in found.items()}
+        self.dtypes: Mapping[str, str] = {name: about["dtype"] for name, about in found.items()}
+        self.buffers = frozenset(name for name, kind in self._kinds.items() if kind == BUFFER)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Put together from the ranks' files."""
-        return self._ranges.whole(name)
+        return self._stored.whole(name, self._kinds[name])
 
 
 class Held:
@@ -151,8 +156,8 @@ def opened_source(path: Path) -> Iterator[Source]:
         return
     manifest = read_manifest(path)
     _check_said(path, manifest)
-    with opened(path, manifest) as ranges:
-        yield Source(path=path, weights=CheckpointWeights(ranges), manifest=manifest, skipped=skipped)
+    with opened(path, manifest) as stored:
+        yield Source(path=path, weights=CheckpointWeights(stored), manifest=manifest, skipped=skipped)
 
 
 def _check_said(path: Path, manifest: Manifest) -> None:
@@ -178,7 +183,7 @@ def _check_said(path: Path, manifest: Manifest) -> None:
     ):
         if not isinstance(value, kind):
             wrong.append(f"{name} is {json.dumps(value)[:40]}")
-    wrong += [f"{name} has no weight" for name, about in manifest.tensors.items() if WEIGHT not in about["dtypes"]]
+    wrong += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
     if wrong:
         raise CheckpointError(f"{path / NAME} cannot be exported from: {'; '.join(wrong[:3])}. {_others(path)}")
 

@@ -8,8 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoints.layout import Region
 from toolkit.devices import host_memory
-from toolkit.engines.job import Job, Piece, Prepared, engine_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared
+from toolkit.engines.shards import MASTER, PARAMETER, Part, Shard, copy, parts, whole_box
 from toolkit.engines.waiting import on_main
 from toolkit.errors import RunError, is_out_of_memory
 from toolkit.exporting.adapters import planned_adapter
@@ -33,7 +37,7 @@ from toolkit.exporting.whole import planned_model
 from toolkit.loading import quiet_bars
 from toolkit.model import copy_code, copy_processor
 from toolkit.reopening import reopen
-from toolkit.units import BYTES_OF, DTYPE_OF
+from toolkit.units import BYTES_OF
 
 if TYPE_CHECKING:
     import torch
@@ -96,49 +100,50 @@ def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.
     """
     from accelerate.utils import gather_object
 
-    mine: dict[str, dict[str, list[Piece]]] = {}
-    for piece in engine_of(prepared.job.strategy).pieces(prepared):
-        if piece.name in wanted:
-            mine.setdefault(piece.name, {}).setdefault(piece.kind, []).append(piece)
-    ranges = {
-        name: {kind: [(p.start, p.tensor.numel()) for p in pieces] for kind, pieces in kinds.items()}
-        for name, kinds in mine.items()
-    }
-    shapes = {name: next(iter(kinds.values()))[0].shape for name, kinds in mine.items()}
-    every: list[tuple[Any, Any]] = gather_object([(ranges, shapes)])
-    known = {name: shape for _, found in every for name, shape in found.items()}
+    mine: dict[tuple[str, str], list[Shard]] = {}
+    for shard in engine_of(prepared.job.strategy).shards(prepared):
+        if shard.name in wanted:
+            mine.setdefault((shard.name, shard.kind), []).append(shard)
+    held = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in mine.items()}
+    about = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in mine.items()}
+    every: list[tuple[dict[Any, list[Region]], dict[Any, Any]]] = gather_object([(held, about)])
+    known = {key: value for _, found in every for key, value in found.items()}
     module = prepared.accelerator.unwrap_model(prepared.model)
     for name in (name for name, _ in module.named_parameters() if name in wanted):
-        masters = any("master" in held.get(name, {}) for held, _ in every)
-        kind = "master" if masters else "parameter"
-        plan = [held.get(name, {}).get(kind, []) for held, _ in every]
-        yield name, _assemble(prepared, mine.get(name, {}).get(kind, []), plan, known[name])
+        key = (name, MASTER if (name, MASTER) in known else PARAMETER)
+        yield name, _assemble(prepared, mine.get(key, []), [held.get(key, []) for held, _ in every], *known[key])
 
 
-def _assemble(prepared: Prepared, mine: list[Piece], plan: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> Any:
-    """Put one tensor together on rank 0 from every rank's ranges; equal ranges (replicas) are taken once."""
+def _assemble(
+    prepared: Prepared, mine: list[Shard], plan: list[list[Region]], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Put one tensor together on rank 0 from the regions that each rank holds. Equal regions (replicas) are sent once."""
     import torch
     import torch.distributed as dist
 
-    accelerator = prepared.accelerator
-    rank, device = accelerator.process_index, accelerator.device
-    dtype = getattr(torch, prepared.job.weight_dtype) if not mine else mine[0].tensor.dtype
-    whole = torch.empty(shape, dtype=dtype).view(-1) if rank == 0 else None
-    covered: set[int] = set()
-    for owner, ranges in enumerate(plan):
-        for index, (start, length) in enumerate(ranges):
-            if start in covered or not length:
-                continue
-            covered.add(start)
-            if rank == owner and rank != 0:
-                dist.send(mine[index].tensor.contiguous().to(device), 0)
-            elif rank == 0:
-                assert whole is not None
-                part = mine[index].tensor if owner == 0 else torch.empty(length, dtype=dtype, device=device)
-                if owner != 0:
-                    dist.recv(part, owner)
-                whole[start : start + length].copy_(part)
-    return whole.view(shape) if whole is not None else None
+    rank, device = prepared.accelerator.process_index, prepared.accelerator.device
+    senders: dict[Region, tuple[int, int]] = {}
+    for owner, regions in enumerate(plan):
+        for index, region in enumerate(regions):
+            senders.setdefault(region, (owner, index))
+    if rank != 0:
+        for owner, index in senders.values():
+            if owner == rank:
+                dist.send(mine[index].tensor.reshape(-1).contiguous().to(device), 0)
+        return None
+
+    def received() -> Iterator[Part]:
+        for region, (owner, index) in senders.items():
+            if owner == 0:
+                yield from parts(mine[index])
+            else:
+                values = torch.empty(region.stored_shape, dtype=dtype, device=device)
+                dist.recv(values.view(-1), owner)
+                yield from parts(Shard(region.name, region.kind, shape, region.box, region.start, values))
+
+    whole = torch.empty(shape, dtype=dtype)
+    copy(received(), [(whole_box(shape), whole)])
+    return whole
 
 
 def verify(
@@ -165,13 +170,10 @@ def verify(
         RunError: for files whose bytes are not the trained model's, and for an opened model that lacks keys, has keys too
             many, or whose tied weights came untied.
     """
-    import torch
-
     accelerator = prepared.accelerator
-    probe = {name: tensor[:1, :PROBE_TOKENS].to(accelerator.device) for name, tensor in batch.items()}
+    probe = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items()}
     prepared.model.eval()
-    with torch.no_grad():
-        trained = prepared.model(**probe, use_cache=False).logits.float().cpu()
+    trained = engine_of(prepared.job.strategy).logits(prepared, probe).float().cpu()
     prepared.model.train()
     result: list[Export] = []
 
@@ -214,7 +216,7 @@ def _compare(
         return None, (not_compared(problem, folder, opened=lacks),)
     try:
         here = {name: tensor.to(place) for name, tensor in probe.items()}
-        error = _error(model.to(place), here, trained, job.strategy.precision, sharding=job.strategy.sharding)
+        error = _error(job, model.to(place), here, trained)
     except Exception as problem:  # a kernel or memory that this machine lacks
         return None, (not_compared(problem, folder, opened=True),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
@@ -262,7 +264,7 @@ def _result(
     adapter = job.strategy.adapter != "none"
     assert job.spec is not None
     strategy, loop = dataclasses.asdict(job.strategy), dataclasses.asdict(job.loop)
-    rows = {**rows_of(strategy, loop, ranks=job.ranks, steps=job.loop.steps), **about}
+    rows = {**rows_of(strategy, loop, parallelism=job.parallelism, steps=job.loop.steps), **about}
     what = "adapter" if adapter else "model"
     write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=notes, error=error)
     return Export(
@@ -276,13 +278,13 @@ def _result(
     )
 
 
-def _error(model: Any, probe: Mapping[str, Any], trained: torch.Tensor, precision: str, *, sharding: str) -> float:
+def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor) -> float:
     import torch
 
     # DDP computes under autocast on fp32 weights, the other engines on weights that are cast.
-    half = precision in ("bf16", "fp16")
-    autocast = half and sharding in ("none", "ddp")
-    compute = getattr(torch, DTYPE_OF[precision])
+    half = job.precision.mixed
+    autocast = engine_of(job.strategy).autocast_dtype(job) is not None
+    compute = getattr(torch, job.compute_dtype)
     if half and not autocast:
         # Parameters alone: no engine casts buffers, and rotary frequencies in half precision turn into other angles.
         for parameter in model.parameters():

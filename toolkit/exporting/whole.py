@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import RunError
+from toolkit.errors import ModelError, RunError
 from toolkit.exporting.results import SavedTensor
 from toolkit.exporting.sources import Origin, Weights
 from toolkit.loading import LONG
@@ -60,7 +60,10 @@ class Complete:
         self._kept: dict[str, torch.Tensor] = {}
         parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
         tied = {group[0]: group for group in spec.tied}
-        wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in {**parameters, **buffers}]
+        # Of our checkpoints; some are a script's own, which the model does not know.
+        saved: frozenset[str] = getattr(weights, "buffers", frozenset())
+        known = {*parameters, *buffers, *saved}
+        wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in known]
         for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
             meta = parameters[name] if name in parameters else buffers[name]
             held = next((known for known in tied.get(name, (name,)) if known in weights.shapes), None)
@@ -70,6 +73,8 @@ class Complete:
                 self._kept[name] = origin.tensor(name)
             elif tuple(weights.shapes[held]) != tuple(meta.shape):
                 wrong.append(f"{name} has the shape {list(weights.shapes[held])}, expected {list(meta.shape)}")
+            elif held in saved:
+                self._kept[name] = _buffer(weights, origin, held)
             else:
                 self._held[name] = held
         if wrong:
@@ -100,6 +105,18 @@ class Complete:
         for name in self.trained:
             counts[self.dtypes[name]] = counts.get(self.dtypes[name], 0) + math.prod(self.shapes[name])
         return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _buffer(weights: Weights, origin: Origin, name: str) -> torch.Tensor:
+    """A buffer of the checkpoint; the source's own if training only rounded it."""
+    import torch
+
+    value = weights.tensor(name)
+    try:
+        own = origin.tensor(name)
+    except ModelError:  # a config and a tokenizer are enough of a source
+        return value
+    return own if own.shape == value.shape and torch.equal(own.to(value.dtype), value) else value
 
 
 def saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> dict[str, str]:

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.adapting import attach, import_bitsandbytes
 from toolkit.engines.states import adapted, packed_shape, quantizable
-from toolkit.forecasting.timeline import Stack
-from toolkit.forecasting.ways import Adapter
+from toolkit.engines.traces import Adapter, LayerStack
 from toolkit.model import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def put_on(model: PreTrainedModel, stacks: Sequence[Stack], spec: ModelSpec, adapter: Adapter) -> Any:
+def put_on(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
     """Replace what is quantized and put the adapter on, in place, on the meta device.
 
     Returns:
@@ -52,7 +51,7 @@ def pack(model: PreTrainedModel) -> None:
             module.weight = packed
 
 
-def _kept(stacks: Sequence[Stack], names: Iterable[str]) -> Iterator[str]:
+def _kept(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
     """The names that the shallow model has, as it spells them."""
     for name in names:
         stack = next((one for one in stacks if name.startswith(f"{one.name}.")), None)

@@ -90,7 +90,7 @@ def calibrated(forecast: F, lesson: Lesson) -> F:
         seconds = forecast.timing.step_seconds * lesson.slower
     else:
         seconds = forecast.operations / lesson.operations_per_second
-    tokens = forecast.loop.micro_batch * forecast.loop.accumulation * forecast.ranks * forecast.loop.seq_len
+    tokens = forecast.job.global_batch * forecast.loop.seq_len
     mfu = forecast.timing.mfu if forecast.timing else None
     if mfu is not None and forecast.timing is not None:
         mfu *= forecast.timing.step_seconds / seconds

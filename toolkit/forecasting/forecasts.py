@@ -11,9 +11,9 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.drawing import Bar, bars
 from toolkit.engines.job import Job
+from toolkit.engines.ledger import PARTS
 from toolkit.flags import spell
 from toolkit.forecasting.calibrating import calibrated, read_run
-from toolkit.forecasting.ledger import PARTS
 from toolkit.forecasting.timing import Timing
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table

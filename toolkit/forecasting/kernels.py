@@ -1,4 +1,4 @@
-"""Stand-ins for kernels that a trace would take another way than the device does: they keep what the real ones keep."""
+"""Stand-ins for kernels that a trace would take differently from the device: they keep what the real ones keep."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.adapting import import_bitsandbytes
+from toolkit.engines.traces import TraceConfig
 from toolkit.forecasting.casts import cuda_casts
-from toolkit.forecasting.ways import Way
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def stand_ins(way: Way) -> Iterator[None]:
+def stand_ins(config: TraceConfig) -> Iterator[None]:
     """Within it fake tensors take the stand-ins. Others, say of a thread that trains meanwhile, take what they always do.
 
     A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
@@ -33,7 +33,7 @@ def stand_ins(way: Way) -> Iterator[None]:
     what it makes inside.
 
     Whether rows hold several documents is a question of their values, which transformers answers with yes where there
-    are none: the way answers it.
+    are none: it is one.
 
     A mode for torch functions would be off in what activation checkpointing recomputes.
     """
@@ -42,18 +42,18 @@ def stand_ins(way: Way) -> Iterator[None]:
 
     with _ONE_AT_A_TIME, ExitStack() as replaced:
         replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
-        if way.device == "cuda":
+        if config.device == "cuda":
             replaced.enter_context(
-                _replaced(functional, "scaled_dot_product_attention", partial(_attention, way.flash))
+                _replaced(functional, "scaled_dot_product_attention", partial(_attention, config.flash))
             )
-            if way.autocast:
+            if config.autocast:
                 replaced.enter_context(cuda_casts())
-        if way.adapter is not None and way.adapter.kind == "qlora":
+        if config.adapter is not None and config.adapter.kind == "qlora":
             import_bitsandbytes()
             import bitsandbytes
 
             replaced.enter_context(_replaced(bitsandbytes, "matmul_4bit", _product))
-        if not way.masked:
+        if not config.masked:
             replaced.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
         yield
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from toolkit.adapting import require_adapter
-from toolkit.engines.job import Job
+from toolkit.engines.base import Engine, engine_of
+from toolkit.engines.job import Job, resolve
+from toolkit.engines.ledger import Ledger
 from toolkit.engines.states import checkpoint_bytes, parameters_of
+from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.errors import StrategyError
-from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.timeline import LOGITS, Stretch, Trace, stretches
+from toolkit.forecasting.timeline import segments
 from toolkit.forecasting.traces import trace_of
-from toolkit.forecasting.ways import other_ways, way_of
+from toolkit.strategy import usual_shardings
 from toolkit.units import BYTES_OF
 
 L = TypeVar("L", bound=Ledger)
@@ -41,14 +42,26 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     if strategy.adapter == "qlora8":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet. Choose adapter 'qlora', or 'lora'.")
     require_adapter(strategy)
-    way = way_of(job, masked=masked)
-    beside = tuple(other_ways(job, masked=masked)) if others else ()
-    return trace_of(job.spec, way, batch=job.loop.micro_batch, seq_len=job.loop.seq_len, beside=beside)
+    config = engine_of(strategy).trace_config(job, masked=masked)
+    beside = tuple(_other_configs(job, config, masked)) if others else ()
+    return trace_of(job.spec, config, batch=job.loop.micro_batch, seq_len=job.loop.seq_len, beside=beside)
 
 
-def whole_step(job: Job, trace: Trace) -> list[Stretch]:
+def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
+    """The configurations of the same job under the other engines, where they differ."""
+    for word in usual_shardings():
+        try:
+            strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
+            other = resolve(strategy, job.loop, job.spec, strategy.least_ranks, job.device)
+        except StrategyError:
+            continue
+        if (config := engine_of(strategy).trace_config(other, masked=masked)) != own:
+            yield config
+
+
+def whole_step(job: Job, trace: Trace) -> list[Segment]:
     """The trace, spread over the whole depth, cut where the job's engine does something."""
-    return _spread(trace, BLOCK[job.device.kind], job.strategy.engine)
+    return _spread(trace, BLOCK[job.device.kind], engine_of(job.strategy))
 
 
 def fused_peak(job: Job, trace: Trace) -> int:
@@ -68,15 +81,15 @@ def _without_logits(trace: Trace) -> Trace:
 
 
 @lru_cache(maxsize=16)
-def _spread(trace: Trace, block: int, engine: str) -> list[Stretch]:
+def _spread(trace: Trace, block: int, engine: Engine) -> list[Segment]:
     """Strategies of one engine share it."""
-    return stretches(trace, block, partial(_replay_of(engine).heeds, trace))
+    return segments(trace, block, partial(engine.is_boundary, trace))
 
 
 def replay(
     job: Job,
     trace: Trace,
-    step: Sequence[Stretch],
+    step: Sequence[Segment],
     *,
     checkpoints: bool,
     kind: type[L] = Ledger,  # type: ignore[assignment]
@@ -90,10 +103,13 @@ def replay(
         checkpoints: whether any are written.
         kind: of ledger: one that keeps the highest moments alone, or `Course`.
     """
-    ledger = kind(shared=job.device.kind == "cpu")
-    _engine(job).replay(job, trace, step, ledger, checkpoints=checkpoints)
-    _save(ledger, job, checkpoints)
-    return ledger
+    engine = engine_of(job.strategy)
+    ledgers = []
+    for rank in engine.simulated_ranks(job):
+        ledgers.append(kind(shared=job.device.kind == "cpu"))
+        engine.simulate_step(job, trace, step, ledgers[-1], rank=rank, checkpoints=checkpoints)
+        _save(ledgers[-1], job, checkpoints)
+    return max(ledgers, key=lambda ledger: ledger.peak)
 
 
 def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
@@ -105,7 +121,7 @@ def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     each = BYTES_OF[job.weight_dtype]
     sizes = [state.elements * each for state in parameters_of(job) if state.trainable]
     copied = job.spec.copied * each if job.spec and job.strategy.adapter == "none" else 0
-    written = sum(sizes) + max(copied, _engine(job).gathering(job))
+    written = sum(sizes) + max(copied, engine_of(job.strategy).gather_bytes(job))
     if job.device.kind == "cpu":
         snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
         ledger.touch("workspace", max(written, snapshot))
@@ -113,11 +129,3 @@ def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
         ledger.touch("workspace", max(sizes, default=0))
         ledger.lead(written)
         ledger.lead(-written)
-
-
-def _engine(job: Job) -> Any:
-    return _replay_of(job.strategy.engine)
-
-
-def _replay_of(engine: str) -> Any:
-    return importlib.import_module(f"toolkit.forecasting.replays.{engine}")

@@ -9,7 +9,8 @@ from typing import Any
 
 from toolkit.adapting import check_quantized
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import engine_of, resolve
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.flags import differing, spell
 from toolkit.forecasting.forecasts import Forecast
@@ -70,7 +71,7 @@ class Plan(Shown):
     def command(self, model: str, config: str = "accelerate.yaml") -> str:
         """What starts the best one."""
         best = self.best
-        left_out = ("sharding", "offload", "replicate")  # the file binds them
+        left_out = ("sharding", "offload", "dp_replicate")  # the file binds them
         strategy = {name: value for name, value in differing(best.strategy).items() if name not in left_out}
         flags = " ".join(spell({"model": model, **strategy, **differing(best.loop)}))
         return f"accelerate launch --config_file {config} -m toolkit.finetune {flags}"
@@ -145,19 +146,21 @@ def plan(
     """
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
-    if global_batch < 1 or global_batch % machine.ranks:
-        raise StrategyError(
-            f"global_batch {global_batch}: expected a multiple of {machine.ranks}, so that each rank has as many samples. "
-            f"Choose {max(1, round(global_batch / machine.ranks)) * machine.ranks}."
-        )
     base, asked = strategy or Strategy(), loop or Loop()
+    data = machine.ranks // (base.tp * base.cp * base.pp)
+    if not data or global_batch < 1 or global_batch % data:
+        data = max(1, data)
+        raise StrategyError(
+            f"global_batch {global_batch}: expected a multiple of {data}, so that each rank has as many samples. "
+            f"Choose {max(1, round(global_batch / data)) * data}."
+        )
     if base.quantized:
         check_quantized(spec, allow_unquantized)
     asked = dataclasses.replace(asked, seq_len=seq_len or asked.seq_len)
     ranked: list[Candidate] = []
     rejected: list[Candidate] = []
     for made in _strategies(base, machine):
-        for sized in _loops(asked, global_batch // machine.ranks):
+        for sized in _loops(asked, global_batch // data):
             one = _judge(spec, made, sized, machine, one_document)
             (rejected if one.reason else ranked).append(one)
             if one.forecast is not None and one.reason:
@@ -171,9 +174,8 @@ def plan(
 def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
     """Every sharding, offload and checkpointing that the table allows beside what was asked."""
     for word, sharding in SHARDINGS.items():
-        if (word == "none") != (machine.ranks == 1):
+        if (sharding.data_parallel == "none") != (machine.ranks == 1):
             continue
-        replicate = machine.nodes if sharding.replicate else 1
         for offload in sharding.offload:
             for checkpointing in ("none", "full"):
                 try:
@@ -182,7 +184,7 @@ def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
                         sharding=word,
                         offload=offload,
                         activation_checkpointing=checkpointing,
-                        replicate=replicate,
+                        dp_replicate=machine.nodes if sharding.hybrid else 1,
                     )
                 except StrategyError:
                     continue  # no engine can do it, whatever the model: it is no candidate

@@ -8,13 +8,15 @@ from typing import Any
 
 from toolkit.adapting import check_quantized
 from toolkit.devices import Hardware, hardware
-from toolkit.engines.job import Job, default_ranks, engine_of, on_device, resolve
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job, default_ranks, resolve
+from toolkit.engines.ledger import PARTS, Ledger
+from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
+from toolkit.engines.traces import Segment
 from toolkit.errors import StrategyError, ToolkitError
 from toolkit.forecasting.forecasts import Forecast
-from toolkit.forecasting.ledger import PARTS, Ledger
 from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
-from toolkit.forecasting.timeline import Stretch
 from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.model import ModelSpec, describe
 from toolkit.smaller import changed, changes
@@ -105,7 +107,7 @@ def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
 
 def _states(job: Job) -> int:
     """Bytes that stay on the device from the first step on: less than any peak."""
-    held = on_device(job, engine_of(job.strategy).account(job))
+    held = on_device(job, engine_of(job.strategy).expected_state(job))
     return held.parameters + held.master + (held.optimizer or 0)
 
 
@@ -140,7 +142,7 @@ def forecast_job(
     return foretold(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
 
 
-def foretold(job: Job, machine: Hardware, step: Sequence[Stretch], ledger: Ledger) -> Forecast:
+def foretold(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
     """A forecast from what a step computes, and the ledger that it was replayed into."""
     return Forecast(
         job=job,

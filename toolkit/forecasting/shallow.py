@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.forecasting.timeline import Stack
+from toolkit.engines.traces import LayerStack
 from toolkit.model import ModelSpec
 from toolkit.model.describing import module_lists
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def cut(model: nn.Module, spec: ModelSpec) -> tuple[Stack, ...]:
+def cut(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
     """Leave three layers of each kind in every stack of the model, in place.
 
     Layers are of one kind where class, shapes of parameters and the config's `layer_types` agree.
@@ -39,7 +39,7 @@ def cut(model: nn.Module, spec: ModelSpec) -> tuple[Stack, ...]:
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept))
         if types and len(set(types)) > 1:  # models look their layers' types up by number
             text.layer_types = [types[index] for index in kept]
-        found.append(Stack(name=name, kinds=kinds, kept=kept))
+        found.append(LayerStack(name=name, kinds=kinds, kept=kept))
     return tuple(found)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from toolkit.cards import Card
 from toolkit.devices import Hardware
-from toolkit.engines.job import Job, engine_of
-from toolkit.engines.states import parameters_of
-from toolkit.forecasting.timeline import Stretch
-from toolkit.units import BYTES_OF
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Transfer
+from toolkit.engines.traces import Segment
 
 FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
 """Shares of a data sheet's peak: what the fastest product reaches where nobody measured it, what memory reaches, and links.
@@ -27,9 +26,6 @@ HOST = 150
 
 CALL = 8e-6
 """Seconds that the host takes to start one operator; what is shorter on the device takes as long."""
-
-ADAMW = 9
-"""Times that a step of AdamW and clipping reads or writes each element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class Timing:
     """
 
 
-def operations(job: Job, step: Sequence[Stretch]) -> int:
+def operations(job: Job, step: Sequence[Segment]) -> int:
     """Of a step of one rank, as torch's `FlopCounterMode` counts: recomputation included, attention as if it were not causal."""
     return job.loop.accumulation * sum(size for one in step for _, size in one.flops)
 
@@ -56,7 +52,7 @@ def communication(job: Job) -> int:
     return round(sum(one.size * one.times for one in collectives(job)))
 
 
-def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | None:
+def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | None:
     """The time of a step; None for a device whose speed nobody knows.
 
     Args:
@@ -69,17 +65,18 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
         return None
     middle = next(index for index, one in enumerate(step) if one.what == "backward")
     forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
-    held = engine_of(job.strategy).account(job)
-    moved = ADAMW * (held.optimizer or 0) // 2
+    engine = engine_of(job.strategy)
+    held = engine.expected_state(job)
+    moved = job.optimizer.passes * (held.optimizer or 0) // len(job.optimizer.states)
     if job.strategy.offload == "none":
         optimizer = moved / (card.memory * 1e9 * MEMORY)
     else:
         optimizer = moved * min(job.ranks, machine.count) / (HOST * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
-    for one in (*collectives(job), *offloads(job)):
-        took[one.hidden] += one.size * one.times / _bandwidth(one.way, job, machine, card)
+    for one in engine.communication(job):
+        took[one.overlaps] += one.size * one.times / _bandwidth(one.link, job, machine, card)
     micro = job.loop.accumulation
-    reduced = 1 if job.strategy.sharding == "ddp" else micro
+    reduced = micro if engine.hides_every_backward else 1
     room = {"forward": micro * forward, "backward": reduced * backward, "nothing": 0.0}
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
@@ -95,7 +92,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Stretch]) -> Timing | 
     )
 
 
-def _seconds(stretches: Sequence[Stretch], card: Card) -> float:
+def _seconds(stretches: Sequence[Segment], card: Card) -> float:
     """Products at what the device sustains, all else at its memory's speed; never faster than the host can say it."""
     total = 0.0
     for one in stretches:
@@ -118,85 +115,27 @@ def _sustained(card: Card, dtype: str) -> float:
     return (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
 
 
-class Sent(NamedTuple):
-    """What a rank sends, in bytes, how often in a step, and what hides it."""
-
-    size: float
-    times: int
-    hidden: str
-    """`forward`, `backward` or `nothing`."""
-    way: str
-    """`ring`, among the ranks of a shard; `replicas`, of the same shard in other groups; `host`."""
-    what: str
-    """In words: what is sent, and by which collective."""
-
-
-def _bandwidth(way: str, job: Job, machine: Hardware, card: Card) -> float:
+def _bandwidth(link: str, job: Job, machine: Hardware, card: Card) -> float:
     """Bytes a second of a rank.
 
     A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.
     """
-    if way == "host":
+    if link == "host":
         found = card.host
-    elif way == "ring":
-        found = min(card.peer, card.network * machine.count) if job.shard_ranks > machine.count else card.peer
+    elif link == "ring":
+        found = (
+            min(card.peer, card.network * machine.count) if job.parallelism.shard_size > machine.count else card.peer
+        )
     else:
         found = card.network if job.ranks > machine.count else card.peer
     return found * 1e9 * LINK
 
 
-def collectives(job: Job) -> list[Sent]:
-    """The collectives of a step, in its order.
-
-    A ring's gather, and its reduce-scatter, send (N - 1)/N of the tensor, an all-reduce twice that (Rajbhandari et al.
-    2020, section 7).
-    """
-    ranks = job.shard_ranks
-    found = parameters_of(job)
-    share = (ranks - 1) / ranks
-    trained = sum(state.elements for state in found if state.trainable)
-    whole = sum(
-        state.elements * (BYTES_OF[job.compute_dtype] if state.trainable else BYTES_OF[state.dtype]) for state in found
-    )
-    reduced = trained * BYTES_OF["bfloat16" if job.strategy.precision == "bf16_pure" else "float32"]
-    micro, word = job.loop.accumulation, job.strategy.sharding
-    if word == "none":
-        return []
-    if word == "ddp":
-        return [
-            Sent(2 * share * reduced, 1, "backward", "ring", "gradients, all-reduced")
-        ]  # with the last micro-batch alone
-    if word in ("zero1", "zero2"):
-        reduce = Sent(
-            share * reduced, 1 if word == "zero1" else micro, "nothing", "ring", "gradients, reduce-scattered"
-        )
-        updated = share * trained * BYTES_OF[job.compute_dtype]
-        return [reduce, Sent(updated, 1, "nothing", "ring", "updated parameters, all-gathered")]
-    sent = [Sent(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
-    if word != "fsdp_grad_op":
-        sent.append(Sent(share * whole, micro, "backward", "ring", "parameters, all-gathered for the backward"))
-    sent.append(Sent(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
-    if word == "hsdp":
-        groups = job.strategy.replicate
-        size = 2 * (groups - 1) / groups * reduced / ranks
-        sent.append(Sent(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
-    return sent
+def collectives(job: Job) -> list[Transfer]:
+    """The collectives of a step, in its order."""
+    return [one for one in engine_of(job.strategy).communication(job) if one.link != "host"]
 
 
-def offloads(job: Job) -> list[Sent]:
-    """Over PCIe: gradients to the host and weights back, once a step; parameters to the device for every pass."""
-    offload = job.strategy.offload
-    if offload == "none":
-        return []
-    found, ranks = parameters_of(job), job.shard_ranks
-    trained = sum(state.elements for state in found if state.trainable) / ranks
-    back = trained * BYTES_OF[job.compute_dtype]
-    sent = [
-        Sent(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host"),
-        Sent(back, 1, "nothing", "host", "updated parameters, from the host"),
-    ]
-    if offload == "cpu":
-        shard = sum(state.bytes for state in found) / ranks
-        for phase in ("forward", "backward"):
-            sent.append(Sent(shard, job.loop.accumulation, phase, "host", f"parameters, from the host for the {phase}"))
-    return sent
+def offloads(job: Job) -> list[Transfer]:
+    """The transfers between device and host."""
+    return [one for one in engine_of(job.strategy).communication(job) if one.link == "host"]

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cache import cache_file, keep
+from toolkit.engines.traces import LayerStack, Trace, TraceConfig
 from toolkit.errors import ModelError, StrategyError
-from toolkit.forecasting.timeline import Stack, Trace
-from toolkit.forecasting.ways import Way
 from toolkit.model import ModelSpec
 from toolkit.model.hub import first_line
 
@@ -24,46 +23,48 @@ EXACT = 3
 """Batches up to this one are traced as they are; a larger one follows from two that are, since sizes are linear in it."""
 
 
-def trace_of(spec: ModelSpec, way: Way, *, batch: int, seq_len: int, beside: Sequence[Way] = ()) -> Trace:
+def trace_of(
+    spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int, beside: Sequence[TraceConfig] = ()
+) -> Trace:
     """One forward and backward of the shallow model, from the cache where it is there.
 
     Args:
         spec: the model.
-        way: how it computes.
+        config: how it computes.
         batch, seq_len: samples of a micro-batch, tokens of a sample.
-        beside: where it is not in the cache, other ways that are traced with it, and kept for later.
+        beside: where it is not in the cache, other configs that are traced with it, and kept for later.
 
     Raises:
         ModelError: for a model that cannot be traced.
 
     A batch of one takes other paths than a larger one (what is contiguous, what is broadcast), so it is traced itself.
     """
-    ways = (way, *beside)
+    configs = (config, *beside)
     if batch > EXACT:
-        two, three = _cached(spec, ways, (EXACT - 1, EXACT), seq_len)
+        two, three = _cached(spec, configs, (EXACT - 1, EXACT), seq_len)
         found = two.scaled(three, batch - EXACT + 1)
         if found is not None:
             return found
-    return _cached(spec, ways, (batch,), seq_len)[0]
+    return _cached(spec, configs, (batch,), seq_len)[0]
 
 
-def _cached(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[Trace]:
-    """The first way's trace of each batch; those that are missing are traced together, the other ways' with them."""
-    found = {batch: trace for batch in batches if (trace := _kept(_path(spec, ways[0], batch, seq_len))) is not None}
+def _cached(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[Trace]:
+    """The first configuration's trace of each batch; missing ones are traced together with the other configurations'."""
+    found = {batch: trace for batch in batches if (trace := _kept(_path(spec, configs[0], batch, seq_len))) is not None}
     missing = [batch for batch in batches if batch not in found]
     if missing:
-        made = _traced(spec, ways, missing, seq_len)
-        for way, traces in zip(ways, made, strict=True):
+        made = _traced(spec, configs, missing, seq_len)
+        for config, traces in zip(configs, made, strict=True):
             for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
                 text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
-                keep(_path(spec, way, batch, seq_len), text)
+                keep(_path(spec, config, batch, seq_len), text)
         found |= dict(zip(missing, made[0], strict=True))
     return [found[batch] for batch in batches]
 
 
-def _path(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> Path:
-    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if way.adapter else []
-    made_from = [spec.architecture, spec.config, dataclasses.asdict(way), batch, seq_len, adapting]
+def _path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
+    adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if config.adapter else []
+    made_from = [spec.architecture, spec.config, dataclasses.asdict(config), batch, seq_len, adapting]
     return cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
 
 
@@ -79,14 +80,14 @@ def _read_file(path: Path) -> Trace:
     return _read(json.loads(path.read_bytes()))
 
 
-def _traced(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
-    """Of each way a trace of each batch."""
+def _traced(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
+    """Of each config a trace of each batch."""
     try:
-        if ways[0].adapter is not None and "peft" not in sys.modules:
-            return _apart(spec, ways, batches, seq_len)
+        if configs[0].adapter is not None and "peft" not in sys.modules:
+            return _apart(spec, configs, batches, seq_len)
         from toolkit.forecasting.tracing import trace_all
 
-        return trace_all(spec, ways, batches, seq_len)
+        return trace_all(spec, configs, batches, seq_len)
     except StrategyError:
         raise
     except Exception as error:  # a model's own code fails in its own way
@@ -96,9 +97,9 @@ def _traced(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_le
         ) from error
 
 
-def _apart(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
+def _apart(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
     """In a child process: peft imports bitsandbytes, which takes hold of a GPU."""
-    asked = pickle.dumps((spec, ways, batches, seq_len))
+    asked = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=asked, capture_output=True, check=False)
     if done.returncode:
@@ -109,7 +110,7 @@ def _apart(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len
 
 def _read(values: Mapping[str, Any]) -> Trace:
     stacks = tuple(
-        Stack(name=one["name"], kinds=tuple(one["kinds"]), kept=tuple(one["kept"])) for one in values["stacks"]
+        LayerStack(name=one["name"], kinds=tuple(one["kinds"]), kept=tuple(one["kept"])) for one in values["stacks"]
     )
     events = tuple((what, size, name) for what, size, name in values["events"])
     embedding, norm, head = values["ends"]

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engines.losses import loss_sum
+from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
 from toolkit.forecasting.adapters import pack, put_on
 from toolkit.forecasting.kernels import stand_ins
 from toolkit.forecasting.shallow import cut
-from toolkit.forecasting.timeline import Event, Stack, Trace
-from toolkit.forecasting.ways import Way
 from toolkit.model import ModelSpec
-from toolkit.reading import attention_word, auto_class, freeze
+from toolkit.reading import auto_class, freeze
+from toolkit.tables import ATTENTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -30,45 +31,47 @@ if TYPE_CHECKING:
     from toolkit.forecasting.tracker import Tracker
 
 
-def trace_all(spec: ModelSpec, ways: Sequence[Way], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
-    """Of each way a trace of each batch; of all ways but the first only where it can be traced, else none."""
-    own, *others = ways
+def trace_all(
+    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
+) -> list[list[Trace]]:
+    """Of each config a trace of each batch; of all configs but the first only where it can be traced, else none."""
+    own, *others = configs
     found = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
-    for way in others:
+    for config in others:
         try:
-            found.append([trace(spec, way, batch=batch, seq_len=seq_len) for batch in batches])
+            found.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
         except Exception:  # asked for itself, it will say why
             found.append([])
     return found
 
 
-def trace(spec: ModelSpec, way: Way, *, batch: int, seq_len: int) -> Trace:
+def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> Trace:
     """One forward and backward of the shallow model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from toolkit.forecasting.tracker import Tracker
 
     with _quietly():
-        model = _build(spec, way)
+        model = _build(spec, config)
         stacks = cut(model, spec)
-        if way.checkpointing:
+        if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
-        outer = model if way.adapter is None else put_on(model, stacks, spec, way.adapter)
+        outer = model if config.adapter is None else put_on(model, stacks, spec, config.adapter)
         outer.train()
         ends = _ends(outer, model)
-        tracker = Tracker(ends[2], device=way.device)
+        tracker = Tracker(ends[2], device=config.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             model.tie_weights()
-            if way.adapter is not None:
+            if config.adapter is not None:
                 pack(model)
-            inputs = _inputs(spec, way, batch, seq_len)
+            inputs = _inputs(spec, config, batch, seq_len)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(tensor)
             _watch(model, stacks, tracker)
-            with stand_ins(way), tracker:
-                _step(model, inputs, spec, way, tracker)
+            with stand_ins(config), tracker:
+                _step(model, inputs, spec, config, tracker)
     return Trace(stacks=stacks, events=tuple(_nested(tracker.told())), ends=ends)
 
 
@@ -90,50 +93,50 @@ def _ends(outer: Any, model: Any) -> tuple[str | None, str | None, str | None]:
     return names.get(wanted[0]), names.get(wanted[1]), names.get(wanted[2])
 
 
-def _build(spec: ModelSpec, way: Way) -> Any:
+def _build(spec: ModelSpec, config: TraceConfig) -> Any:
     import torch
     from transformers import AutoConfig
 
     values = copy.deepcopy(spec.config)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    config.use_cache = False
-    word = "sdpa" if way.attention.startswith("flash") else attention_word(way.attention)
+    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    made.use_cache = False
+    kernel = ATTENTIONS[config.attention]
+    word = "sdpa" if kernel.joins_rows else kernel.transformers
     with torch.device("meta"):
-        model = auto_class(spec).from_config(config, dtype=getattr(torch, way.weights), attn_implementation=word)
+        model = auto_class(spec).from_config(made, dtype=getattr(torch, config.weights), attn_implementation=word)
     freeze(model, spec)
     return model
 
 
-def _inputs(spec: ModelSpec, way: Way, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
     import torch
 
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
-    if way.masked:
+    if config.masked:
         # A model of several parts is padded, never packed.
         names.append("attention_mask" if spec.kind == "seq2seq" or spec.frozen else "position_ids")
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 
-def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, way: Way, tracker: Tracker) -> None:
-    """As `training.mean_loss` and what comes behind it."""
+def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker) -> None:
+    """As `Engine.forward_backward`, and as Accelerate calls the model: it casts what a forward under autocast returns to fp32."""
     import torch
 
-    cast = torch.autocast("cpu", getattr(torch, way.autocast)) if way.autocast else contextlib.nullcontext()
+    cast = torch.autocast("cpu", getattr(torch, config.autocast)) if config.autocast else contextlib.nullcontext()
+
+    def call(**inputs: torch.Tensor) -> Any:
+        with cast:
+            made = model(**inputs)
+        return type(made)(**{key: _widened(value) for key, value in made.items()}) if config.autocast else made
+
+    call.config = model.config  # type: ignore[attr-defined]
     tracker.mark("forward")
-    with cast:
-        made = model(**inputs, use_cache=False)
-    if way.autocast:
-        made = type(made)(**{key: _widened(value) for key, value in made.items()})
-    if spec.kind == "causal":
-        loss = made.loss
-    else:
-        loss = torch.nn.functional.cross_entropy(made.logits.float().flatten(0, 1), inputs["labels"].flatten())
-    del made
+    loss = loss_sum(call, inputs, spec.kind)
     weighted = loss * torch.ones(())
     del loss
     tracker.mark("backward")
-    weighted.backward()
+    weighted.backward()  # type: ignore[no-untyped-call]
     del weighted
     tracker.mark("end")
 
@@ -144,7 +147,7 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _watch(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -> None:
+def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> None:
     """Marks at both ends of each module, those without parameters too, and where a gradient is complete.
 
     DeepSpeed fetches ahead as each begins, and FSDP2 gathers the head before OLMo's last norm, which owns nothing.
@@ -216,9 +219,9 @@ def _quietly() -> Iterator[None]:
 
 def main() -> None:
     """For a process that traces an adapter: peft is imported here, and nowhere else before a launch."""
-    spec, ways, batches, seq_len = pickle.load(sys.stdin.buffer)
+    spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
-        found = trace_all(spec, ways, batches, seq_len)
+        found = trace_all(spec, configs, batches, seq_len)
     json.dump([[dataclasses.asdict(one) for one in each] for each in found], sys.stdout, separators=(",", ":"))
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from toolkit.forecasting.timeline import LOGITS, Event
+from toolkit.engines.traces import LOGITS, Event
 from toolkit.units import dtype_name, round_up
 
 aten = torch.ops.aten

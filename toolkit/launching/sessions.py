@@ -9,21 +9,20 @@ from typing import Any
 
 from toolkit.devices import Hardware
 from toolkit.durable import write_json
-from toolkit.engines.job import engine_of, resolve
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
 from toolkit.flags import differing
 from toolkit.folder import enter, read_run_json
 from toolkit.launching.supervising import supervise
 from toolkit.launching.targets import Target
 from toolkit.launching.trust import note_launch
 from toolkit.locking import new_token
+from toolkit.parallelism import Parallelism
 from toolkit.readying import versions
 from toolkit.reporting import reported
 from toolkit.runtime import STRATEGY, check_ranks
 from toolkit.strategy import Loop, Strategy
 from toolkit.units import timestamp
-
-BOUND = ("sharding", "offload", "replicate")
-"""What an Accelerate config file says itself."""
 
 
 def hold_session(
@@ -35,7 +34,7 @@ def hold_session(
         ToolkitError, Stopped: as `supervise`.
     """
     check_ranks(machine, ranks)
-    resolve(strategy, Loop(), None, ranks, machine.device)
+    job = resolve(strategy, Loop(), None, ranks, machine.device)
     with enter(path, resume=resume, token=new_token()) as entered, reported(path):
         folder = dataclasses.replace(entered, created=False)  # what it printed tells more than a message, and stays
         old = read_run_json(path) if resume else {}
@@ -43,30 +42,28 @@ def hold_session(
             *old.get("attempts", []),
             {"strategy": dataclasses.asdict(strategy), "ranks": ranks, "started": timestamp()},
         ]
-        about = {**_about(target, strategy, ranks, machine), "attempts": attempts}
+        about = {**_about(target, strategy, job.parallelism, machine), "attempts": attempts}
         write_json(folder.run_json, about)
         note_launch(folder, target)
         arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        supervise(folder, "toolkit.launching.hosting", arguments, config, environ={STRATEGY: _unbound(strategy)})
+        supervise(
+            folder, "toolkit.launching.hosting", arguments, config, environ={STRATEGY: json.dumps(differing(strategy))}
+        )
         write_json(folder.run_json, {**about, "finished": timestamp()})
 
 
-def _about(target: Target, strategy: Strategy, ranks: int, machine: Hardware) -> dict[str, Any]:
+def _about(target: Target, strategy: Strategy, parallelism: Parallelism, machine: Hardware) -> dict[str, Any]:
     return {
         "strategy": dataclasses.asdict(strategy),
         "loop": {},
         "recipe": {},
         "target": dataclasses.asdict(target),
-        "ranks": ranks,
+        "ranks": parallelism.ranks,
+        "parallelism": dataclasses.asdict(parallelism),
         "forecast": None,
         "versions": versions(),
         "hardware": machine.to_dict(),
         "started": timestamp(),
         "finished": None,
     }
-
-
-def _unbound(strategy: Strategy) -> str:
-    """The fields that differ from their defaults and travel beside the config file."""
-    return json.dumps({name: value for name, value in differing(strategy).items() if name not in BOUND})

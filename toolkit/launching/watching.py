@@ -62,10 +62,16 @@ class Watch:
         return any(beat.phase != "ended" and not process_lives(beat.pid) for beat in self.beats.values())
 
     def behind(self) -> Heartbeat | None:
-        """The rank that came least far, if one came less far than another."""
-        found = sorted(self.beats.values(), key=lambda beat: (beat.step, beat.marks))
-        least = (found[0].step, found[0].marks) if found else None
-        return found[0] if any((beat.step, beat.marks) != least for beat in found) else None
+        """The rank that came least far, if one came less far than another of its stage."""
+        stages: dict[int, list[Heartbeat]] = {}
+        for beat in sorted(self.beats.values(), key=lambda beat: (beat.step, beat.marks)):
+            stages.setdefault(beat.stage, []).append(beat)
+        late = [
+            ranks[0]
+            for ranks in stages.values()
+            if (ranks[0].step, ranks[0].marks) != (ranks[-1].step, ranks[-1].marks)
+        ]
+        return min(late, key=lambda beat: beat.step, default=None)
 
     def listens(self) -> bool:
         """Whether a signal is a wish to every rank."""

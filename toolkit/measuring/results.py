@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from toolkit.engines.job import Holdings
+from toolkit.engines.records import StateMemory
 from toolkit.phases import PHASES
 from toolkit.show import Shown, Table
 from toolkit.units import format_bytes
@@ -112,7 +112,7 @@ class Memory(Shown):
         return [Table(title="Highest memory of each rank, by phase", columns=columns, rows=rows, notes=notes)]
 
 
-def collect(measured: Measured, holdings: Holdings, gather: Callable[[list[Any]], list[Any]]) -> Memory:
+def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[Any]], list[Any]]) -> Memory:
     """Bring every rank's measurement together; a collective, every rank gets the whole.
 
     Args:

@@ -14,7 +14,7 @@ from toolkit.devices import Hardware, hardware
 from toolkit.explaining.seen import read_seen
 from toolkit.flags import flag, from_dict, spell
 from toolkit.model import EMBEDDED, ModelSpec, describe
-from toolkit.strategy import SHARDINGS, Loop, Strategy
+from toolkit.strategy import SHARDINGS, Loop, Strategy, usual_shardings
 
 HERE = "this machine"
 SECOND = "against_"
@@ -32,9 +32,6 @@ NAMES = {
     "precision": ("model", "device", "precision", "adapter"),
 }
 """Which controls each panel has: those that its answer depends on."""
-
-LEDGER = ("ddp", "zero3", "fsdp")
-"""Shardings whose dtypes stand beside each other: one of each engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +99,9 @@ class Asked:
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
         specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
-        base = strategy or Strategy(sharding="zero3" if machine.ranks > 1 else "none")
+        base = strategy or (Strategy(sharding=_sharded()[0]) if machine.ranks > 1 else Strategy())
         second, batch = (
-            against or dataclasses.replace(base, sharding=_another(base, machine.ranks), replicate=1),
+            against or dataclasses.replace(base, sharding=_another(base, machine.ranks), dp_replicate=1),
             loop or Loop(),
         )
         standing = {"model": specs[0].name, "device": _called(machine, on), "devices": machine.ranks}
@@ -165,7 +162,7 @@ class Asked:
         known = {name: self.values.get(before + name, value) for name, value in dataclasses.asdict(owner).items()}
         if "sharding" in known:
             row = SHARDINGS.get(known["sharding"])
-            known["replicate"] = max(2, known["replicate"]) if row and row.replicate else 1
+            known["dp_replicate"] = max(2, known["dp_replicate"]) if row and row.hybrid else 1
         return known
 
     @property
@@ -193,8 +190,8 @@ class Asked:
         Raises:
             StrategyError: for what no engine can run.
         """
-        fields = {**self.fields(self.base), "offload": "none", "replicate": 1}
-        return [from_dict(Strategy, {**fields, "sharding": word}) for word in LEDGER]
+        fields = {**self.fields(self.base), "offload": "none", "dp_replicate": 1}
+        return [from_dict(Strategy, {**fields, "sharding": word}) for word in usual_shardings()]
 
     @property
     def loop(self) -> Loop:
@@ -207,8 +204,14 @@ class Asked:
 
 
 def _another(strategy: Strategy, ranks: int) -> str:
-    """A sharding to hold against this one; FSDP needs two ranks."""
-    return "fsdp" if strategy.sharding != "fsdp" and ranks > 1 else "zero3" if strategy.sharding != "zero3" else "ddp"
+    """A sharding to compare this one with: another one that shards, else one that replicates."""
+    able = _sharded()[::-1] if ranks > 1 else _sharded()
+    return next((word for word in (*able, *usual_shardings()) if word != strategy.sharding), strategy.sharding)
+
+
+def _sharded() -> list[str]:
+    """The usual shardings that shard everything."""
+    return [word for word in usual_shardings() if not SHARDINGS[word].smaller]
 
 
 def _called(machine: Hardware, on: Hardware | str | None) -> str:
@@ -271,7 +274,7 @@ def command(kind: str, asked: Asked) -> str:
     # What a run was need not be said: the shell, too, begins from it.
     plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), Loop())
     if kind == "precision":
-        strategy |= {"sharding": ",".join(LEDGER), "offload": "none", "replicate": 1}
+        strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
     words += spell(dict(_otherwise(strategy, plain)))
     if kind != "precision":
         words += spell(dict(_otherwise(asked.fields(asked.batch), batch)))

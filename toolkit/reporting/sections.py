@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ def _asked(run: Record) -> Section:
     if run.target is not None:
         return _own(run, run.target)
     about, loop, command = run.about, run.about["loop"], run.command
-    samples = int(loop.get("micro_batch", 1)) * int(loop.get("accumulation", 1)) * about["ranks"]
+    sizes = {**loop, **about.get("parallelism", {})}
+    samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
     more = {
         Strategy: [("ranks", str(about["ranks"]))],
         Loop: [("global batch", f"{samples} samples")],

@@ -1,14 +1,16 @@
-"""What all replays share: what is read, the walk over a micro-batch, and the optimizer's step."""
+"""Parts of a simulated step that engines share: reading, the walk over a micro-batch, the optimizer's step, host transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from toolkit.engines.job import Holdings, Job, engine_of
+from toolkit.engines.base import kept_dtype
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.states import checkpoint_bytes, parameters_of, quantizable
-from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.timeline import Stretch
+from toolkit.engines.traces import Segment
 from toolkit.units import BYTES_OF, KiB, MiB, ceil_div
 
 
@@ -19,10 +21,10 @@ class Moves(Protocol):
     """Whether a micro-batch leaves more behind than it found; the second does not add to that."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """One of the events that `timeline.Event` names."""
+        """One of the events that `traces.Event` names."""
 
 
-def walk(ledger: Ledger, job: Job, step: Sequence[Stretch], moves: Moves) -> None:
+def walk(ledger: Ledger, job: Job, step: Sequence[Segment], moves: Moves) -> None:
     """The micro-batches of a step, forward and backward: as many as are unlike."""
     for number in range(min(job.loop.accumulation, 2 if moves.grows else 1)):
         ledger.enter("forward")
@@ -44,7 +46,7 @@ def blas_workspaces(job: Job) -> int:
     return 2 * (32 * MiB if job.device.capability[0] in (9, 10, 12) else 8 * MiB + 128 * KiB)
 
 
-def _walk(ledger: Ledger, step: Sequence[Stretch], moves: Moves) -> None:
+def _walk(ledger: Ledger, step: Sequence[Segment], moves: Moves) -> None:
     backward = False
     for stretch in step:
         rise, net, logits_rise, logits_net, what, size, name = stretch[:7]
@@ -82,7 +84,7 @@ def joined(job: Job) -> int:
     if not job.spec.copied:
         return 0
     adapter = job.strategy.adapter != "none"
-    dtype = job.compute_dtype if adapter else engine_of(job.strategy).account(job).dtypes["trainable"]
+    dtype = job.compute_dtype if adapter else kept_dtype(job)
     if job.spec.config.get("dtype") in (None, dtype):
         return 0
     largest = max(one.elements for one in job.spec.parameters if one.role == "expert")
@@ -104,7 +106,7 @@ def constants(job: Job) -> int:
     return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 
 
-def moments(ledger: Ledger, job: Job, held: Holdings, checkpoints: bool, *, offload: bool = False) -> None:
+def moments(ledger: Ledger, job: Job, held: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
     """Made before the first step where checkpoints are laid out over them, else by the first step itself.
 
     A checkpoint's own buffers come with them.
@@ -118,15 +120,30 @@ def moments(ledger: Ledger, job: Job, held: Holdings, checkpoints: bool, *, offl
         ledger.offload("workspace", 1 << max(0, buffer - 1).bit_length())
 
 
-def adamw(ledger: Ledger, job: Job, pieces: Iterable[int]) -> None:
-    """torch's AdamW over tensors of these elements, each in the dtype that is trained.
-
-    On CPU it takes them one by one, with the root of the second moment and its quotient beside each
-    (`_single_tensor_adam`); on CUDA all at once, with the roots alone (`_multi_tensor_adam`).
-    """
-    size = BYTES_OF[job.weight_dtype]
-    elements = list(pieces)
+def optimizer_step(ledger: Ledger, job: Job, sizes: Iterable[int]) -> None:
+    """Enter the temporaries of an optimizer's step over tensors of these elements, each in the dtype that is trained."""
     if job.strategy.offload != "none" and not ledger.shared:
         return  # on the host: in place under DeepSpeed, under FSDP with torch's AdamW over one shard at a time
-    work = 2 * max(elements, default=0) if job.device.kind == "cpu" else sum(elements)
-    ledger.touch("workspace", work * size)
+    row, elements = job.optimizer, list(sizes)
+    on_cpu = job.device.kind == "cpu"
+    work = row.cpu_temporaries * max(elements, default=0) if on_cpu else row.cuda_temporaries * sum(elements)
+    ledger.touch("workspace", work * BYTES_OF[job.weight_dtype])
+
+
+def host_transfers(job: Job) -> list[Transfer]:
+    """Transfers of an offload: gradients to the host and weights back, once a step; parameters to the device for every pass."""
+    offload = job.strategy.offload
+    if offload == "none":
+        return []
+    found, ranks = parameters_of(job), job.parallelism.shard_size
+    trained = sum(state.elements for state in found if state.trainable) / ranks
+    back = trained * BYTES_OF[job.compute_dtype]
+    sent = [
+        Transfer(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host"),
+        Transfer(back, 1, "nothing", "host", "updated parameters, from the host"),
+    ]
+    if offload == "cpu":
+        shard, micro = sum(state.bytes for state in found) / ranks, job.loop.accumulation
+        for phase in ("forward", "backward"):
+            sent.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
+    return sent

@@ -9,26 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.engines.fsdp import shard_of
-from toolkit.engines.job import Job, engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import StateMemory
+from toolkit.engines.simulation import constants, joined, moments, optimizer_step, walk
 from toolkit.engines.states import State, parameters_of
-from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, constants, joined, moments, walk
-from toolkit.forecasting.timeline import Stretch, Trace
-from toolkit.units import BYTES_OF
+from toolkit.engines.traces import Segment, Trace
+from toolkit.units import BYTES_OF, ceil_div
 
 
-def heeds(trace: Trace, what: str, name: str) -> bool:
-    """Gradients, and the modules that are gathered: layers, the embedding, the norm behind them, the head."""
-    return what == "gradient" or name in trace.ends or name.rpartition(".")[0] in {stack.name for stack in trace.stacks}
+def shard_elements(state: State, ranks: int) -> int:
+    """Elements of a parameter that each of `ranks` holds: equally many rows, the last padded."""
+    rows = state.shape[0] if state.shape else 1
+    return ceil_div(rows, ranks) * (state.elements // rows)
 
 
-def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
+def reduce_dtype(job: Job) -> str:
+    """torch's name of the dtype in which gradients are summed over the ranks."""
+    return str(job.settings["reduce_dtype"] or job.weight_dtype)
+
+
+def simulate(
+    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool
+) -> None:
     """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out.
 
     Packed weights are read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
     """
-    held = engine_of(job.strategy).account(job)
     found = list(parameters_of(job))
     ledger.enter("load")
     # A GPU's are read into the host's memory, unless they are packed.
@@ -50,9 +57,11 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     ledger.hold("parameters", -read)
     ledger.lead(-ledger.alone)
     moments(ledger, job, held, checkpoints, offload=offload)
-    walk(ledger, job, step, _Moves(job, trace, ledger))
+    walk(ledger, job, step, _Groups(job, trace, ledger))
     ledger.enter("step")
-    adamw(ledger, job, (shard_of(state, job.shard_ranks) for state in found if state.trainable))
+    optimizer_step(
+        ledger, job, (shard_elements(state, job.parallelism.shard_size) for state in found if state.trainable)
+    )
     ledger.hold("gradients", -ledger.held["gradients"])
 
 
@@ -68,19 +77,15 @@ def _share_out(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> No
     last = 0
     for state in (*found.values(), *twins):
         ledger.touch("workspace", last + state.bytes)
-        keep("parameters", _shard_bytes(job, state))
+        keep("parameters", shard_bytes(job, state))
         ledger.touch("workspace", state.bytes)
         last = state.bytes if job.device.kind == "cuda" and job.ranks > 1 else 0
-    keep("parameters", -sum(_shard_bytes(job, state) for state in twins))
+    keep("parameters", -sum(shard_bytes(job, state) for state in twins))
 
 
-def _shard_bytes(job: Job, state: State) -> int:
-    return shard_of(state, job.shard_ranks) * BYTES_OF[state.dtype]
-
-
-def gathering(job: Job) -> int:
-    """A copy of the largest shard."""
-    return max((_shard_bytes(job, state) for state in parameters_of(job) if state.trainable), default=0)
+def shard_bytes(job: Job, state: State) -> int:
+    """Bytes of a parameter that each rank holds."""
+    return shard_elements(state, job.parallelism.shard_size) * BYTES_OF[state.dtype]
 
 
 @dataclass
@@ -105,18 +110,18 @@ class _Group:
     """The parameters, in the order of the modules."""
 
 
-class _Moves:
+class _Groups:
     """The groups of one rank, and what of them is whole."""
 
     grows = True
 
     def __init__(self, job: Job, trace: Trace, ledger: Ledger) -> None:
-        self._ledger, self._ranks = ledger, job.shard_ranks
+        self._ledger, self._ranks = ledger, job.parallelism.shard_size
         self._compute = BYTES_OF[job.compute_dtype]
         self._reduce = BYTES_OF[job.settings["reduce_dtype"] or job.weight_dtype]
         self._gloo = job.device.kind == "cpu"
         self._offload = job.strategy.offload != "none"
-        self._replicas = job.strategy.replicate > 1
+        self._replicas = job.parallelism.dp_replicate > 1
         self._waiting = 0
         """Bytes of reduced shards that are still on the device although they are offloaded."""
         self._groups, self._owner = _groups(job, trace)
@@ -141,7 +146,6 @@ class _Moves:
             self._order = []
             self._gather("")
         elif what == "backward":
-            self._release_gathered()
             self._early_gather()
         elif what == "end":
             for group in [*self._groups]:
@@ -155,6 +159,8 @@ class _Moves:
             self._module(what, name, backward)
 
     def _module(self, what: str, name: str, backward: bool) -> None:
+        if not name and what == "out":  # the root's `_post_forward` frees the last all-gather's output
+            self._release_gathered()
         begins, ends = self._firsts.get(name), self._lasts.get(name)
         if what == "in" and begins and not backward:
             self._gather(begins)
@@ -269,7 +275,7 @@ def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
             key = key.rpartition(".")[0]
         owner[parameter.name] = key
         found[key].names.append(parameter.name)
-        elements = shard_of(parameter, job.shard_ranks) * job.shard_ranks
+        elements = shard_elements(parameter, job.parallelism.shard_size) * job.parallelism.shard_size
         found[key].elements += elements
         found[key].trained += elements if parameter.trainable else 0
         found[key].cast += elements if parameter.dtype != job.compute_dtype else 0

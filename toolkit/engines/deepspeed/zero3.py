@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.engines.job import Holdings, Job
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import StateMemory
+from toolkit.engines.simulation import loaded, optimizer_step
 from toolkit.engines.states import parameters_of
-from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, loaded
-from toolkit.forecasting.timeline import Stretch
+from toolkit.engines.traces import Segment
 from toolkit.units import BYTES_OF, ceil_div
 
 SUB_GROUP = 10**9
@@ -25,7 +26,15 @@ GLOO_THREADS = 2
 """Collectives that gloo works on at once (torch/csrc/distributed/c10d/ProcessGroupGloo.hpp `threads`)."""
 
 
-def partitioned(job: Job, ledger: Ledger, held: Holdings) -> None:
+def copies(job: Job) -> bool:
+    """Whether a whole parameter is another tensor than its shard: on one rank it is the same, unless that is on the host.
+
+    Source: deepspeed/runtime/zero/partition_parameters.py `NoGatherHandle`.
+    """
+    return job.parallelism.shard_size > 1 or (job.strategy.offload == "cpu" and job.device.kind == "cuda")
+
+
+def partitioned(job: Job, ledger: Ledger, held: StateMemory) -> None:
     """The parameters, from the checkpoint to shards.
 
     `zero.Init`: rank 0 reads each whole and broadcasts it before it is cut. transformers skips that for quantized models.
@@ -36,11 +45,11 @@ def partitioned(job: Job, ledger: Ledger, held: Holdings) -> None:
     if job.strategy.quantized:
         read = sum(state.bytes for state in found)
         loaded(ledger, job, read)
-        ledger.touch("parameters", max(ceil_div(state.bytes, job.ranks) for state in found))
+        ledger.touch("parameters", max(ceil_div(state.bytes, job.parallelism.shard_size) for state in found))
         ledger.hold("parameters", -read)
     else:
         size = BYTES_OF[job.compute_dtype]
-        read = sum(ceil_div(state.elements, job.ranks) for state in base) * size
+        read = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in base) * size
         ledger.enter("load")
         keep("parameters", read)
         ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
@@ -69,11 +78,11 @@ class Fetches:
     REUSE, LIVE = 10**9, 10**9
     """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
 
-    def __init__(self, job: Job, step: Sequence[Stretch], ledger: Ledger) -> None:
+    def __init__(self, job: Job, step: Sequence[Segment], ledger: Ledger) -> None:
         assert job.spec is not None
         zero = job.settings["zero_optimization"]
         self._ledger, self._job = ledger, job
-        self._size, self._ranks = BYTES_OF[job.compute_dtype], job.ranks
+        self._size, self._ranks = BYTES_OF[job.compute_dtype], job.parallelism.shard_size
         self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
         self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
         limit = zero["stage3_param_persistence_threshold"]
@@ -97,7 +106,7 @@ class Fetches:
         self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
         for name, at in self._places:
             self._uses[name].append(at)
-        self._shard = sum(ceil_div(state.elements, job.ranks) for state in found if state.trainable)
+        self._shard = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in found if state.trainable)
         self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
         self._offload = job.strategy.offload != "none"
         keep = ledger.offload if self._offload else ledger.hold
@@ -106,9 +115,11 @@ class Fetches:
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
         ledger.hold("buffers", self._room * self._reduced)
         # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own.
-        largest = max((ceil_div(state.elements, job.ranks) for state in found if state.trainable), default=0)
-        copies = 2 if job.device.kind == "cpu" and job.ranks > 1 else 1
-        ledger.touch("buffers", largest * job.ranks * self._size * copies)
+        largest = max(
+            (ceil_div(state.elements, job.parallelism.shard_size) for state in found if state.trainable), default=0
+        )
+        copies = 2 if job.device.kind == "cpu" and job.parallelism.shard_size > 1 else 1
+        ledger.touch("buffers", largest * job.parallelism.shard_size * self._size * copies)
         self._live = 0
         self._whole: dict[str, int] = {}
         """Bytes of what is gathered."""
@@ -258,9 +269,9 @@ class Fetches:
     def step(self) -> None:
         """Of a sub-group its masters as one tensor, and their gradients joined in another (`_prepare_fp32_grad_for_sub_group`)."""
         if self._offload:
-            adamw(self._ledger, self._job, [self._shard])
+            optimizer_step(self._ledger, self._job, [self._shard])
             return
         flat = min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
-        adamw(self._ledger, self._job, [min(self._shard, SUB_GROUP)])
+        optimizer_step(self._ledger, self._job, [min(self._shard, SUB_GROUP)])
         self._ledger.hold("gradients", -flat)

@@ -8,24 +8,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from toolkit.engines.deepspeed import ALIGNMENT
-from toolkit.engines.job import Holdings, Job, engine_of
+from toolkit.engines.deepspeed.zero3 import Fetches, partitioned
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import StateMemory
+from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
 from toolkit.engines.states import parameters_of
-from toolkit.forecasting.ledger import Ledger
-from toolkit.forecasting.replays.walking import adamw, loaded, moments, walk
-from toolkit.forecasting.replays.zero3 import Fetches, partitioned
-from toolkit.forecasting.timeline import Stretch, Trace
-from toolkit.units import BYTES_OF, ceil_div, round_up
+from toolkit.engines.traces import Segment
+from toolkit.units import BYTES_OF, round_up
+
+ALIGNMENT = 2
+"""Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
 
 
-def heeds(trace: Trace, what: str, name: str) -> bool:
-    """Everything: stage 3 fetches ahead as each module begins."""
-    return True
-
-
-def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, checkpoints: bool) -> None:
+def simulate(job: Job, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool) -> None:
     """Load, prepare, one step of all micro-batches."""
-    held = engine_of(job.strategy).account(job)
     whole = job.settings["zero_optimization"]["stage"] == 3
     if whole:
         partitioned(job, ledger, held)
@@ -41,19 +38,12 @@ def replay(job: Job, trace: Trace, step: Sequence[Stretch], ledger: Ledger, *, c
     moves.step()
 
 
-def _flattened(job: Job, ledger: Ledger, held: Holdings) -> None:
+def _flattened(job: Job, ledger: Ledger, held: StateMemory) -> None:
     """Stages 1 and 2 copy what is trained into one tensor: on the device where it is free twice, else on the host."""
     if job.device.kind == "cpu" or held.parameters + held.trainable <= job.device.free_bytes:
         ledger.touch("parameters", held.trainable)
     else:
         ledger.touch_host("parameters", 2 * held.trainable)
-
-
-def gathering(job: Job) -> int:
-    """The largest parameter's masters: whole in stages 1 and 2, where a partition may begin anywhere; in stage 3 a shard."""
-    sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
-    largest = max(sizes, default=0)
-    return largest if job.settings["zero_optimization"]["stage"] < 3 else ceil_div(largest, job.ranks)
 
 
 class _Buckets:
@@ -70,8 +60,8 @@ class _Buckets:
         self._fp32 = self._early and "data_types" in job.settings
         """Whether gradients are added up in fp32 although they come in half precision."""
         self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
-        self._shard, self._ranges = _partition(self._elements, job.ranks)
-        self._own = _fullest(self._ranges, self._elements, job.ranks)
+        self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
+        self._own = _fullest(self._ranges, self._elements, job.parallelism.shard_size)
         self._bucket: list[str] | None = None
         self._filled = 0
         self._partition = 0
@@ -118,7 +108,7 @@ class _Buckets:
     def _flush(self) -> None:
         """`reduce_ipg_grads`: what goes to one rank is joined and sent; what this rank keeps goes into its partition."""
         assert self._bucket is not None
-        sent = [0] * self._job.ranks
+        sent = [0] * self._job.parallelism.shard_size
         for name in self._bucket:
             for rank, elements in self._ranges[name].items():
                 sent[rank] += elements
@@ -140,13 +130,13 @@ class _Buckets:
         """The partition's gradients are joined in fp32, and stepped with as one tensor."""
         self._release()
         if self._offload:
-            adamw(self._ledger, self._job, [self._shard])
+            optimizer_step(self._ledger, self._job, [self._shard])
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
         flat = self._shard * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
         self._ledger.hold("gradients", -self._partition)
-        adamw(self._ledger, self._job, [self._shard])
+        optimizer_step(self._ledger, self._job, [self._shard])
         self._ledger.hold("gradients", -flat)
 
 

@@ -1,4 +1,4 @@
-"""`engine_variables()`: the environment variables that an engine's libraries read, set only while they read them."""
+"""`engine_environment()`: the environment variables that an engine's libraries read, set only while they read them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from toolkit.engines.job import Job, engine_of
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
 
 
 @contextmanager
-def engine_variables(job: Job) -> Iterator[None]:
+def engine_environment(job: Job) -> Iterator[None]:
     """Set an engine's variables, and leave `os.environ` as it was: Accelerate and its plugins write into it too."""
     before = dict(os.environ)
     try:
-        for name, value in engine_of(job.strategy).variables(job).items():
+        for name, value in engine_of(job.strategy).environment(job).items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         yield
     finally:

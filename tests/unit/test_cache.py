@@ -1,0 +1,38 @@
+"""What was described or traced by other code is not found again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from toolkit.cache import TRACING, cache_file, source_digest
+
+PACKAGE = Path(toolkit.__file__).parent
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["engines/losses.py", "engines/fsdp/simulation.py", "model/spec.py", "forecasting/tracker.py", "adapting.py"],
+)
+def test_a_changed_byte_is_a_miss(changed: str, tmp_path: Path) -> None:
+    copy = tmp_path / "toolkit"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert source_digest(copy) == source_digest(PACKAGE)
+    source_digest.cache_clear()
+    with (copy / changed).open("ab") as file:
+        file.write(b"#")
+    assert source_digest(copy) != source_digest(PACKAGE)
+
+
+def test_the_digest_is_part_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache_file("traces", b"key")
+    monkeypatch.setattr("toolkit.cache.source_digest", lambda package: "other")
+    assert cache_file("traces", b"key") != before
+
+
+def test_everything_that_traces_is_in_it() -> None:
+    assert all((PACKAGE / name).exists() for name in TRACING)
+    assert {"engines", "forecasting", "model"} <= set(TRACING)

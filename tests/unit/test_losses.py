@@ -1,0 +1,101 @@
+"""The one loss: against transformers' own, on whole rows; padding, auxiliary losses and sequence-to-sequence models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.engines.losses import cross_entropy_sum, loss_sum, shift_labels
+
+
+def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    made = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    made[0, :5] = -100
+    made[2] = -100
+    return made
+
+
+def causal(**fields: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes, **fields))
+
+
+def test_it_is_transformers_mean_times_the_tokens() -> None:
+    model, given = causal(), labels()
+    ids = given.clamp(min=0)
+    shifted = shift_labels(given, "causal")
+    count = int((shifted != -100).sum())
+    ours = loss_sum(model, {"input_ids": ids, "labels": shifted}, "causal")
+    theirs = model(input_ids=ids, labels=given).loss * count
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    ours.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    theirs.backward()
+    for one, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_labels_move_once_on_the_whole_row() -> None:
+    given = labels()
+    shifted = shift_labels(given, "causal")
+    assert torch.equal(shifted[:, :-1], given[:, 1:])
+    assert (shifted[:, -1] == -100).all()
+    assert shift_labels(given, "seq2seq") is given
+    # Halves of a shifted row are the row: the label of the first half's last token is the second half's first.
+    assert int(shifted[1, 7]) == int(given[1, 8])
+
+
+def test_a_batch_without_a_trained_label_is_zero_with_a_zero_gradient() -> None:
+    logits = torch.randn(2, 5, 8, requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.full((2, 5), -100))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_in_fp32(dtype: torch.dtype) -> None:
+    logits, given = torch.randn(2, 300, 8, dtype=dtype), torch.randint(0, 8, (2, 300))
+    loss = cross_entropy_sum(logits, given)
+    assert loss.dtype == torch.float32
+    exact = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), given.flatten(), reduction="sum")
+    assert float(loss) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_experts_add_their_balance_once_for_each_token() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            **sizes, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
+        )
+    )
+    given = labels()
+    ids, shifted = given.clamp(min=0), shift_labels(given, "causal")
+    count = int((shifted != -100).sum())
+    ours = loss_sum(model, {"input_ids": ids, "labels": shifted}, "causal")
+    theirs = model(input_ids=ids, labels=given).loss * count
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    assert float(ours) > float(cross_entropy_sum(model(input_ids=ids).logits, shifted))

@@ -1,0 +1,282 @@
+"""`Engine`: everything about one way of sharding, with defaults where an engine is like the others.
+
+A subclass is one file or folder beside this one, or comes from elsewhere and calls `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.devices import Device
+from toolkit.engines.job import Job
+from toolkit.engines.losses import loss_sum
+from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
+from toolkit.engines.shards import Shard
+from toolkit.engines.stepping import backward_weighted, clip_and_step, read_counters, to_device, write_counters
+from toolkit.engines.traces import Segment, Trace, TraceConfig, trace_config
+from toolkit.errors import StrategyError
+from toolkit.phases import phase
+from toolkit.strategy import SHARDINGS, Sharding, Strategy
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+    from toolkit.engines.ledger import Ledger
+
+    Batch = Mapping[str, torch.Tensor]
+
+
+class Engine:
+    """One way of sharding. Methods that take a `Job` build no process group and touch no device.
+
+    Below `settings` and `accelerator_kwargs` nothing asks which engine runs: what differs between engines is a method here.
+    """
+
+    prepares_pair = True
+    """Whether model and optimizer have to come in one call of `prepare`."""
+    broadcasts_buffers = False
+    """Whether its wrapper gives every rank the buffers of rank 0."""
+    sync_each_batch = False
+    """Whether gradients are reduced after every micro-batch."""
+    hides_every_backward = True
+    """Whether transfers overlap with the backward of every micro-batch, and not only with the last one's."""
+
+    # Configuration ----------------------------------------------------------------------------------------------------
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Resolve the engine's own configuration; `job.settings` is empty so far.
+
+        Raises:
+            StrategyError: for what this device, model or number of ranks cannot do.
+        """
+        raise NotImplementedError
+
+    def requirements(self, job: Job) -> Mapping[str, str]:
+        """Libraries beyond torch, each with how to install it or what to choose instead."""
+        return {}
+
+    def checks(self, strategy: Strategy, device: Device) -> Sequence[str]:
+        """Return the checks of `toolkit doctor` that have to pass, besides those of torch, transformers and accelerate."""
+        return ()
+
+    def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
+        """Arguments for `Accelerator(...)`; `timeout`: how long a rank waits for another."""
+        raise NotImplementedError
+
+    def environment(self, job: Job) -> dict[str, str | None]:
+        """Environment variables that its libraries read while they are set up; None: must not be set."""
+        return {}
+
+    def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+        """Return the content of Accelerate's config file."""
+        raise NotImplementedError
+
+    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the Strategy fields that a config file sets; None for another engine's file."""
+        return None
+
+    def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return the Strategy fields that `accelerate launch --config_file` sets in a worker; None for another engine's."""
+        return None
+
+    # Forecast ---------------------------------------------------------------------------------------------------------
+
+    def simulated_ranks(self, job: Job) -> Sequence[int]:
+        """Return one rank of each kind: the forecast is of the fullest of them."""
+        return (0,)
+
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """Return the bytes of states that a rank holds."""
+        raise NotImplementedError
+
+    def autocast_dtype(self, job: Job) -> str | None:
+        """torch's name of the dtype of autocast; None where the weights themselves have the compute dtype."""
+        return None
+
+    def trace_config(self, job: Job, *, masked: bool) -> TraceConfig:
+        """Return what the activations depend on; `masked`: whether attention gets a mask."""
+        return trace_config(job, masked=masked, autocast=self.autocast_dtype(job))
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Whether the simulation needs this event of a trace: the fewer, the faster a forecast."""
+        return True
+
+    def simulate_step(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """Enter every allocation and release of a rank: load, prepare, one step of all micro-batches."""
+        raise NotImplementedError
+
+    def gather_bytes(self, job: Job) -> int:
+        """Return the bytes that the export holds for a moment beside the gathered tensors."""
+        return 0
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return the transfers of a step, in its order."""
+        return []
+
+    def compute_note(self, job: Job) -> str:
+        """Say how the forward gets its compute dtype."""
+        return "on the weights as they are held"
+
+    def loading_note(self, job: Job) -> str:
+        """Say who reads the weights."""
+        return "every rank reads the whole model, which it keeps"
+
+    # A worker ---------------------------------------------------------------------------------------------------------
+
+    def load_model(self, job: Job, reader: Any) -> Any:
+        """Read the weights; `reader` is a `loading.Reader`."""
+        return reader.read()
+
+    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
+        """Change what has to be different on the model before `prepare`. May be called twice."""
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """Return a sentence for each difference from the request: class, stage, mesh, offload."""
+        return []
+
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """Measure the bytes of states that this rank holds."""
+        raise NotImplementedError
+
+    def forward_backward(
+        self,
+        prepared: Prepared,
+        batches: Sequence[Batch],
+        weight: Callable[[], torch.Tensor],
+        on_last_forward: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        """Run forward and backward of all micro-batches of a step. Nothing here waits for the host.
+
+        Args:
+            prepared: the model.
+            batches: micro-batches on the host, with shifted labels.
+            weight: multiplies every loss sum. It is called once the first backward needs it.
+            on_last_forward: takes the loss sum of each micro-batch between the last forward and its backward.
+        """
+        sums: list[torch.Tensor] = []
+        for batch in batches:
+            with phase("forward"):
+                loss = loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), prepared.job.kind)
+            sums.append(loss.detach())
+            last = len(sums) == len(batches)
+            if last:
+                on_last_forward(sums)
+            self.backward(prepared, loss * weight(), last)
+            del loss
+
+    def evaluate(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
+        """Return the loss sum of a batch, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), prepared.job.kind)
+
+    def logits(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
+        """Return the logits [b, s, vocabulary] of a batch on every rank, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            output = prepared.model(**to_device(batch, prepared.accelerator.device), use_cache=False)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+        """Run the backward of one micro-batch; `last` ends the accumulation."""
+        backward_weighted(prepared, loss)
+
+    def step(self, prepared: Prepared) -> StepResult:
+        """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight."""
+        return clip_and_step(prepared)
+
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
+        """Yield every parameter, buffer, master and moment of this rank; `create` makes moments that do not exist yet."""
+        raise NotImplementedError
+
+    def counters(self, prepared: Prepared) -> Counters:
+        """Read the optimizer's steps, and fp16's scaler."""
+        return read_counters(prepared)
+
+    def after_restore(self, prepared: Prepared, counters: Counters) -> None:
+        """Set the counters and update compute copies, after masters (else parameters) and moments were written."""
+        write_counters(prepared, counters)
+
+
+_ENGINES: dict[str, Engine] = {}
+
+PLUGINS = "TOOLKIT_ENGINES"
+"""The environment variable with the modules of engines from elsewhere."""
+
+BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
+"""Module in `toolkit.engines` → its class."""
+
+
+def engine_of(strategy: Strategy) -> Engine:
+    """Return the engine that runs a strategy."""
+    return engine_named(SHARDINGS[strategy.sharding].engine)
+
+
+def engine_named(name: str) -> Engine:
+    """Return an engine by its name in the table of shardings."""
+    if name not in _ENGINES:
+        module = importlib.import_module(f"toolkit.engines.{name}")
+        _ENGINES[name] = getattr(module, BUILT_IN[name])()
+    return _ENGINES[name]
+
+
+def kept_dtype(job: Job) -> str:
+    """torch's name of the dtype in which the engine holds trained parameters, besides any masters."""
+    return engine_of(job.strategy).expected_state(job).dtypes["trainable"]
+
+
+def all_engines() -> Iterator[Engine]:
+    """Every engine of the table, once."""
+    for name in dict.fromkeys(row.engine for row in SHARDINGS.values()):
+        yield engine_named(name)
+
+
+def register(row: Sharding, engine: Engine) -> None:
+    """Add a sharding, and the engine that runs it, from outside this package.
+
+    Processes that this one starts import the engine's module, too: its name is added to `TOOLKIT_ENGINES`.
+
+    Args:
+        row: of the table of shardings; `row.engine` is the engine's name there.
+        engine: that runs it.
+
+    Raises:
+        StrategyError: for a sharding or an engine that exists already.
+    """
+    module = type(engine).__module__
+    known = SHARDINGS.get(row.word)
+    if (known is not None and known != row) or row.engine in BUILT_IN:
+        raise StrategyError(
+            f"sharding {row.word!r} with engine {row.engine!r} cannot be registered: one of the two exists already. "
+            "Choose other names."
+        )
+    SHARDINGS[row.word] = row
+    _ENGINES[row.engine] = engine
+    named = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
+    if module not in (*named, "__main__"):
+        os.environ[PLUGINS] = ",".join([*named, module])
+
+
+def import_plugins() -> None:
+    """Import the modules that `TOOLKIT_ENGINES` names, separated by commas; each of them calls `register`.
+
+    Raises:
+        ImportError: for a module that cannot be imported.
+    """
+    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(
+                f"{PLUGINS} names {name!r}, which cannot be imported: {error}. Install it, or put its folder on PYTHONPATH."
+            ) from error

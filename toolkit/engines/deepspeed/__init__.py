@@ -1,0 +1,370 @@
+"""DeepSpeed ZeRO, stages 1 to 3, with optimizer and parameter offload."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.devices import Device
+from toolkit.engines.base import Engine
+from toolkit.engines.config_file import base_yaml, read_precision
+from toolkit.engines.deepspeed.build import announce_build, free_builds
+from toolkit.engines.deepspeed.simulation import ALIGNMENT, simulate
+from toolkit.engines.deepspeed.zero3 import copies
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
+from toolkit.engines.shards import Shard
+from toolkit.engines.simulation import host_transfers
+from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
+from toolkit.engines.traces import Segment, Trace
+from toolkit.engines.waiting import handlers
+from toolkit.errors import RunError, StrategyError
+from toolkit.model import ModelSpec
+from toolkit.phases import phase
+from toolkit.strategy import Strategy
+from toolkit.units import BYTES_OF, ceil_div, dtype_name, round_up
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+FLOOR = 2**20
+"""Least elements of a bucket. For a small model Accelerate's rule makes a collective for nearly every tensor: with hidden 256
+on two gloo ranks ZeRO-3 then trains at 0.4 of the speed, for 4 MiB less."""
+
+
+class DeepSpeed(Engine):
+    """`zero1`, `zero2` and `zero3`."""
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """DeepSpeed's configuration, word for word.
+
+        Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`), the
+        first two at least `FLOOR`: DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
+        """
+        strategy, loop, spec, device = job.strategy, job.loop, job.spec, job.device
+        pure = not job.precision.mixed and job.compute_dtype != "float32"
+        if strategy.offload != "none" and pure:
+            # DeepSpeed asks for a cpu_adam with bf16 states, and Accelerate makes one with fp32 states (base_optimizer.py:514).
+            raise StrategyError(
+                f"offload {strategy.offload!r} cannot run in precision {strategy.precision!r} under DeepSpeed. "
+                "Choose precision 'bf16', or offload 'none'."
+            )
+        if _stage(strategy) == 1 and job.precision.mixed and not job.precision.scaled and loop.accumulation > 1:
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} in precision {strategy.precision!r} adds up "
+                f"gradients in it, so accumulation {loop.accumulation} would not "
+                "be one large batch. Choose sharding 'zero2', which adds them up in fp32, or accumulation 1."
+            )
+        if job.precision.scaled and job.precision.accelerate not in device.dtypes:
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
+                f"on {device.name}, which does not compute it"
+                + (" (a processor needs avx512_fp16)" if device.kind == "cpu" else "")
+                + ". Choose precision 'bf16'."
+            )
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": loop.micro_batch,
+            "gradient_accumulation_steps": loop.accumulation,
+            "gradient_clipping": loop.max_grad_norm,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": _zero(strategy, spec, device),
+            "bf16": {"enabled": job.precision.accelerate == "bf16", "check_grad_overflow": True},
+            "fp16": {"enabled": job.precision.scaled},
+        }
+        if job.precision.mixed:
+            # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
+            config["communication_data_type"] = "fp32"
+            if _stage(strategy) > 1 or job.precision.scaled:
+                # Under stage 1 and bf16 fp32 accumulation would switch to another optimizer (BF16_Optimizer), which replicates it.
+                config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if pure:
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        if strategy.offload != "none" and device.kind == "cpu":
+            config["zero_force_ds_cpu_optimizer"] = False
+        return config
+
+    def requirements(self, job: Job) -> Mapping[str, str]:
+        """DeepSpeed itself. A forecast does not need it."""
+        return {
+            "deepspeed": "Install it with `pip install 'accelerate-toolkit[deepspeed]'`, or choose sharding 'fsdp'."
+        }
+
+    def checks(self, strategy: Strategy, device: Device) -> Sequence[str]:
+        """On a CPU DeepSpeed compiles its collectives; on a GPU only offload needs a compiled operator."""
+        compiled = device.kind == "cpu" or strategy.offload != "none"
+        return ("deepspeed", "deepspeed operators") if compiled else ("deepspeed",)
+
+    def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
+        """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device.
+
+        Raises:
+                RunError: in a process that no launcher started.
+        """
+        import copy
+        import logging
+
+        if "RANK" not in os.environ:
+            word = job.strategy.sharding
+            raise RunError(
+                f"sharding {word!r} needs ranks that were launched. Start the script with `accelerate launch "
+                f"--config_file accelerate_configs/{word}.yaml`; `toolkit config` writes such a file."
+            )
+        from accelerate.utils import DeepSpeedPlugin
+        from deepspeed.utils import logger
+
+        from toolkit.engines import cpu
+
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            free_builds()
+            announce_build(job)
+        logger.setLevel(logging.WARNING)
+        # torch 2.13 renamed collectives that DeepSpeed calls; its warning comes once for every call site and rank.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        config = copy.deepcopy(dict(job.settings))
+        chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)
+        return {
+            "deepspeed_plugin": chosen,
+            "mixed_precision": job.precision.accelerate,
+            "kwargs_handlers": [cpu.gloo(timeout)] if job.device.kind == "cpu" else handlers(timeout),
+        }
+
+    def environment(self, job: Job) -> dict[str, str | None]:
+        """DeepSpeed calls ninja by name; it lies beside this interpreter, whether its environment is active or not.
+
+        The launcher's own fields would be refused beside a configuration that is given whole.
+        """
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        return {"PATH": path, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": None}
+
+    def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+        """`distributed_type: DEEPSPEED`. What depends on the model is filled in by the worker."""
+        offloaded = strategy.offload != "none"
+        config = {
+            "zero_stage": _stage(strategy),
+            "offload_optimizer_device": "cpu" if offloaded else "none",
+            "offload_param_device": "cpu" if strategy.offload == "cpu" else "none",
+            "zero3_init_flag": _stage(strategy) == 3,
+            "zero3_save_16bit_model": False,
+        }
+        return base_yaml(strategy, ranks, nodes) | {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
+
+    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Stage, offload and precision of a file with `distributed_type: DEEPSPEED`."""
+        if config.get("distributed_type") != "DEEPSPEED":
+            return None
+        ours = config.get("deepspeed_config", {})
+        return _bound(
+            str(ours.get("zero_stage", 2)),
+            str(ours.get("offload_optimizer_device", "none")),
+            str(ours.get("offload_param_device", "none")),
+            config.get("mixed_precision"),
+        )
+
+    def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
+        """The same, from `ACCELERATE_DEEPSPEED_*`.
+
+        Raises:
+            StrategyError: for a DeepSpeed configuration file of one's own, which says more than a Strategy can.
+        """
+        if environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+            return None
+        own = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if own.lower() != "none":
+            raise StrategyError(
+                f"deepspeed_config_file {own!r}: the toolkit makes DeepSpeed's configuration from the Strategy. "
+                "Remove it from the Accelerate config file and say zero_stage and the offload devices there."
+            )
+        return _bound(
+            environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
+            environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+            environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
+            environ.get("ACCELERATE_MIXED_PRECISION"),
+        )
+
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """ZeRO's states (Rajbhandari et al. 2020, section 5), with the second fp32 copy that fp32 training keeps too.
+
+        Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
+        """
+        found, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        compute, weight = BYTES_OF[job.compute_dtype], BYTES_OF[job.weight_dtype]
+        trained = [state.elements for state in found if state.trainable]
+        if _stage(job.strategy) < 3:
+            flat = round_up(sum(trained), ALIGNMENT * ranks)
+            shard = flat // ranks
+            trainable, frozen = flat * compute, sum(state.bytes for state in found if not state.trainable)
+        else:
+            shard = sum(ceil_div(elements, ranks) for elements in trained)
+            limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
+            small = [state for state in found if copies(job) and state.elements <= limit]
+            trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
+            frozen = sum(state.bytes for state in small if not state.trainable) + sum(
+                ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable
+            )
+        return StateMemory(
+            trainable=trainable,
+            frozen=frozen,
+            master=shard * weight,
+            optimizer=optimizer_bytes(job, shard),
+            dtypes={
+                "trainable": job.compute_dtype,
+                "master": job.weight_dtype,
+                "gradients": "float32" if "data_types" in job.settings else job.compute_dtype,
+                "reduce": "float32" if "communication_data_type" in job.settings else job.compute_dtype,
+                "optimizer": optimizer_dtypes(job),
+            },
+        )
+
+    def simulate_step(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """Enter the buckets that gradients pass through, and the partitions that they end in."""
+        simulate(job, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
+
+    def gather_bytes(self, job: Job) -> int:
+        """The largest parameter's masters: whole in stages 1 and 2, where a partition may begin anywhere; in stage 3 a shard."""
+        sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
+        largest = max(sizes, default=0)
+        return largest if _stage(job.strategy) < 3 else ceil_div(largest, job.parallelism.shard_size)
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
+        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.loop.accumulation
+        share, stage = (ranks - 1) / ranks, _stage(job.strategy)
+        compute = BYTES_OF[job.compute_dtype]
+        trained = sum(state.elements for state in found if state.trainable)
+        reduced = share * trained * BYTES_OF[job.precision.reduce]
+        if stage < 3:
+            sent = [
+                Transfer(reduced, 1 if stage == 1 else micro, "nothing", "ring", "gradients, reduce-scattered"),
+                Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
+            ]
+        else:
+            whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in found)
+            sent = [
+                Transfer(share * whole, micro, phase, "ring", f"parameters, all-gathered for the {phase}")
+                for phase in ("forward", "backward")
+            ]
+            sent.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        return [*sent, *host_transfers(job)]
+
+    def compute_note(self, job: Job) -> str:
+        """DeepSpeed casts the weights for good, before the first step; autocast is off."""
+        return f"on the weights as they are {'held' if _stage(job.strategy) < 3 else 'gathered'}"
+
+    def loading_note(self, job: Job) -> str:
+        """Stage 3 partitions while it reads: transformers sees the plugin and enters `zero.Init`."""
+        if _stage(job.strategy) < 3:
+            return "every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters"
+        if job.strategy.quantized:
+            # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
+            return "every rank reads and quantizes the whole model, then keeps its shard"
+        return "rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)"
+
+    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
+        """Under ZeRO-3 a mixture of experts is gathered whole: ranks that route differently would else wait for each other."""
+        if _stage(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            block = job.spec.moe.block
+            set_z3_leaf_modules(model, list({type(m) for m in model.modules() if type(m).__name__ == block}))
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """A DeepSpeedEngine of the stage, offload and clipping that were asked for."""
+        from toolkit.engines.deepspeed import state
+
+        return state.check(prepared)
+
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments.
+
+        Persistent parameters become whole in the first forward and stay so: they are counted from the start.
+        """
+        from toolkit.engines.deepspeed import state
+
+        return state.measure(prepared)
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+        """Without the step that Accelerate would take here (`DeepSpeedEngineWrapper.backward`): `update` takes it.
+
+        DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
+        """
+        engine = prepared.model
+        with phase("backward"):
+            engine.set_gradient_accumulation_boundary(is_boundary=last)
+            engine.backward(loss * prepared.job.loop.accumulation)
+
+    def step(self, prepared: Prepared) -> StepResult:
+        """DeepSpeed clips and steps by itself. It keeps its weights where the norm is not finite, and says inf or -1."""
+        engine = prepared.model
+        with phase("step"):
+            engine.step()
+        norm = float(engine.get_global_grad_norm())
+        norm = norm if norm >= 0 else math.inf
+        overflow = bool(getattr(engine.optimizer, "overflow", False))
+        return StepResult(
+            norm=norm,
+            skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm),
+            gradients=dtype_name(engine.optimizer.gradient_accumulation_dtype),
+            scale=float(engine.optimizer.loss_scaler.loss_scale),
+        )
+
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
+        """Stages 1 and 2: whole parameters, and flat ranges of masters and moments. Stage 3: flat ranges of all."""
+        from toolkit.engines.deepspeed import state
+
+        return state.shards(prepared, create)
+
+    def counters(self, prepared: Prepared) -> Counters:
+        """The inner optimizer's steps, and what DeepSpeed's dynamic loss scaler keeps."""
+        from toolkit.engines.deepspeed import state
+
+        return state.read_counters(prepared)
+
+    def after_restore(self, prepared: Prepared, counters: Counters) -> None:
+        """Counters, and the compute copies from the masters, by the very functions that end DeepSpeed's own step."""
+        from toolkit.engines.deepspeed import state
+
+        state.write_counters(prepared, counters)
+
+
+def _stage(strategy: Strategy) -> int:
+    return int(strategy.sharding.removeprefix("zero"))
+
+
+def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[str, Any]:
+    stage = _stage(strategy)
+    square = max(spec.hidden**2, FLOOR) if spec else 0
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": stage == 3 and device.kind == "cuda",
+        "reduce_bucket_size": square or "auto",
+    }
+    if stage < 3:
+        zero["allgather_bucket_size"] = round_up(square, 2) or int(5e8)
+    else:
+        zero |= {
+            "stage3_prefetch_bucket_size": int(0.9 * square) or "auto",
+            "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+    pinned = device.kind == "cuda"
+    if strategy.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if strategy.offload == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return zero
+
+
+def _bound(stage: str, optimizer: str, parameters: str, precision: str | None) -> dict[str, Any]:
+    offload = "cpu" if parameters == "cpu" else "optimizer" if optimizer == "cpu" else "none"
+    return {"sharding": f"zero{stage}", "offload": offload} | read_precision(precision)

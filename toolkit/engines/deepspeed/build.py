@@ -1,0 +1,54 @@
+"""DeepSpeed's operators, which torch compiles at their first use."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from toolkit.engines.job import Job
+
+
+def free_builds() -> None:
+    """Remove locks that a killed process left where torch compiles DeepSpeed's operators: it would wait for them for ever.
+
+    torch's `FileBaton` keeps its lock file open while it holds it, so a lock of ours that no process has open is nobody's.
+    """
+    import psutil
+
+    # Resolved, as the system names open files.
+    locks = {str(path) for path in _build_root().resolve().glob("**/lock") if _is_own(path)}
+    # Looked at twice: a rank that has just closed its lock removes it itself, and another may take the next one.
+    for pause in (0.5, 0.0):
+        if not locks:
+            return
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                locks -= {file.path for file in process.open_files()}
+        time.sleep(pause if locks else 0.0)
+    for lock in locks:
+        Path(lock).unlink(missing_ok=True)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file exists and belongs to this user."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def announce_build(job: Job) -> None:
+    """Say that nothing seems to happen for a while, where an operator has not been compiled yet."""
+    name = "deepspeed_shm_comm" if job.device.kind == "cpu" else "cpu_adam"
+    needed = job.device.kind == "cpu" or job.strategy.offload != "none"
+    if needed and not any(_build_root().glob(f"**/{name}.so")):
+        print(f"DeepSpeed compiles {name}, which takes a minute or two, once", file=sys.stderr, flush=True)
+
+
+def _build_root() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

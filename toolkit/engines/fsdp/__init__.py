@@ -1,0 +1,287 @@
+"""torch's FSDP2 (`fully_shard`): full shard, grad-op, and HSDP. Parameters are their own fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.base import Engine
+from toolkit.engines.config_file import base_yaml, read_precision
+from toolkit.engines.fsdp.simulation import reduce_dtype, shard_bytes, shard_elements, simulate
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.records import Prepared, StateMemory, Transfer
+from toolkit.engines.shards import Shard
+from toolkit.engines.simulation import host_transfers
+from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
+from toolkit.engines.traces import Segment, Trace
+from toolkit.engines.waiting import handlers
+from toolkit.errors import StrategyError
+from toolkit.strategy import Strategy
+from toolkit.units import BYTES_OF
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+
+class FSDP(Engine):
+    """`fsdp`, `fsdp_grad_op` and `hsdp`."""
+
+    sync_each_batch = True  # without it FSDP holds whole gradients until the last micro-batch
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Return wrap policy, dtypes and mesh. Refuses fp16 and offload on a CPU, and a single rank."""
+        strategy, spec, device = job.strategy, job.spec, job.device
+        if job.precision.scaled and device.kind == "cpu":
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
+                f"on a CPU: FSDP has no loss scaling there. "
+                "Choose precision 'bf16', or sharding 'zero3'."
+            )
+        if strategy.offload != "none" and device.kind == "cpu":
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} cannot offload on CPU ranks: FSDP's offload needs an accelerator. "
+                "Choose offload 'none', or sharding 'zero3'."
+            )
+        if job.parallelism.shard_size < 2:
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} needs at least 2 ranks to shard over; got 1. Choose 2 processes, or sharding "
+                "'none' for one."
+            )
+        return {
+            "reshard_after_forward": strategy.sharding != "fsdp_grad_op",
+            "wrap": list(spec.blocks) if spec else [],
+            "param_dtype": job.compute_dtype if job.precision.mixed else None,
+            # Accelerate's own default reduces in the compute dtype.
+            "reduce_dtype": job.precision.reduce if job.precision.mixed else None,
+            "offload": strategy.offload == "cpu",
+            "replicate": job.parallelism.dp_replicate,
+            "shard": job.parallelism.shard_size,
+        }
+
+    def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
+        """A `FullyShardedDataParallelPlugin` of version 2, the mesh for HSDP, and the shim where the ranks have no device."""
+        import torch
+        from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        from toolkit.engines import cpu
+
+        def dtype(name: str | None) -> torch.dtype | None:
+            return getattr(torch, name) if name else None
+
+        ours = job.settings
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype(ours["param_dtype"]),
+            reduce_dtype=dtype(ours["reduce_dtype"]),
+        )
+        chosen = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=ours["reshard_after_forward"],
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=ours["wrap"] or None,
+            mixed_precision_policy=policy,
+            cpu_offload=ours["offload"],
+            cpu_ram_efficient_loading=not job.strategy.quantized,
+            activation_checkpointing=False,
+        )
+        found: dict[str, Any] = {
+            "fsdp_plugin": chosen,
+            "mixed_precision": job.precision.accelerate if job.precision.mixed else "no",
+            "kwargs_handlers": handlers(timeout),
+        }
+        if ours["replicate"] > 1:
+            found["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=ours["replicate"], dp_shard_size=ours["shard"]
+            )
+        if job.device.kind == "cpu":
+            cpu.shard_with_fsdp(timeout)
+        return found
+
+    def environment(self, job: Job) -> dict[str, str | None]:
+        """Accelerate adds gloo to the process group, for tensors on the host, only where it finds the offload (state.py:226).
+
+        The last one tells transformers to read on one rank. Quantized weights cannot be moved to meta (accelerate's
+        fsdp_utils.py near 770), so every rank reads those.
+        """
+        return {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_OFFLOAD_PARAMS": str(job.settings["offload"]).lower(),
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": str(not job.strategy.quantized).lower(),
+        }
+
+    def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+        """`distributed_type: FSDP`, version 2. The wrapped classes are filled in by the worker, from the model."""
+        config = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_offload_params": strategy.offload == "cpu",
+            "fsdp_reshard_after_forward": strategy.sharding != "fsdp_grad_op",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+        found = base_yaml(strategy, ranks, nodes) | {"distributed_type": "FSDP", "fsdp_config": config}
+        if strategy.dp_replicate > 1:
+            found["parallelism_config"] = {
+                "parallelism_config_dp_replicate_size": strategy.dp_replicate,
+                "parallelism_config_dp_shard_size": ranks // strategy.dp_replicate,
+                "parallelism_config_tp_size": 1,
+                "parallelism_config_cp_size": 1,
+            }
+        return found
+
+    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Resharding, offload, groups and precision of a file with `distributed_type: FSDP`."""
+        if config.get("distributed_type") != "FSDP":
+            return None
+        ours, mesh = config.get("fsdp_config", {}), config.get("parallelism_config", {})
+        return _bound(
+            str(ours.get("fsdp_reshard_after_forward", True)),
+            str(ours.get("fsdp_offload_params", False)),
+            str(mesh.get("parallelism_config_dp_replicate_size", 1)),
+            config.get("mixed_precision"),
+        )
+
+    def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
+        """The same, from `FSDP_*` and `PARALLELISM_CONFIG_*`.
+
+        Raises:
+            StrategyError: for FSDP1, which is deprecated and fails on a CPU.
+        """
+        if environ.get("ACCELERATE_USE_FSDP") != "true":
+            return None
+        if environ.get("FSDP_VERSION", "1") != "2":
+            raise StrategyError("fsdp_version 1 is deprecated upstream and not supported. Write `fsdp_version: 2`.")
+        return _bound(
+            environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"),
+            environ.get("FSDP_OFFLOAD_PARAMS", "false"),
+            environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
+            environ.get("ACCELERATE_MIXED_PRECISION"),
+        )
+
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """A shard of everything: each parameter is split along its first dimension, padded to equal parts.
+
+        torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
+        """
+        found, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        trained = sum(shard_elements(state, ranks) for state in found if state.trainable)
+        return StateMemory(
+            trainable=trained * BYTES_OF[job.weight_dtype],
+            frozen=sum(shard_elements(state, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable),
+            optimizer=optimizer_bytes(job, trained),
+            dtypes={
+                **dict.fromkeys(("trainable", "gradients"), job.weight_dtype),
+                "optimizer": optimizer_dtypes(job),
+                "reduce": reduce_dtype(job),
+            },
+        )
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Gradients, the end of the forward, and the gathered modules: layers, the embedding, the norm behind them, the head."""
+        stacks = {stack.name for stack in trace.stacks}
+        return what == "gradient" or not name or name in trace.ends or name.rpartition(".")[0] in stacks
+
+    def simulate_step(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """Enter a step of rank 0, which reads the whole model and broadcasts the shards."""
+        simulate(job, trace, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
+
+    def gather_bytes(self, job: Job) -> int:
+        """A copy of the largest shard."""
+        return max((shard_bytes(job, state) for state in parameters_of(job) if state.trainable), default=0)
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return all-gathers, reduce-scatters and, between groups, all-reduces: each (N - 1)/N of the tensors.
+
+        Source: Rajbhandari et al. 2020, section 7.
+        """
+        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.loop.accumulation
+        share = (ranks - 1) / ranks
+        compute = BYTES_OF[job.compute_dtype]
+        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in found)
+        reduced = sum(state.elements for state in found if state.trainable) * BYTES_OF[reduce_dtype(job)]
+        sent = [Transfer(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
+        if job.settings["reshard_after_forward"]:
+            gathered = "parameters, all-gathered for the backward"
+            sent.append(Transfer(share * whole, micro, "backward", "ring", gathered))
+        sent.append(Transfer(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        if (groups := job.parallelism.dp_replicate) > 1:
+            size = 2 * (groups - 1) / groups * reduced / ranks
+            sent.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
+        return [*sent, *host_transfers(job)]
+
+    def compute_note(self, job: Job) -> str:
+        """The mixed-precision policy casts what an all-gather sends, group by group."""
+        cast = job.settings["param_dtype"]
+        return f"on copies that each all-gather makes in {cast}" if cast else "on the weights as they are gathered"
+
+    def loading_note(self, job: Job) -> str:
+        """Rank 0 reads; packed weights cannot be broadcast."""
+        if job.strategy.quantized:
+            return "every rank reads and quantizes the whole model, then keeps its shard"
+        return "rank 0 reads the whole model and broadcasts each shard; the others start empty"
+
+    def load_model(self, job: Job, reader: Any) -> Any:
+        """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`."""
+        return reader.read() if job.strategy.quantized else reader.read_on_main()
+
+    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
+        """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
+
+        Accelerate puts the input and the output embedding into one group by itself, but not the encoder's and the decoder's
+        of a T5. Persistent buffers are kept from Accelerate, which would shard them (`hide_buffers`).
+        """
+        import torch
+
+        from toolkit.engines.fsdp.state import hide_buffers
+
+        hide_buffers(model)
+        first: dict[int, torch.nn.Module] = {}
+        for name, module in list(model.named_modules()):
+            if isinstance(module, torch.nn.Embedding):
+                kept = first.setdefault(id(module.weight), module)
+                if kept is not module:
+                    model.set_submodule(name, kept)
+        if not job.settings["wrap"]:
+            model._no_split_modules = _blocks(model)  # type: ignore[assignment]
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """FSDP2 modules, every parameter a DTensor over the mesh that was asked for."""
+        from toolkit.engines.fsdp.state import check
+
+        return check(prepared)
+
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """Storages of the local shards, and of the optimizer's state."""
+        from toolkit.engines.fsdp.state import measure
+
+        return measure(prepared)
+
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
+        """This rank's box of each parameter and its moments, all of it; persistent buffers whole."""
+        from toolkit.engines.fsdp.state import shards
+
+        return shards(prepared, create)
+
+
+def _bound(reshard: str, offload: str, replicate: str, precision: str | None) -> dict[str, Any]:
+    sharding = "hsdp" if int(replicate) > 1 else "fsdp" if reshard.lower() == "true" else "fsdp_grad_op"
+    found = {"sharding": sharding, "offload": "cpu" if offload.lower() == "true" else "none"}
+    return found | ({"dp_replicate": int(replicate)} if int(replicate) > 1 else {}) | read_precision(precision)
+
+
+def _blocks(model: torch.nn.Module) -> list[str]:
+    """The classes that a model says are its blocks, which Accelerate shards one by one where there is no spec.
+
+    Without one around the input embedding (BERT's): Accelerate shards the embedding itself, and a weight is sharded once.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    said, found = set(getattr(model, "_no_split_modules", None) or ()), set()
+    for module in model.modules():
+        if type(module).__name__ in said and all(part is not embedding for part in module.modules()):
+            found.add(type(module).__name__)
+    return sorted(found)

@@ -1,0 +1,126 @@
+"""FSDP2's memory: what the groups really do, what a rank holds, and each shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.fsdp.simulation import reduce_dtype
+from toolkit.engines.records import Prepared, StateMemory
+from toolkit.engines.shards import PARAMETER, Shard, whole_box
+from toolkit.engines.states import buffer_shards, measured_state, moment_bytes, optimizer_shards, persistent_buffers
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check(prepared: Prepared) -> list[str]:
+    """Return what differs from FSDP2 modules with every parameter a DTensor over the requested mesh."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    model: Any = prepared.model
+    if not isinstance(model, FSDPModule):
+        return [f"engine is {type(model).__name__}, expected an FSDPModule"]
+    parameters = dict(prepared.model.named_parameters())
+    whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    if whole:
+        return [f"{len(whole)} parameters are not sharded, the first is {whole[0]}"]
+    ours = prepared.job.settings
+    expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
+    if wrong := _groups(prepared):
+        return wrong
+    meshes = {tuple(parameter.device_mesh.shape) for parameter in parameters.values()}
+    return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
+
+
+def _groups(prepared: Prepared) -> list[str]:
+    """What the parameter groups really do, read where torch keeps it (`_fsdp_param_group.py`)."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    ours = prepared.job.settings
+    asked = {name: getattr(torch, ours[name]) if ours[name] else None for name in ("param_dtype", "reduce_dtype")}
+    wrapped, wrong = set(), []
+    for name, module in prepared.model.named_modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is None:
+            continue
+        wrapped.add(type(module).__name__.removeprefix("FSDP"))
+        found = {key: getattr(group.mp_policy, key) for key in asked}
+        if found != asked:
+            wrong.append(f"{name or 'the root'} computes and reduces in {found}, expected {asked}")
+        if isinstance(group.offload_policy, CPUOffloadPolicy) != ours["offload"]:
+            wrong.append(f"{name or 'the root'} has offload {not ours['offload']}, expected {ours['offload']}")
+        block = type(module).__name__.removeprefix("FSDP") in ours["wrap"]
+        if block and group._reshard_after_forward != ours["reshard_after_forward"]:
+            wrong.append(f"{name} has reshard_after_forward {group._reshard_after_forward}")
+    missing = sorted(set(ours["wrap"]) - wrapped)
+    return [*wrong, *(f"{name} is not sharded by itself" for name in missing)][:3]
+
+
+def measure(prepared: Prepared) -> StateMemory:
+    """Storages of the local shards, and of the optimizer's state."""
+    size, kinds = moment_bytes(prepared.optimizer)
+
+    def held() -> Iterator[tuple[torch.Tensor, bool]]:
+        for parameter in prepared.model.parameters():
+            yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
+
+    return measured_state(held(), optimizer=size, dtypes={"optimizer": kinds, "reduce": reduce_dtype(prepared.job)})
+
+
+def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
+    """Yield this rank's box of each parameter and its moments, all of it, and the persistent buffers, whole."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    def local(tensor: Any) -> torch.Tensor:
+        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return found.detach()
+
+    for module in prepared.model.modules():
+        if isinstance(module, FSDPModule):
+            # A forward without a backward leaves the last group whole, and then its parameters are no shards.
+            module.reshard()
+    for name, parameter in prepared.model.named_parameters():
+        shape = tuple(parameter.shape)
+        box = whole_box(shape)
+        if isinstance(parameter, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            box = tuple(zip(offsets, sizes, strict=True))
+        shard = Shard(name, PARAMETER, shape, box, 0, local(parameter))
+        moments_too = (
+            optimizer_shards(prepared.job, prepared.optimizer, parameter, shard, local, create)
+            if parameter.requires_grad
+            else ()
+        )
+        for found in (shard, *moments_too):
+            if found.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
+                yield found
+    for hook in prepared.model._state_dict_pre_hooks.values():
+        hook(prepared.model, "", False)  # `hide_buffers` ends with the first of them
+    yield from buffer_shards(prepared.model)
+
+
+def hide_buffers(model: torch.nn.Module) -> None:
+    """Let persistent buffers count as non-persistent until the model is sharded.
+
+    Accelerate's `fsdp2_load_full_state_dict` takes every tensor in a state dict for a sharded parameter. Non-persistent
+    buffers it leaves as they are on each rank. The first state dict of the sharded model restores them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    places = [name.rpartition(".") for name in persistent_buffers(model)]
+    hidden = [(model.get_submodule(owner), leaf) for owner, _, leaf in places]
+    for module, leaf in hidden:
+        module._non_persistent_buffers_set.add(leaf)
+
+    def restore(*_: Any) -> None:
+        ready = isinstance(model, FSDPModule) and not any(parameter.is_meta for parameter in model.parameters())
+        for module, leaf in hidden if ready else ():
+            module._non_persistent_buffers_set.discard(leaf)
+
+    if hidden:
+        model.register_state_dict_pre_hook(restore)  # type: ignore[no-untyped-call]

@@ -1,0 +1,161 @@
+"""Traces of a step, as engines read them: what was allocated and freed, in which module. Standard library only.
+
+`forecasting` makes a trace of a shallow model and spreads it over the whole depth; an engine's simulation reads the segments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from toolkit.engines.job import Job
+from toolkit.tables import ATTENTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What an adapter computes with."""
+
+    kind: str
+    """`lora`, `dora`, `qlora` or `qlora8`."""
+    rank: int
+    targets: str
+    """As `Strategy.lora_targets`."""
+    dtype: str
+    """torch's name of the dtype that its weights have in the forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Everything that activations depend on, besides the model, the batch and the sequence. Many strategies share one."""
+
+    weights: str
+    """torch's name of the dtype that the weights have in the forward; with an adapter the frozen ones."""
+    autocast: str | None
+    """The dtype of autocast, or None. Under it the model's outputs are cast to fp32."""
+    attention: str
+    checkpointing: bool
+    masked: bool
+    """Whether attention gets a mask: where a row holds several documents, or padding."""
+    device: str
+    """`cpu` or `cuda`: kernels differ."""
+    flash: bool = True
+    """Whether the device runs `scaled_dot_product_attention`'s flash kernel: compute capability 8.0 or more."""
+    adapter: Adapter | None = None
+    """What stands on frozen weights, or None."""
+
+
+def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:
+    """Return the configuration of a job's trace; `autocast`: torch's name of its dtype, or None.
+
+    Under autocast the weights keep the dtype that they are trained in, else they have the compute dtype. Accelerate casts what
+    a forward under autocast returns to fp32; the other engines leave it.
+    """
+    strategy = job.strategy
+    trained = job.weight_dtype if autocast else job.compute_dtype
+    adapter = Adapter(kind=strategy.adapter, rank=strategy.lora_rank, targets=strategy.lora_targets, dtype=trained)
+    return TraceConfig(
+        weights=trained if strategy.adapter == "none" else job.compute_dtype,
+        autocast=autocast,
+        attention=strategy.attention,
+        checkpointing=strategy.activation_checkpointing == "full",
+        masked=masked and not ATTENTIONS[strategy.attention].joins_rows,
+        device=job.device.kind,
+        flash=(job.device.capability or (8, 0)) >= (8, 0),
+        adapter=None if strategy.adapter == "none" else adapter,
+    )
+
+
+WHOLE = ("forward", "backward", "end")
+"""Events of the whole step."""
+
+LOGITS = "logits"
+"""Names what is made between the head's forward and its backward: logits, their copies, the loss, and their gradient."""
+
+Event = tuple[str, int, str]
+"""What, how much, whose.
+
+`+`, `-`: bytes of a storage that is made or gone; a `-` outside of the layers names the layer that made it, and both name
+`LOGITS` where it is theirs. `gradient`: bytes
+and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation included;
+`back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`, `end`: of the
+whole. `flops`: operations in a dtype, as torch counts them; `skipped`: those of them that a causal attention kernel leaves
+out; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStack:
+    """A module list of layers: which of them were kept, and what kind each layer of the whole model is of."""
+
+    name: str
+    kinds: tuple[int, ...]
+    """Of every layer of the whole model, in order."""
+    kept: tuple[int, ...]
+    """Indices of the layers that were kept: the first two and the last of each kind."""
+
+    def source(self, layer: int) -> int:
+        """The kept layer, by its place among the kept ones, that stands for a layer of the whole model.
+
+        The first and the last of a kind stand for themselves, the second for all between: what is made once in a
+        forward belongs to the first layer, what is made once in a backward to the last.
+        """
+        same = [index for index in self.kept if self.kinds[index] == self.kinds[layer]]
+        return self.kept.index(layer if layer in same else same[1])
+
+    def left_behind(self) -> Iterator[tuple[str, str, int]]:
+        """Of each kept layer that stands for several: its name, that of the first of its kind, and how many."""
+        counts = Counter(self.source(layer) for layer in range(len(self.kinds)))
+        for place, count in counts.items():
+            first = self.source(self.kinds.index(self.kinds[self.kept[place]]))
+            if count > 1:
+                yield f"{self.name}.{place}", f"{self.name}.{first}", count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One forward and backward of a shallow model."""
+
+    stacks: tuple[LayerStack, ...]
+    events: tuple[Event, ...]
+    ends: tuple[str | None, str | None, str | None]
+    """Names of the input embedding, of the norm behind the last layer, and of the head."""
+
+    def scaled(self, other: Trace, times: int) -> Trace | None:
+        """This trace with `times` the difference from here to `other`'s sizes added; None where the two differ in more."""
+        same = len(self.events) == len(other.events) and all(
+            one[0] == two[0] and one[2] == two[2] for one, two in zip(self.events, other.events, strict=True)
+        )
+        if not same:
+            return None
+        events = tuple(
+            (what, size + times * (two - size), name)
+            for (what, size, name), (_, two, _) in zip(self.events, other.events, strict=True)
+        )
+        return replace(self, events=events)
+
+
+class Segment(NamedTuple):
+    """What lies between two events: activations alone, in bytes."""
+
+    rise: int
+    """The highest total above the one at its beginning; at least 0."""
+    net: int
+    """The total at its end above the one at its beginning. A gradient that is complete is in it no longer."""
+    logits_rise: int
+    """What of `rise` the logits are, and all that the loss makes of them."""
+    logits_net: int
+    """What of `net` they are."""
+    what: str
+    """The event at its end."""
+    size: int
+    name: str
+    flops: tuple[tuple[str, int], ...] = ()
+    """Operations, by torch's name of the dtype, as torch counts them."""
+    skipped: tuple[tuple[str, int], ...] = ()
+    """Those of them that a kernel leaves out where attention is causal."""
+    moved: int = 0
+    """Bytes read and written by what is no matrix product."""
+    calls: int = 0
+    """Operators that do more than name a part of a tensor."""

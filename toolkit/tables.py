@@ -1,0 +1,118 @@
+"""One row a value: everything that depends on a precision, an attention kernel or an optimizer. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What a precision means on every engine: torch's names of the dtypes."""
+
+    compute: str
+    """Of the forward's matrix products, and of frozen weights."""
+    master: str
+    """Of the trained weights that the optimizer steps, and of its states."""
+    reduce: str
+    """In which gradients are summed over ranks."""
+    scaled: bool = False
+    """Whether the loss is scaled up, so that small gradients do not vanish."""
+    agreement: float
+    """Largest relative difference of losses between shardings."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the forward computes in another dtype than the optimizer."""
+        return self.compute != self.master
+
+    @property
+    def accelerate(self) -> str:
+        """Accelerate's word for the compute dtype."""
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(self.compute, "no")
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(compute="float32", master="float32", reduce="float32", agreement=1e-4),
+    "bf16": Precision(compute="bfloat16", master="float32", reduce="float32", agreement=1e-3),
+    "fp16": Precision(compute="float16", master="float32", reduce="float32", scaled=True, agreement=1e-3),
+    "bf16_pure": Precision(compute="bfloat16", master="bfloat16", reduce="bfloat16", agreement=1e-2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """An attention kernel."""
+
+    transformers: str
+    """Its name there (`attn_implementation`)."""
+    half_only: bool = False
+    """Whether it computes in 16 bits only."""
+    joins_rows: bool = False
+    """Whether it takes packed rows joined into one, by their positions; then it needs no mask."""
+    automatic: bool = True
+    """Whether `auto` may choose it."""
+    install: str = ""
+    """How to install it."""
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "eager": Attention(transformers="eager"),
+    "sdpa": Attention(transformers="sdpa"),
+    "flash_attention_2": Attention(
+        transformers="flash_attention_2",
+        half_only=True,
+        joins_rows=True,
+        install="Install it with `pip install flash-attn` on a GPU of compute capability 8.0 or more.",
+    ),
+    "flash_attention_3": Attention(
+        transformers="flash_attention_3",
+        half_only=True,
+        joins_rows=True,
+        install="Install FlashAttention-3 on a GPU of compute capability 9.0.",
+    ),
+    "flex": Attention(transformers="flex_attention", automatic=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """One of the tensors that an optimizer keeps for each trained tensor."""
+
+    name: str
+    """Its key in torch's state, and its kind in a checkpoint."""
+    shape: str = "parameter"
+    """`parameter`: the trained tensor's; `own`: another one, which only the same layout can read."""
+    dtype: str | None = None
+    """torch's name; None: that of the weights that are stepped."""
+    reshards: bool = True
+    """Whether it moves from one layout to another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An optimizer: what it keeps, and what its step takes."""
+
+    states: tuple[OptimizerState, ...]
+    classes: tuple[str, ...]
+    """Upstream's classes that keep exactly these states."""
+    passes: int
+    """Times that a step, with clipping, reads or writes each element."""
+    cpu_temporaries: int
+    """Temporary tensors of its step on a CPU, each as large as the largest trained tensor."""
+    cuda_temporaries: int
+    """Temporary copies of its step on CUDA, of all trained tensors."""
+    engines: tuple[str, ...] = ()
+    """Engines that run it; empty: all."""
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    # torch takes tensors one by one on a CPU, with the root of the second moment and its quotient (`_single_tensor_adam`);
+    # on CUDA all at once, with the roots alone (`_multi_tensor_adam`).
+    "adamw": Optimizer(
+        states=(OptimizerState(name="exp_avg"), OptimizerState(name="exp_avg_sq")),
+        classes=("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam"),
+        passes=9,
+        cpu_temporaries=2,
+        cuda_temporaries=1,
+    ),
+}
