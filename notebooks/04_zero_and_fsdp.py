@@ -237,11 +237,11 @@ print(f"largest difference of the sum of four slices: {(sum(slices) - together).
 
 # %%
 refused = {}
-for degree in ("tensor", "pipeline"):
+for dimension in ("cp", "pp"):
     try:
-        tk.Strategy(sharding="fsdp", **{degree: 2})
+        tk.Strategy(sharding="fsdp", **{dimension: 2})
     except tk.StrategyError as error:
-        refused[degree] = str(error)
+        refused[dimension] = str(error)
 assert all("not available yet" in said for said in refused.values())
 assert len(refused) == 2
 print("\n".join(refused.values()))

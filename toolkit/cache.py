@@ -60,7 +60,7 @@ def cache_file(kind: str, key: bytes) -> Path:
     return cache_folder(kind) / f"{digest}.json"
 
 
-TRACING = ("model", "forecasting", "engines", "adapting.py", "reading.py")
+TRACING = ("model", "forecasting", "engines", "adapting.py", "reading.py", "tables.py", "strategy.py")
 """The folders and files that describe and trace."""
 
 

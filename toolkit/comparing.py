@@ -11,11 +11,12 @@ from typing import Any
 from toolkit.devices import Hardware
 from toolkit.durable import read_events, read_json
 from toolkit.engines.base import engine_of
-from toolkit.errors import RunError
+from toolkit.errors import RunError, StrategyError
 from toolkit.flags import to_flags
 from toolkit.folder import check_place, enter, new_path, read_run_json
 from toolkit.launching import supervise
 from toolkit.locking import new_token
+from toolkit.parallelism import resolve_parallelism
 from toolkit.phases import PHASES
 from toolkit.readying import Recipe, get_ready
 from toolkit.reporting import reported, throughput
@@ -24,11 +25,6 @@ from toolkit.show import Shown, Table
 from toolkit.strategy import Loop, Strategy
 from toolkit.tables import PRECISIONS
 from toolkit.units import format_bytes
-
-"""Largest relative difference of a step's loss from the first strategy's, by precision.
-
-In half precision two computations exist, autocast and cast parameters; in pure bf16 the weights themselves round.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +125,7 @@ def compare(
 ) -> Comparison:
     """Train under each strategy in turn, in processes of its own, from the same weights, over the same global batches.
 
-    Sharding `none` is one process; it accumulates, so that its global batch is the others'.
+    A strategy with fewer data-parallel ranks (`none` has one) accumulates, so that all have one global batch.
 
     Args:
         recipe: model and data.
@@ -143,11 +139,17 @@ def compare(
         ToolkitError: before any process starts, for whatever one of the runs could not do.
     """
     ranks = choose_ranks(strategies, machine, processes)
+    counts = [1 if strategy.single_process else ranks for strategy in strategies]
+    sizes = [resolve_parallelism(*pair).dp_size for pair in zip(strategies, counts, strict=True)]
+    most = ranks if 1 in counts else max(sizes)
     plans = []
-    for strategy in strategies:
-        alone = strategy.single_process
-        ours = dataclasses.replace(loop, accumulation=loop.accumulation * ranks) if alone else loop
-        plans.append((strategy, ours, 1 if alone else ranks))
+    for strategy, count, size in zip(strategies, counts, sizes, strict=True):
+        if most % size:
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} has {size} data-parallel ranks, which do not divide {most}: the strategies "
+                "cannot have one global batch. Choose another --processes."
+            )
+        plans.append((strategy, dataclasses.replace(loop, accumulation=loop.accumulation * most // size), count))
     check_place(root)
     environs = [get_ready(recipe, *plan, machine.device).handed_over for plan in plans]
     print_default(ranks, machine, processes)

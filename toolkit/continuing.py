@@ -90,8 +90,8 @@ def keep_global_batch(loop: Loop, before: Loop, dp_before: int, dp_size: int, gi
     if size % dp_size:
         able = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 8 * dp_size)
         raise StrategyError(
-            f"processes {dp_size}: the run's global batch of {size} samples does not divide by them, and the order of the "
-            f"data stands on it. Choose a number that divides it: {able}."
+            f"{dp_size} data-parallel ranks: the run's global batch of {size} samples does not divide by them, and the order "
+            f"of the data stands on it. Choose --processes such that they divide it: {able}."
         )
     share = size // dp_size
     if "accumulation" in given and "micro_batch" not in given:

@@ -93,6 +93,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     )
     seed_everything(accelerator)
     asked = job(accelerator)
+    beat.stage = asked.coordinates(accelerator.process_index).pp
     accelerator.print("\n".join((_headline(asked), *ready.notes)))
     found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
     with accelerator.local_main_process_first():  # the others find the base's hashes in the cache

@@ -357,6 +357,11 @@ def read_run_json(path: Path) -> dict[str, Any]:
         raise RunError(
             f"{file}: ranks is {found['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
         )
+    sizes = found.get("parallelism", {}).values()
+    if not all(type(size) is int and 0 < size <= RANKS for size in sizes):
+        raise RunError(
+            f"{file}: parallelism is not made of sizes of at least 1. Name the folder of a run to go on with."
+        )
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.errors import StrategyError
@@ -80,12 +79,9 @@ class Parallelism:
         """The first rank that reads the rows of a data-parallel rank."""
         return dp_rank * self.cp * self.tp
 
-    def loss_ranks(self) -> Iterator[int]:
+    def loss_ranks(self) -> range:
         """One rank of each `tp` and `pp` group: together they have every token once."""
-        for rank in range(self.ranks):
-            place = self.coordinates(rank)
-            if place.tp == place.pp == 0:
-                yield rank
+        return range(0, self.ranks // self.pp, self.tp)
 
 
 def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:

@@ -18,7 +18,10 @@ class Precision:
     scaled: bool = False
     """Whether the loss is scaled up, so that small gradients do not vanish."""
     agreement: float
-    """Largest relative difference of losses between shardings."""
+    """Largest relative difference of a step's loss between shardings.
+
+    In half precision two computations exist, autocast and cast parameters; in pure bf16 the weights themselves round.
+    """
 
     @property
     def mixed(self) -> bool:

@@ -216,7 +216,8 @@ class _StepSums:
         row = [tokens, *(-1 if size is None else size for size in held.values())]
         mine = torch.tensor(row, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
         self._first = _Gathered(mine, self._parallelism.ranks)
-        self._counted = list(self._parallelism.loss_ranks())
+        counted = self._parallelism.loss_ranks()
+        self._counted = slice(counted.start, counted.stop, counted.step)  # an index by a list would wait for the device
         """Ranks of one `tp` and `pp` group have the same rows: each is counted once."""
         self._weight: torch.Tensor | None = None
 
@@ -249,7 +250,7 @@ class _StepSums:
         counts = [sum(column) for column in zip(*rows, strict=True)][1:]
         wished = Wish(sum(one for one, count in zip(Wish, counts, strict=True) if count))
         tokens = int(self._first.rows()[self._counted, 0].sum())
-        return sum(rows[rank][0] for rank in self._counted), tokens, wished
+        return sum(row[0] for row in rows[self._counted]), tokens, wished
 
     def memory(self) -> tuple[dict[str, int | None], ...]:
         """Return what each rank held as the step began."""

@@ -15,7 +15,14 @@ PACKAGE = Path(toolkit.__file__).parent
 
 @pytest.mark.parametrize(
     "changed",
-    ["engines/losses.py", "engines/fsdp/simulation.py", "model/spec.py", "forecasting/tracker.py", "adapting.py"],
+    [
+        "engines/losses.py",
+        "engines/fsdp/simulation.py",
+        "model/spec.py",
+        "forecasting/tracker.py",
+        "adapting.py",
+        "tables.py",
+    ],
 )
 def test_a_changed_byte_is_a_miss(changed: str, tmp_path: Path) -> None:
     copy = tmp_path / "toolkit"

@@ -51,7 +51,8 @@ Found = dict[str, Finding]
 
 def _lacking(found: Found, *checks: str) -> str:
     """The first of these checks that failed, as a reason."""
-    return next((f"{c}: {found[c].detail}" for c in checks if found[c].status in ("missing", "broken")), "")
+    known = (found[check] for check in checks if check in found)
+    return next((f"{one.check}: {one.detail}" for one in known if one.status in ("missing", "broken")), "")
 
 
 def _sharding(word: str, machine: Hardware, found: Found) -> tuple[bool, str]:
@@ -59,17 +60,18 @@ def _sharding(word: str, machine: Hardware, found: Found) -> tuple[bool, str]:
     needs = ["torch", "transformers", "accelerate", *([] if strategy.single_process else ["processes"])]
     if reason := _lacking(found, *needs, *engine_of(strategy).checks(strategy, machine.device)):
         return False, reason
+    if refused := _refusal(strategy, machine):
+        return False, refused
     if machine.device.kind != "cuda":
         return True, ""
-    if refused := _refusal(strategy, machine.count, machine):
-        return False, refused
     return True, "with one process: there is one GPU" if machine.count == 1 and not strategy.single_process else ""
 
 
-def _refusal(strategy: Strategy, ranks: int, machine: Hardware) -> str:
-    """Why this many ranks on this machine cannot run a strategy; empty where they can."""
+def _refusal(strategy: Strategy, machine: Hardware) -> str:
+    """Why this machine cannot run a strategy on the fewest ranks that shard, or on those that it has; empty where it can."""
+    most = machine.count if machine.device.kind == "cuda" else strategy.least_ranks
     try:
-        resolve(strategy, Loop(), None, 1 if strategy.single_process else ranks, machine.device)
+        resolve(strategy, Loop(), None, min(strategy.least_ranks, most), machine.device)
     except StrategyError as error:
         return str(error)
     return ""
@@ -83,8 +85,9 @@ def _able(machine: Hardware, found: Found, **fields: str) -> tuple[list[str], st
             strategy = Strategy(sharding=word, dp_replicate=2 if row.hybrid else 1, **fields)  # type: ignore[arg-type]
         except StrategyError:  # the table excludes it on every machine
             continue
-        lacking = _lacking(found, *engine_of(strategy).checks(strategy, machine.device))
-        if why := lacking or _refusal(strategy, strategy.least_ranks, machine):
+        several = () if strategy.single_process else ("processes",)
+        lacking = _lacking(found, *several, *engine_of(strategy).checks(strategy, machine.device))
+        if why := lacking or _refusal(strategy, machine):
             reason = reason or why
         else:
             able.append(word)

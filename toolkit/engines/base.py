@@ -244,7 +244,8 @@ def all_engines() -> Iterator[Engine]:
 def register(row: Sharding, engine: Engine) -> None:
     """Add a sharding, and the engine that runs it, from outside this package.
 
-    Processes that this one starts import the engine's module, too: its name is added to `TOOLKIT_ENGINES`.
+    Processes that this one starts import the engine's module, too: its name is added to `TOOLKIT_ENGINES`. A class of `__main__`
+    cannot be imported there, so it is known to this process alone.
 
     Args:
         row: of the table of shardings; `row.engine` is the engine's name there.
@@ -255,7 +256,8 @@ def register(row: Sharding, engine: Engine) -> None:
     """
     module = type(engine).__module__
     known = SHARDINGS.get(row.word)
-    if (known is not None and known != row) or row.engine in BUILT_IN:
+    other = type(_ENGINES.get(row.engine, engine)) is not type(engine)
+    if (known is not None and known != row) or row.engine in BUILT_IN or other:
         raise StrategyError(
             f"sharding {row.word!r} with engine {row.engine!r} cannot be registered: one of the two exists already. "
             "Choose other names."

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import StrategyError
+
 if TYPE_CHECKING:
     import torch
+
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Names of the weight of the load-balancing loss in configs."""
 
 
 def loss_sum(model: Any, batch: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
@@ -36,7 +41,13 @@ def _auxiliary(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor | 
     if balance is None:
         return 0.0
     config = getattr(model, "module", model).config.get_text_config()
-    weighted: torch.Tensor = config.router_aux_loss_coef * balance.to(labels.device) * (labels != -100).sum()
+    coefficient = next((value for name in COEFFICIENTS if (value := getattr(config, name, None)) is not None), None)
+    if coefficient is None:
+        raise StrategyError(
+            f"{type(config).__name__} asks for a load-balancing loss and names no coefficient: expected one of "
+            f"{', '.join(COEFFICIENTS)}. Set output_router_logits to false in config.json."
+        )
+    weighted: torch.Tensor = coefficient * balance.to(labels.device) * (labels != -100).sum()
     return weighted
 
 

@@ -33,7 +33,7 @@ def stand_ins(config: TraceConfig) -> Iterator[None]:
     what it makes inside.
 
     Whether rows hold several documents is a question of their values, which transformers answers with yes where there
-    are none: it is one.
+    are none: the configuration says it.
 
     A mode for torch functions would be off in what activation checkpointing recomputes.
     """

@@ -123,9 +123,9 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: Card) -> float:
     if link == "host":
         found = card.host
     elif link == "ring":
-        found = (
-            min(card.peer, card.network * machine.count) if job.parallelism.shard_size > machine.count else card.peer
-        )
+        sizes = job.parallelism
+        group = sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size
+        found = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
     else:
         found = card.network if job.ranks > machine.count else card.peer
     return found * 1e9 * LINK
