@@ -232,8 +232,8 @@ assert torch.allclose(sum(slices), together, atol=1e-5)
 print(f"largest difference of the sum of four slices: {(sum(slices) - together).abs().max():.0e}")
 
 # %% [markdown]
-# The toolkit does not launch layers, pipelines or tensor parallelism yet, and says so instead of doing something
-# else:
+# The toolkit launches tensor parallelism (`--tp 2`). Context parallelism and pipelines it does not launch yet, and says so
+# instead of doing something else:
 
 # %%
 refused = {}

@@ -139,6 +139,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             self._check_prepared(items, any(model in self.from_checkpoint for model in models))
         return made
 
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Accelerate's. A model that its engine has distributed while loading gets autocast, and no DDP around it."""
+        unwrapped = evaluation_mode or not engine_of(self.job.strategy).wraps_model
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
+
     def _check_prepared(self, items: Sequence[Any], from_checkpoint: bool) -> None:
         """Audit a model and its optimizer with the call that completes the two: DDP takes them one by one, too."""
         if not self._optimizers or not self._prepared:
@@ -294,8 +299,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
             stepped = self._parameters_of(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(stepped, self.job.loop.max_grad_norm or math.inf)
-            self._norms[id(optimizer)] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            limit = self.job.loop.max_grad_norm or math.inf
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(stepped, limit)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:

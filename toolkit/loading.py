@@ -153,9 +153,15 @@ def _own(model: nn.Module) -> None:
 
     They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
     """
+    tensor: Any
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu" and not tensor.untyped_storage().resizable():
+        held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        if held.device.type != "cpu" or held.untyped_storage().resizable():
+            continue
+        if held is tensor:
             tensor.data = tensor.data.clone()
+        else:  # in place: whoever has the DTensor keeps it
+            tensor._local_tensor = held.clone()
 
 
 def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:

@@ -108,7 +108,8 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
     if kind == "none" and data != 1:
         one = "one process" if product == 1 else _count(product)
         choose = "1 process" if product == 1 else f"{product} processes"
-        raise StrategyError(f"sharding {word!r} is {one}; got {ranks}. Choose sharding 'ddp', or {choose}.")
+        other = "ddp" if product == 1 else "fsdp"
+        raise StrategyError(f"sharding {word!r} is {one}; got {ranks}. Choose sharding {other!r}, or {choose}.")
     if kind == "replicate" and data < 2:
         raise StrategyError(
             f"sharding {word!r} needs at least {_count(2 * product)}; got {data * product}. "

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from toolkit.accelerators import accelerator_class
 from toolkit.devices import Hardware, hardware
 from toolkit.engines import process_exit
-from toolkit.engines.base import all_engines, engine_named
+from toolkit.engines.base import all_engines, engine_for
 from toolkit.engines.job import default_ranks, resolve
 from toolkit.engines.records import job_of
 from toolkit.engines.waiting import patience
 from toolkit.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.flags import flag, from_dict
 from toolkit.model import ModelSpec
-from toolkit.strategy import SHARDINGS, Loop, Strategy
+from toolkit.strategy import Loop, Strategy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,14 +135,15 @@ def check_trackers(names: str | None) -> None:
             )
 
 
-def launched(environ: Mapping[str, str], sharding: str | None = None) -> dict[str, Any]:
+def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | None = None) -> dict[str, Any]:
     """The fields of Strategy that the launch environment sets; none outside of `accelerate launch`.
 
-    The engine of the requested `sharding` reads the environment first: another may be launched in the same way.
+    The engine of the requested `sharding` and `tp` reads the environment first: another may be launched in the same way.
     """
     beside: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
     sharding = sharding or beside.get("sharding")
-    first = [engine_named(SHARDINGS[sharding].engine)] if sharding else []
+    tp = tp or beside.get("tp", 1)
+    first = [engine_for(sharding or "none", tp)] if sharding or tp > 1 else []
     for engine in (*first, *all_engines()):
         bound = engine.from_env(environ)
         if bound is not None:
@@ -167,7 +168,7 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
         fields["sharding"] = from_dict(
             Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}
         ).sharding
-    bound = launched(environ, fields.get("sharding"))
+    bound = launched(environ, fields.get("sharding"), fields.get("tp"))
     for name, value in fields.items():
         if name in bound and bound[name] != value:
             raise StrategyError(

@@ -27,7 +27,7 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 """Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
 
-LATER_SIZES = ("tp", "cp", "ep", "pp")
+LATER_SIZES = ("cp", "ep", "pp")
 """Dimensions that no engine has yet: no flag, and no help."""
 
 
@@ -172,7 +172,7 @@ class Strategy(Shown):
         LATER["activation_checkpointing"],
     )
     dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
-    tp: int = amount(1, "")
+    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp")
     cp: int = amount(1, "")
     ep: int = amount(1, "")
     pp: int = amount(1, "")
@@ -182,7 +182,7 @@ class Strategy(Shown):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
         check_choices(self)
-        for name in (*LATER_SIZES, "dp_replicate", "lora_rank"):
+        for name in (*LATER_SIZES, "tp", "dp_replicate", "lora_rank"):
             _count(name, getattr(self, name))
         for name in LATER_SIZES:
             if getattr(self, name) > 1:

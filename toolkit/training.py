@@ -14,6 +14,7 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.losses import shift_labels
 from toolkit.engines.records import Prepared, StepResult
+from toolkit.engines.stepping import by_mesh
 from toolkit.errors import DataError, NotFinite
 from toolkit.measuring import live_bytes
 from toolkit.runtime import on_any_rank
@@ -74,7 +75,8 @@ def make_optimizer(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
     import torch
 
     assert loop.lr is not None, "a resolved loop has a learning rate"
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=loop.lr)
+    groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=loop.lr)
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, loop: Loop) -> LambdaLR:

@@ -19,6 +19,20 @@ def llama(folder: Path, **changes: Any) -> Path:
     return _save(LlamaForCausalLM, LlamaConfig, folder, **{**shape, "num_attention_heads": 4, **changes})
 
 
+def qwen3(folder: Path, **changes: Any) -> Path:
+    """Norms over the heads of queries and keys."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    return _save(Qwen3ForCausalLM, Qwen3Config, folder, **{**shape, "num_attention_heads": 4, **changes})
+
+
 def mixtral(folder: Path, **changes: Any) -> Path:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -156,7 +170,7 @@ def _save(model: Any, config: Any, folder: Path, **shape: Any) -> Path:
     import torch
 
     torch.manual_seed(0)
-    return _write(model(config(vocab_size=VOCABULARY, **shape)), folder)
+    return _write(model(config(**{"vocab_size": VOCABULARY, **shape})), folder)
 
 
 def _write(model: Any, folder: Path) -> Path:

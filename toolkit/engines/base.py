@@ -15,7 +15,14 @@ from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.stepping import backward_weighted, clip_and_step, read_counters, to_device, write_counters
+from toolkit.engines.stepping import (
+    backward_weighted,
+    clip_and_step,
+    clip_norm,
+    read_counters,
+    to_device,
+    write_counters,
+)
 from toolkit.engines.traces import Segment, Trace, TraceConfig, trace_config
 from toolkit.errors import StrategyError
 from toolkit.phases import phase
@@ -43,6 +50,8 @@ class Engine:
     """Whether its wrapper gives every rank the buffers of rank 0."""
     sync_each_batch = False
     """Whether gradients are reduced after every micro-batch."""
+    wraps_model = True
+    """Whether `prepare` puts the model into a wrapper of its own or of Accelerate's."""
     hides_every_backward = True
     """Whether transfers overlap with the backward of every micro-batch, and not only with the last one's."""
 
@@ -98,8 +107,8 @@ class Engine:
         """torch's name of the dtype of autocast; None where the weights themselves have the compute dtype."""
         return None
 
-    def trace_config(self, job: Job, *, masked: bool) -> TraceConfig:
-        """Return what the activations depend on; `masked`: whether attention gets a mask."""
+    def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
+        """Return what a rank's activations depend on; `masked`: whether attention gets a mask."""
         return trace_config(job, masked=masked, autocast=self.autocast_dtype(job))
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
@@ -110,6 +119,17 @@ class Engine:
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
         """Enter every allocation and release of a rank: load, prepare, one step of all micro-batches."""
+        self.simulate_load(job, ledger, rank=rank)
+        self.simulate_training(job, trace, step, ledger, rank=rank, checkpoints=checkpoints)
+
+    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+        """Enter what reading and sharding the weights allocates, until the rank holds its parameters."""
+        raise NotImplementedError
+
+    def simulate_training(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """Enter the rest of `prepare` and one step, of a rank that holds its parameters."""
         raise NotImplementedError
 
     def gather_bytes(self, job: Job) -> int:
@@ -191,6 +211,10 @@ class Engine:
         """Run the backward of one micro-batch; `last` ends the accumulation."""
         backward_weighted(prepared, loss)
 
+    def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
+        """Clip the gradients in place and return their global L2 norm over all ranks; `limit` may be infinite."""
+        return clip_norm(parameters, limit)
+
     def step(self, prepared: Prepared) -> StepResult:
         """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight."""
         return clip_and_step(prepared)
@@ -219,7 +243,18 @@ BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 
 def engine_of(strategy: Strategy) -> Engine:
     """Return the engine that runs a strategy."""
-    return engine_named(SHARDINGS[strategy.sharding].engine)
+    return engine_for(strategy.sharding, strategy.tp)
+
+
+def engine_for(sharding: str, tp: int = 1) -> Engine:
+    """Return the engine of a sharding; with tensor parallelism, the mesh engine around it."""
+    name = SHARDINGS[sharding].engine
+    if tp == 1:
+        return engine_named(name)
+    key = f"mesh {name}"
+    if key not in _ENGINES:
+        _ENGINES[key] = importlib.import_module("toolkit.engines.mesh").Mesh(engine_named(name))
+    return _ENGINES[key]
 
 
 def engine_named(name: str) -> Engine:

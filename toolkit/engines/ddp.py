@@ -108,12 +108,15 @@ class DDP(Engine):
         """Gradients alone."""
         return what == "gradient"
 
-    def simulate_step(
+    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+        """Every rank reads the whole model."""
+        loaded(ledger, job, self.expected_state(job, rank).parameters)
+
+    def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
         """Whole gradients, and buckets of the same size beside them."""
         held = self.expected_state(job, rank)
-        loaded(ledger, job, held.parameters)
         if job.parallelism.dp_size > 1:
             ledger.touch("buffers", min(held.parameters, BROADCAST))
             ledger.hold("buffers", held.trainable)

@@ -100,9 +100,12 @@ def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, 
 
 
 def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
-    """Number of ranks where none is given: 1 for `none`, else one a device; on a CPU at least `Strategy.least_ranks`."""
-    if strategy.single_process:
-        return 1
+    """Number of ranks where none is given: one a device; on a CPU at least `Strategy.least_ranks`.
+
+    Without data parallelism it follows from the strategy: 1 for `none`, `tp` for `none` with tensor parallelism.
+    """
+    if SHARDINGS[strategy.sharding].data_parallel == "none":
+        return strategy.least_ranks
     return max(strategy.least_ranks, hardware.ranks) if hardware.device.kind == "cpu" else hardware.ranks
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
-from toolkit.engines.shards import BUFFER, Shard, whole_box
+from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
 from toolkit.model import ModelSpec
 from toolkit.units import BYTES_OF, ceil_div, dtype_name
 
@@ -237,6 +237,43 @@ def optimizer_shards(
     for kind in kinds:
         if kind in state:
             yield dataclasses.replace(shard, kind=kind, tensor=cut(state[kind]))
+
+
+def distributed_shards(
+    job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, create: bool
+) -> Iterator[Shard]:
+    """Yield this rank's box of each parameter and its moments, of a model whose parameters may be DTensors."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    def local(tensor: Any) -> torch.Tensor:
+        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return found.detach()
+
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        box = whole_box(shape)
+        if isinstance(parameter, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            box = tuple(zip(offsets, sizes, strict=True))
+        shard = Shard(name, PARAMETER, shape, box, 0, local(parameter))
+        moments = optimizer_shards(job, optimizer, parameter, shard, local, create) if parameter.requires_grad else ()
+        for found in (shard, *moments):
+            if found.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
+                yield found
+
+
+def measured_distributed(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str]
+) -> StateMemory:
+    """Measure the local shards of DTensors, plain parameters whole, and the optimizer's state."""
+    size, kinds = moment_bytes(optimizer)
+
+    def held() -> Iterator[tuple[torch.Tensor, bool]]:
+        for parameter in model.parameters():
+            yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
+
+    return measured_state(held(), optimizer=size, dtypes={"optimizer": kinds, **dtypes})
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:

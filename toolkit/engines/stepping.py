@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.records import Counters, Prepared, StepResult
 from toolkit.engines.states import set_steps, steps_of
@@ -43,6 +43,26 @@ def clip_and_step(prepared: Prepared) -> StepResult:
         prepared.optimizer.zero_grad()
     scale = prepared.accelerator.scaler.get_scale() if scaled else 1.0
     return StepResult(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
+
+
+def clip_norm(parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
+    """Clip gradients that are all plain, or all DTensors on one mesh. Returns their L2 norm over all ranks."""
+    import torch
+
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    found: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return found
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by the device mesh that they are distributed over; plain tensors are one group.
+
+    torch's foreach and fused kernels, and its norm, take tensors of one mesh at a time.
+    """
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:

@@ -45,6 +45,10 @@ class TraceConfig:
     """Whether the device runs `scaled_dot_product_attention`'s flash kernel: compute capability 8.0 or more."""
     adapter: Adapter | None = None
     """What stands on frozen weights, or None."""
+    tp: int = 1
+    """Ranks of a tensor-parallel group."""
+    tp_rank: int = 0
+    """The place in it."""
 
 
 def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:
@@ -121,6 +125,8 @@ class Trace:
     events: tuple[Event, ...]
     ends: tuple[str | None, str | None, str | None]
     """Names of the input embedding, of the norm behind the last layer, and of the head."""
+    others: tuple[Trace, ...] = ()
+    """Traces of the other simulated ranks, in the order of `Engine.simulated_ranks`; empty where all ranks are alike."""
 
     def scaled(self, other: Trace, times: int) -> Trace | None:
         """This trace with `times` the difference from here to `other`'s sizes added; None where the two differ in more."""

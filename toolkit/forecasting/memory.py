@@ -42,9 +42,20 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     if strategy.adapter == "qlora8":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet. Choose adapter 'qlora', or 'lora'.")
     require_adapter(strategy)
-    config = engine_of(strategy).trace_config(job, masked=masked)
-    beside = tuple(_other_configs(job, config, masked)) if others else ()
-    return trace_of(job.spec, config, batch=job.loop.micro_batch, seq_len=job.loop.seq_len, beside=beside)
+    engine, loop = engine_of(strategy), job.loop
+    configs = [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
+    beside = tuple(_other_configs(job, configs[0], masked)) if others else ()
+    wanted = dict.fromkeys(configs, ())  # each once, the first rank's first
+    rest = tuple(config for config in wanted if config != configs[0])
+    found = {
+        configs[0]: trace_of(
+            job.spec, configs[0], batch=loop.micro_batch, seq_len=loop.seq_len, beside=(*rest, *beside)
+        )
+    }
+    for config in rest:
+        found[config] = trace_of(job.spec, config, batch=loop.micro_batch, seq_len=loop.seq_len)
+    own = found[configs[0]]
+    return dataclasses.replace(own, others=tuple(found[config] for config in configs[1:])) if rest else own
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
@@ -77,7 +88,7 @@ def fused_peak(job: Job, trace: Trace) -> int:
 @lru_cache(maxsize=8)
 def _without_logits(trace: Trace) -> Trace:
     kept = (event for event in trace.events if event[0] not in ("+", "-") or event[2] != LOGITS)
-    return dataclasses.replace(trace, events=tuple(kept))
+    return dataclasses.replace(trace, events=tuple(kept), others=tuple(map(_without_logits, trace.others)))
 
 
 @lru_cache(maxsize=16)
@@ -105,9 +116,13 @@ def replay(
     """
     engine = engine_of(job.strategy)
     ledgers = []
-    for rank in engine.simulated_ranks(job):
+    for index, rank in enumerate(engine.simulated_ranks(job)):
         ledgers.append(kind(shared=job.device.kind == "cpu"))
-        engine.simulate_step(job, trace, step, ledgers[-1], rank=rank, checkpoints=checkpoints)
+        own, own_step = trace, step
+        if index and trace.others:
+            own = trace.others[index - 1]
+            own_step = whole_step(job, own)
+        engine.simulate_step(job, own, own_step, ledgers[-1], rank=rank, checkpoints=checkpoints)
         _save(ledgers[-1], job, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
 

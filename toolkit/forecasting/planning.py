@@ -174,7 +174,7 @@ def plan(
 def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
     """Every sharding, offload and checkpointing that the table allows beside what was asked."""
     for word, sharding in SHARDINGS.items():
-        if (sharding.data_parallel == "none") != (machine.ranks == 1):
+        if (sharding.data_parallel == "none") != (machine.ranks == base.tp * base.cp * base.pp):
             continue
         for offload in sharding.offload:
             for checkpointing in ("none", "full"):

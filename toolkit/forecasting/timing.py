@@ -124,8 +124,10 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: Card) -> float:
         found = card.host
     elif link == "ring":
         sizes = job.parallelism
-        group = sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size
+        group = (sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size) * sizes.tp
         found = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
+    elif link == "tp":
+        found = card.network if job.parallelism.tp > machine.count else card.peer
     else:
         found = card.network if job.ranks > machine.count else card.peer
     return found * 1e9 * LINK

@@ -53,6 +53,8 @@ def _cached(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[i
     found = {batch: trace for batch in batches if (trace := _kept(_path(spec, configs[0], batch, seq_len))) is not None}
     missing = [batch for batch in batches if batch not in found]
     if missing:
+        if configs[0].tp > 1:  # a child process costs more than the traces that a plan asks for next
+            missing = sorted({*missing, *range(1, EXACT + 1)})
         made = _traced(spec, configs, missing, seq_len)
         for config, traces in zip(configs, made, strict=True):
             for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
@@ -83,7 +85,7 @@ def _read_file(path: Path) -> Trace:
 def _traced(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
     """Of each config a trace of each batch."""
     try:
-        if configs[0].adapter is not None and "peft" not in sys.modules:
+        if any(config.tp > 1 for config in configs) or (configs[0].adapter is not None and "peft" not in sys.modules):
             return _apart(spec, configs, batches, seq_len)
         from toolkit.forecasting.tracing import trace_all
 
@@ -98,7 +100,7 @@ def _traced(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[i
 
 
 def _apart(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
-    """In a child process: peft imports bitsandbytes, which takes hold of a GPU."""
+    """In a child process: peft imports bitsandbytes, which takes hold of a GPU, and tensor parallelism needs a process group."""
     asked = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=asked, capture_output=True, check=False)

@@ -49,30 +49,71 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     """One forward and backward of the shallow model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from toolkit.forecasting.tracker import Tracker
-
-    with _quietly():
+    with _quietly(), _split(config) as parts:
         model = _build(spec, config)
         stacks = cut(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
         outer = model if config.adapter is None else put_on(model, stacks, spec, config.adapter)
+        parts.distribute(model)
         outer.train()
         ends = _ends(outer, model)
-        tracker = Tracker(ends[2], device=config.device)
+        tracker = parts.tracker(ends[2], device=config.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
+            parts.allocate(model)
             model.tie_weights()
             if config.adapter is not None:
                 pack(model)
             inputs = _inputs(spec, config, batch, seq_len)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
-                tracker.know(tensor)
+                tracker.know(local(tensor))
+            if config.tp > 1:  # what DTensor's sharding propagation computes once, it keeps
+                with stand_ins(config):
+                    _step(model, inputs, spec, config, _Silent())
+                model.zero_grad()
             _watch(model, stacks, tracker)
             with stand_ins(config), tracker:
                 _step(model, inputs, spec, config, tracker)
     return Trace(stacks=stacks, events=tuple(_nested(tracker.told())), ends=ends)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank holds, or a plain tensor itself."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+class _Whole:
+    """A model on one rank. `tensor_parallel.Split` has the same functions."""
+
+    def tracker(self, head: str | None, *, device: str) -> Tracker:
+        from toolkit.forecasting.tracker import Tracker
+
+        return Tracker(head, device=device)
+
+    def distribute(self, model: Any) -> None:
+        """Leave the model as it is."""
+
+    def allocate(self, model: Any) -> None:
+        """Replace tensors on the meta device by fake ones."""
+        model.to_empty(device="cpu")
+
+
+class _Silent:
+    """A tracker for a step that is not traced."""
+
+    def mark(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+def _split(config: TraceConfig) -> contextlib.AbstractContextManager[Any]:
+    """Return how a model is divided among ranks."""
+    if config.tp == 1:
+        return contextlib.nullcontext(_Whole())
+    from toolkit.forecasting.tensor_parallel import split
+
+    return split(config)
 
 
 def _nested(events: list[Event]) -> Iterator[Event]:
@@ -119,7 +160,9 @@ def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> d
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 
-def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker) -> None:
+def _step(
+    model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker | _Silent
+) -> None:
     """As `Engine.forward_backward`, and as Accelerate calls the model: it casts what a forward under autocast returns to fp32."""
     import torch
 
@@ -156,7 +199,7 @@ def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> 
     def grown(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            size = parameter.grad.untyped_storage().nbytes()
+            size = local(parameter.grad).untyped_storage().nbytes()
             parameter.grad = None  # from here on it is the engine's
             tracker.say("gradient", size, name)
 

@@ -169,6 +169,7 @@ def _spec(
         unquantized=_unquantized(module),
         frozen=frozen,
         copied=_copied(module) if moe else 0,
+        tp_plan=dict(getattr(module, "tp_plan", None) or {}),
         trusted=trusted,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,8 @@ class ModelSpec(Shown):
     """Elements that writing the model copies, since the disk has them in another form (one expert a tensor)."""
     frozen: tuple[str, ...] = ()
     """Of a model of several parts: the modules and parameters that text does not pass (vision tower, projector). Never trained."""
+    tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """transformers' tensor-parallel plan of the class: module name, with `*` for a layer's number → style. Empty: none."""
     trusted: str | None = None
     """The revision of the model's own code that is run: a commit on the Hub, or a folder's sha256. None: none is."""
 

@@ -14,7 +14,7 @@ from toolkit.devices import Device
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.deepspeed.build import announce_build, free_builds
-from toolkit.engines.deepspeed.simulation import ALIGNMENT, simulate
+from toolkit.engines.deepspeed.simulation import ALIGNMENT, simulate_load, simulate_training
 from toolkit.engines.deepspeed.zero3 import copies
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
@@ -223,11 +223,15 @@ class DeepSpeed(Engine):
             },
         )
 
-    def simulate_step(
+    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+        """Enter the load, whole or by partitions."""
+        simulate_load(job, ledger, self.expected_state(job, rank))
+
+    def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
         """Enter the buckets that gradients pass through, and the partitions that they end in."""
-        simulate(job, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
+        simulate_training(job, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
 
     def gather_bytes(self, job: Job) -> int:
         """The largest parameter's masters: whole in stages 1 and 2, where a partition may begin anywhere; in stage 3 a shard."""

@@ -21,14 +21,20 @@ ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
 
 
-def simulate(job: Job, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool) -> None:
-    """Load, prepare, one step of all micro-batches."""
-    whole = job.settings["zero_optimization"]["stage"] == 3
-    if whole:
+def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
+    """Load and prepare, until the parameters are partitioned or flattened."""
+    if job.settings["zero_optimization"]["stage"] == 3:
         partitioned(job, ledger, held)
     else:
         loaded(ledger, job, held.parameters)
         _flattened(job, ledger, held)
+
+
+def simulate_training(
+    job: Job, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool
+) -> None:
+    """The masters, the moments, and one step of all micro-batches."""
+    whole = job.settings["zero_optimization"]["stage"] == 3
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", held.master)
     moves = Fetches(job, step, ledger) if whole else _Buckets(job, ledger)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
-from toolkit.engines.fsdp.simulation import reduce_dtype, shard_bytes, shard_elements, simulate
+from toolkit.engines.fsdp.simulation import (
+    reduce_dtype,
+    shard_bytes,
+    shard_elements,
+    simulate_load,
+    simulate_training,
+)
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import Prepared, StateMemory, Transfer
@@ -184,11 +190,15 @@ class FSDP(Engine):
         stacks = {stack.name for stack in trace.stacks}
         return what == "gradient" or not name or name in trace.ends or name.rpartition(".")[0] in stacks
 
-    def simulate_step(
+    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+        """Enter the load of rank 0, which reads the whole model and broadcasts the shards."""
+        simulate_load(job, ledger, self.expected_state(job, rank))
+
+    def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
-        """Enter a step of rank 0, which reads the whole model and broadcasts the shards."""
-        simulate(job, trace, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
+        """Enter one step of a rank that holds its shards."""
+        simulate_training(job, trace, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
 
     def gather_bytes(self, job: Job) -> int:
         """A copy of the largest shard."""

@@ -29,14 +29,12 @@ def reduce_dtype(job: Job) -> str:
     return str(job.settings["reduce_dtype"] or job.weight_dtype)
 
 
-def simulate(
-    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool
-) -> None:
-    """Load, prepare, one step of all micro-batches: of rank 0, which reads the whole model and shares it out.
+def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
+    """Load and prepare, of rank 0, which reads the whole model and shares it out.
 
     Packed weights are read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
     """
-    found = list(parameters_of(job))
+    found = parameters_of(job)
     ledger.enter("load")
     # A GPU's are read into the host's memory, unless they are packed.
     whole, beside = sum(state.bytes for state in found), joined(job)
@@ -48,20 +46,24 @@ def simulate(
         ledger.lead(whole + beside)
     ledger.hold("buffers", constants(job))
     ledger.enter("prepare")
-    offload = job.strategy.offload != "none"
-    keep = ledger.offload if offload else ledger.hold
+    keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
     if job.strategy.quantized:
         keep("parameters", held.parameters)
     else:
         _share_out(job, ledger, keep)
     ledger.hold("parameters", -read)
     ledger.lead(-ledger.alone)
-    moments(ledger, job, held, checkpoints, offload=offload)
+
+
+def simulate_training(
+    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool
+) -> None:
+    """The moments, and one step of all micro-batches."""
+    moments(ledger, job, held, checkpoints, offload=job.strategy.offload != "none")
     walk(ledger, job, step, _Groups(job, trace, ledger))
     ledger.enter("step")
-    optimizer_step(
-        ledger, job, (shard_elements(state, job.parallelism.shard_size) for state in found if state.trainable)
-    )
+    trained = (state for state in parameters_of(job) if state.trainable)
+    optimizer_step(ledger, job, (shard_elements(state, job.parallelism.shard_size) for state in trained))
     ledger.hold("gradients", -ledger.held["gradients"])
 
 

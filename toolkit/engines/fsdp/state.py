@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.fsdp.simulation import reduce_dtype
 from toolkit.engines.records import Prepared, StateMemory
-from toolkit.engines.shards import PARAMETER, Shard, whole_box
-from toolkit.engines.states import buffer_shards, measured_state, moment_bytes, optimizer_shards, persistent_buffers
+from toolkit.engines.shards import Shard
+from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed, persistent_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,14 @@ def check(prepared: Prepared) -> list[str]:
     expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
     if wrong := _groups(prepared):
         return wrong
-    meshes = {tuple(parameter.device_mesh.shape) for parameter in parameters.values()}
+    meshes = {_data_parallel(parameter.device_mesh) for parameter in parameters.values()}
     return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
+
+
+def _data_parallel(mesh: Any) -> tuple[int, ...]:
+    """The sizes of a mesh without the dimension of tensor parallelism."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return tuple(size for size, name in zip(mesh.shape, names, strict=True) if name != "tp")
 
 
 def _groups(prepared: Prepared) -> list[str]:
@@ -61,44 +67,18 @@ def _groups(prepared: Prepared) -> list[str]:
 
 def measure(prepared: Prepared) -> StateMemory:
     """Storages of the local shards, and of the optimizer's state."""
-    size, kinds = moment_bytes(prepared.optimizer)
-
-    def held() -> Iterator[tuple[torch.Tensor, bool]]:
-        for parameter in prepared.model.parameters():
-            yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
-
-    return measured_state(held(), optimizer=size, dtypes={"optimizer": kinds, "reduce": reduce_dtype(prepared.job)})
+    return measured_distributed(prepared.model, prepared.optimizer, {"reduce": reduce_dtype(prepared.job)})
 
 
 def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
     """Yield this rank's box of each parameter and its moments, all of it, and the persistent buffers, whole."""
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    def local(tensor: Any) -> torch.Tensor:
-        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return found.detach()
 
     for module in prepared.model.modules():
         if isinstance(module, FSDPModule):
             # A forward without a backward leaves the last group whole, and then its parameters are no shards.
             module.reshard()
-    for name, parameter in prepared.model.named_parameters():
-        shape = tuple(parameter.shape)
-        box = whole_box(shape)
-        if isinstance(parameter, DTensor):
-            sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            box = tuple(zip(offsets, sizes, strict=True))
-        shard = Shard(name, PARAMETER, shape, box, 0, local(parameter))
-        moments_too = (
-            optimizer_shards(prepared.job, prepared.optimizer, parameter, shard, local, create)
-            if parameter.requires_grad
-            else ()
-        )
-        for found in (shard, *moments_too):
-            if found.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
-                yield found
+    yield from distributed_shards(prepared.job, prepared.model, prepared.optimizer, create)
     for hook in prepared.model._state_dict_pre_hooks.values():
         hook(prepared.model, "", False)  # `hide_buffers` ends with the first of them
     yield from buffer_shards(prepared.model)

@@ -1,0 +1,90 @@
+"""Ranks that train with tensor parallelism over the same global batches as one process; rank 0 writes losses and norms."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matrix_worker
+import ranks
+
+ROWS, SEQ_LEN, ACCUMULATION = 8, 24, 2
+
+
+def loader(vocab: int, start: int, steps: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
+    """This rank's micro-batches: the same rows a step on any number of ranks, each row with another number of labels."""
+    import torch
+
+    for step in range(start, steps):
+        rows = torch.randint(3, vocab - 6, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        labels = rows.clone()
+        for row in range(ROWS):
+            labels[row, : (row + step) * 5 % (SEQ_LEN - 4)] = -100
+        shape = (ACCUMULATION, dp_size, -1, SEQ_LEN)
+        for micro in range(ACCUMULATION):
+            yield {
+                "input_ids": rows.reshape(shape)[micro, dp_rank].contiguous(),
+                "labels": labels.reshape(shape)[micro, dp_rank].contiguous(),
+            }
+
+
+def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
+    from toolkit.checkpoints import Found, Saver, identify, read_manifest, restore
+    from toolkit.engines.base import engine_of
+    from toolkit.exporting import save, verify
+    from toolkit.finetune import seed_everything
+    from toolkit.loading import load
+    from toolkit.model import describe
+    from toolkit.preparing import audit, prepare, prepared
+    from toolkit.runtime import accelerator as make
+    from toolkit.runtime import job as job_of
+    from toolkit.strategy import Loop, Strategy
+    from toolkit.training import evaluate, make_optimizer, train, warmup_cosine
+
+    spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
+    rank, dp_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) // strategy.tp
+    micro = ROWS // ACCUMULATION // dp_size
+    loop = Loop(steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1)
+    accelerator = make(strategy, loop, spec)
+    seed_everything(accelerator)
+    accelerator.print = lambda *lines: None
+    model, tokenizer = load(accelerator)
+    optimizer = make_optimizer(model, loop)
+    schedule = warmup_cosine(optimizer, loop)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
+    ours, start = prepared(accelerator, (model, optimizer)), 0
+    exact = matrix_worker.same_as(cell["folder"], engine_of(strategy).shards(ours), spec)
+    identity = identify(spec, ours.job.strategy, "synthetic")
+    if "from" in cell:
+        path = Path(cell["from"])
+        manifest = read_manifest(path)
+        start = manifest.step
+        restore(ours, schedule, Found(path=path, manifest=manifest, skipped=()), identity)
+    saver = Saver(ours, schedule, Path(cell["into"]), identity, versions={}, keep=9) if "into" in cell else None
+    dp_rank, steps = job_of(accelerator).coordinates(rank).dp_rank, []
+    for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size), schedule, start=start):
+        steps.append([step.loss, step.grad_norm, step.tokens])
+        if step.step == start + 1:
+            audit(ours, gradients=step.gradients)
+        if saver and step.step in cell.get("saves", ()):
+            saver.save(step.step)
+        if step.step == cell["upto"]:
+            break
+    if saver:
+        saver.wait()
+    evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size))
+    found = {"steps": steps, "evaluated": evaluated, "exact": exact}
+    if "export" in cell:
+        planned = save(ours, tokenizer, Path(cell["export"]))
+        result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))
+        found["logits_error"] = result.logits_error if result else None
+    accelerator.wait_for_everyone()
+    return found
+
+
+if __name__ == "__main__":
+    ranks.main(run, *sys.argv[1:], before=matrix_worker.prepare_parent)

@@ -1,0 +1,131 @@
+"""Tensor parallelism on real ranks: the losses of one process, the forecast, checkpoints under other engines, the export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+pytestmark = pytest.mark.dist
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}
+TP = {"tp": 2}
+BOTH = {"tp": 2, "sharding": "fsdp"}
+
+Gave = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose vocabulary two ranks cannot share evenly, and a Qwen3 with tied embeddings and norms over heads."""
+    root = tmp_path_factory.mktemp("mesh")
+    tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, **SHAPE)
+    tiny.qwen3(root / "qwen3", tie_word_embeddings=True, **SHAPE)
+    return root
+
+
+@pytest.fixture(scope="module")
+def gave(root: Path) -> Gave:
+    """What each run gave, by its number of ranks and its name."""
+
+    def cell(name: str, model: str, strategy: dict[str, Any], **more: Any) -> dict[str, Any]:
+        more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
+        return {"name": name, "folder": str(root / model), "strategy": strategy, "upto": 4, **more}
+
+    groups = [
+        (1, [cell("llama", "llama", {}), cell("qwen3", "qwen3", {})]),
+        (
+            2,
+            [
+                cell("llama", "llama", TP, into="tp", saves=[2], export="llama-tp"),
+                cell("qwen3", "qwen3", TP, export="qwen3-tp"),
+                cell("to fsdp", "llama", {"sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[3]),
+                cell("and back", "llama", TP, **{"from": "fsdp/step-00000003"}),
+            ],
+        ),
+        (
+            4,
+            [
+                cell("llama", "llama", BOTH, export="llama-both"),
+                cell("qwen3", "qwen3", {**BOTH, "sharding": "fsdp_grad_op"}, export="qwen3-both"),
+                cell("to both", "llama", BOTH, **{"from": "fsdp/step-00000003"}),
+            ],
+        ),
+    ]
+    found = tiny.run_groups("mesh_worker.py", groups, root / "llama", root / "scratch")
+    return {
+        (count, result["cell"]["name"]): result
+        for (count, _), results in zip(groups, found, strict=True)
+        for result in results
+    }
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_losses_and_norms_are_those_of_one_process(gave: Gave, model: str, count: int) -> None:
+    reference, result = gave[1, model], gave[count, model]
+    assert len(result["steps"]) == 4
+    for ours, theirs in zip(result["steps"], reference["steps"], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
+        assert ours[2] == theirs[2]
+    assert result["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-5)
+
+
+def test_each_rank_holds_exactly_its_part_of_the_checkpoint(gave: Gave) -> None:
+    assert all(result["exact"] for (count, name), result in gave.items() if count > 1 and " " not in name)
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "to fsdp"), (2, "and back"), (4, "to both")])
+def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str) -> None:
+    result = gave[count, name]["steps"]
+    for ours, theirs in zip(result, gave[1, "llama"]["steps"][-len(result) :], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-tp", "qwen3-tp", "llama-both", "qwen3-both"])
+def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, way = name.split("-")
+    assert gave[{"tp": 2, "both": 4}[way], model]["logits_error"] <= 1e-6
+    _, info = AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("llama", ("--processes", "2")), ("qwen3", ("--processes", "4", "--sharding", "fsdp"))],
+)
+def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words: tuple[str, ...]) -> None:
+    """From the shell: a forecast made in a child process, beside the peaks of all ranks."""
+    tokenizer = json.loads((root / model / "tokenizer.json").read_text())
+    (root / model / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": {"type": "Whitespace"}}))
+    texts = [" ".join(f"w{(line * 7 + word * 3) % 200}" for word in range(40)) for line in range(200)]
+    (root / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "3")
+    plain = ("--activation-checkpointing", "none", "--no-save")
+    command = ("train", "--model", str(root / model), "--data", "text.jsonl", "--tp", "2", *words, *size, *plain)
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.cli", *command, "--run-dir", f"run-{model}"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    memory = json.loads((root / f"run-{model}" / "memory.json").read_text())
+    forecast = memory["forecast"]["device"]["peak_bytes"]
+    assert forecast == pytest.approx(memory["measured"]["peak_bytes"], rel=0.04)
+    for rank in memory["measured"]["per_rank"]:
+        assert forecast == pytest.approx(rank["peak_bytes"], rel=0.04)

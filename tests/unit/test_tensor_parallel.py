@@ -1,0 +1,178 @@
+"""Tensor parallelism without ranks: refusals, local shapes, transfers, the forecast from a warm cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import StrategyError, describe, forecast
+from toolkit.devices import hardware
+from toolkit.engines.base import engine_named, engine_of
+from toolkit.engines.job import Job, default_ranks, resolve
+from toolkit.engines.mesh.plan import local_job, local_shape
+from toolkit.model import ModelSpec
+from toolkit.runtime import agree
+from toolkit.strategy import Loop, Strategy
+
+MACHINE = "8x H100-80GB"
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+CHECK = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from toolkit.engines.mesh.plan import local_shape
+from toolkit.engines.traces import TraceConfig
+from toolkit.forecasting.tensor_parallel import split
+from toolkit.forecasting.tracing import local
+from toolkit.model import describe
+
+spec = describe(sys.argv[1])
+for rank in (0, 1):
+    config = TraceConfig(
+        weights="float32", autocast=None, attention="sdpa", checkpointing=False, masked=False, device="cpu", tp=2, tp_rank=rank
+    )
+    with split(config) as parts:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+        parts.distribute(model)
+        for name, parameter in model.named_parameters():
+            for known in spec.parameters:
+                if known.name == name:
+                    assert tuple(local(parameter).shape) == local_shape(known, spec.tp_plan, 2, rank), (name, rank)
+"""
+
+WARM = """
+import sys
+from toolkit import Loop, Strategy, describe, forecast
+made = forecast(describe(sys.argv[1]), Strategy(sharding="fsdp", tp=2), "4x H100-80GB", Loop(seq_len=32))
+assert not {"torch", "transformers"} & set(sys.modules)
+print(made.peak_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 that two ranks cannot split evenly, as a config alone."""
+    from transformers import Qwen3Config
+
+    made = tmp_path_factory.mktemp("qwen3")
+    config = Qwen3Config(vocab_size=257, intermediate_size=175, head_dim=16, tie_word_embeddings=True, **SHAPE)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> ModelSpec:
+    return describe(folder)
+
+
+def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
+    strategy = Strategy(**{"sharding": "fsdp", "tp": 2, **words})
+    return resolve(strategy, Loop(seq_len=32, accumulation=2), spec, ranks, hardware(MACHINE).device)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        ({"sharding": "zero3"}, 4, "sharding 'zero3' does not run with tp 2"),
+        ({"sharding": "ddp"}, 4, "sharding 'ddp' does not run with tp 2"),
+        ({"adapter": "lora"}, 4, "adapter 'lora' does not run with tp 2 yet"),
+        ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
+        ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),
+        ({"tp": 4}, 8, "4 does not divide its 2 key-value heads. Choose --tp 2."),
+        ({"tp": 3}, 6, "3 does not divide its 4 attention heads. Choose --tp 2."),
+        ({}, 2, "sharding 'fsdp' with tp 2 needs at least 4 ranks; got 2."),
+        ({"sharding": "none"}, 4, "sharding 'none' is 2 ranks; got 4 ranks. Choose sharding 'fsdp', or 2 processes."),
+        ({}, 3, "tp 2 does not divide 3 ranks"),
+    ],
+)
+def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        job_of(spec, ranks, **words)
+    assert message in str(raised.value)
+    assert "Choose" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tp_plan": {}}, "no tensor-parallel plan"),
+        ({"tp_plan": {"a": "rowwise_split_input"}}, "the style 'rowwise_split_input'"),
+        ({"config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
+        ({"kind": "seq2seq"}, "only causal models of text alone"),
+    ],
+)
+def test_models_without_a_plain_plan_are_refused(spec: ModelSpec, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        job_of(dataclasses.replace(spec, **change))
+    assert message in str(raised.value)
+
+
+def test_mixtures_are_refused() -> None:
+    from transformers import MixtralConfig
+
+    mixtral = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
+    with pytest.raises(StrategyError, match="only dense models"):
+        job_of(mixtral)
+
+
+def test_local_shapes_are_those_of_transformers(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CHECK, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_ranks_of_a_group_hold_the_whole_model_once(spec: ModelSpec) -> None:
+    whole = {parameter.name: parameter.elements for parameter in spec.parameters}
+    for parameter in spec.parameters:
+        parts = [local_shape(parameter, spec.tp_plan, 2, rank) for rank in (0, 1)]
+        held = sum(dataclasses.replace(parameter, shape=shape).elements for shape in parts)
+        assert held == whole[parameter.name] * (2 if "norm" in parameter.name else 1), parameter.name
+    job = job_of(spec)
+    assert local_job(job).parallelism.ranks == 2
+    assert list(engine_of(job.strategy).simulated_ranks(job)) == [0, 1]
+
+
+def test_transfers_follow_the_plan(spec: ModelSpec) -> None:
+    job = job_of(spec, precision="bf16", activation_checkpointing="none")
+    sent = [one for one in engine_of(job.strategy).communication(job) if one.link == "tp"]
+    tokens = job.loop.micro_batch * job.loop.seq_len
+    # An all-reduce of two ranks sends a tensor once: the embedding, and two a layer.
+    assert sent[0].size == tokens * (1 + 2 * 2) * 64 * 2
+    assert sent[1].size == tokens * 257 * 2 / 2
+    # The gradient of the input of the head, of three projections and of two in each layer.
+    assert sent[2].size == tokens * (1 + 5 * 2) * 64 * 2
+    assert {one.times for one in sent} == {2}
+
+
+def test_a_worker_finds_what_was_launched() -> None:
+    environ = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2"}
+    assert agree({"tp": 2}, environ) == Strategy(tp=2)
+    fsdp = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    asked = {"tp": 2, "sharding": "hsdp", "dp_replicate": 2}
+    assert agree(asked, fsdp) == Strategy(**asked, precision="bf16")
+    written = engine_of(Strategy(**asked)).to_yaml(Strategy(**asked), 8, 1)
+    assert written["distributed_type"] == "FSDP"
+    assert "parallelism_config" not in written
+    assert engine_of(Strategy(tp=2)).to_yaml(Strategy(tp=2), 2, 1)["distributed_type"] == "MULTI_GPU"
+
+
+def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:
+    assert default_ranks(Strategy(tp=2), hardware(MACHINE)) == 2
+    assert default_ranks(Strategy(tp=2, sharding="fsdp"), hardware(MACHINE)) == 8
+    assert engine_of(Strategy()) is engine_named("ddp")
+    assert engine_of(Strategy(tp=2)) is engine_of(Strategy(tp=4))
+
+
+def test_a_warm_forecast_imports_no_torch(folder: Path) -> None:
+    strategy, loop = Strategy(sharding="fsdp", tp=2), Loop(seq_len=32)
+    peak = forecast(describe(folder), strategy, "4x H100-80GB", loop).peak_bytes
+    done = subprocess.run([sys.executable, "-c", WARM, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == peak

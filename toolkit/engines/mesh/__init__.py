@@ -1,0 +1,204 @@
+"""Tensor parallelism (`--tp N`) around another engine, which shards over the data-parallel ranks or runs the bare model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.base import Engine, engine_named
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
+from toolkit.engines.records import Prepared, StateMemory, Transfer
+from toolkit.engines.shards import Shard
+from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed, parameters_of
+from toolkit.engines.stepping import by_mesh
+from toolkit.engines.traces import Segment, Trace, TraceConfig
+from toolkit.errors import StrategyError
+from toolkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+
+class Mesh(Engine):
+    """`--tp N` with `none`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plan over N ranks, inside each data-parallel rank.
+
+    The inner engine answers for the local job: without tensor parallelism, with this rank's shapes (`local_job`).
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.sharded = inner is not engine_named("ddp")
+        """Whether the inner engine shards; otherwise there is one data-parallel rank."""
+        self.prepares_pair = inner.prepares_pair
+        self.wraps_model = self.sharded
+        self.sync_each_batch = inner.sync_each_batch
+        self.hides_every_backward = inner.hides_every_backward
+
+    # Configuration ----------------------------------------------------------------------------------------------------
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Return the group's size, the plan, and the inner engine's settings."""
+        refuse(job)
+        plan = dict(job.spec.tp_plan) if job.spec is not None else {}
+        return {"tp": job.parallelism.tp, "plan": plan, **self.inner.settings(local_job(job))}
+
+    def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
+        """The inner engine's, without what would shard or read the model again."""
+        found = self.inner.accelerator_kwargs(local_job(job), timeout)
+        found.pop("parallelism_config", None)
+        if self.sharded:
+            found["fsdp_plugin"].auto_wrap_policy = None
+            found["fsdp_plugin"].transformer_cls_names_to_wrap = None
+            found["fsdp_plugin"].cpu_ram_efficient_loading = False
+        return found
+
+    def environment(self, job: Job) -> dict[str, str | None]:
+        """The inner engine's; every rank reads its own part."""
+        found = self.inner.environment(local_job(job))
+        return {**found, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if self.sharded else found
+
+    def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
+        """The inner engine's for several ranks. Accelerate's own tensor parallelism is not used, so the file does not name it."""
+        sharding = strategy.sharding if self.sharded else "ddp"
+        plain = dataclasses.replace(strategy, tp=1, sharding=sharding)
+        found = self.inner.to_yaml(plain, ranks, nodes)
+        found.pop("parallelism_config", None)
+        if self.sharded:
+            found["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
+        return found
+
+    def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
+        """The inner engine's. The launcher knows no groups, so neither `none` nor `hsdp` is told from the others."""
+        found = self.inner.from_env(environ)
+        if found is None:
+            return None
+        left = {name: value for name, value in found.items() if name not in ("sharding", "dp_replicate")}
+        return left if self.sharded else {"sharding": "none", **left}
+
+    # Forecast ---------------------------------------------------------------------------------------------------------
+
+    def simulated_ranks(self, job: Job) -> Sequence[int]:
+        """The first rank of a group, and the last where the group cannot divide a dimension evenly."""
+        assert job.spec is not None
+        tp = job.parallelism.tp
+        return (0,) if is_even(job.spec, tp) else (0, tp - 1)
+
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """The inner engine's over local shapes."""
+        return self.inner.expected_state(local_job(job, rank), 0)
+
+    def autocast_dtype(self, job: Job) -> str | None:
+        """The inner engine's."""
+        return self.inner.autocast_dtype(job)
+
+    def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
+        """The inner engine's, of one rank of a group."""
+        found = self.inner.trace_config(job, masked=masked)
+        return dataclasses.replace(found, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """The inner engine's."""
+        return self.inner.is_boundary(trace, what, name)
+
+    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+        """Each rank reads the slices that it keeps, straight to its device."""
+        ledger.enter("load")
+        ledger.hold("parameters", self.expected_state(job, rank).parameters)
+        ledger.enter("prepare")
+
+    def simulate_training(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """The inner engine's over local shapes."""
+        self.inner.simulate_training(local_job(job, rank), trace, step, ledger, rank=0, checkpoints=checkpoints)
+
+    def gather_bytes(self, job: Job) -> int:
+        """A copy of the largest shard."""
+        if self.sharded:
+            return self.inner.gather_bytes(local_job(job))
+        return max((state.bytes for state in parameters_of(local_job(job)) if state.trainable), default=0)
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """The inner engine's over local shapes, and the tensor-parallel group's."""
+        return [*self.inner.communication(local_job(job)), *transfers(job, self.autocast_dtype(job))]
+
+    def compute_note(self, job: Job) -> str:
+        """The inner engine's."""
+        return f"{self.inner.compute_note(local_job(job))}; matrix products over {job.parallelism.tp} ranks"
+
+    def loading_note(self, job: Job) -> str:
+        """Each rank reads its own slices."""
+        return "every rank reads its own part of each weight"
+
+    # A worker ---------------------------------------------------------------------------------------------------------
+
+    def load_model(self, job: Job, reader: Any) -> Any:
+        """Read this rank's part of every weight."""
+        from toolkit.engines.mesh.loading import load_sharded
+
+        return load_sharded(job, reader)
+
+    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
+        """Refuse a model that `toolkit.load` has not split.
+
+        Raises:
+            StrategyError: for a whole model.
+        """
+        if getattr(model, "_tp_size", None) != job.parallelism.tp or job.spec is None:
+            raise StrategyError(
+                f"prepare got a {type(model).__name__} that is not split over tp {job.parallelism.tp}: weights are split while "
+                "they are read. Make the Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
+            )
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """The inner engine's check, and each planned parameter split over the tensor-parallel group."""
+        from torch.distributed.tensor import DTensor
+
+        job = prepared.job
+        assert job.spec is not None
+        wrong = self.inner.check(dataclasses.replace(prepared, job=local_job(job)))
+        named = dict(prepared.accelerator.unwrap_model(prepared.model).named_parameters())
+        for parameter in job.spec.parameters:
+            tensor = named.get(parameter.name)
+            mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+            names = mesh.mesh_dim_names or () if mesh is not None else ()
+            found = mesh.size(names.index("tp")) if mesh is not None and "tp" in names else 1
+            expected = 1 if split_dimension(parameter, job.spec.tp_plan) is None else job.parallelism.tp
+            if tensor is not None and found != expected:
+                wrong.append(f"{parameter.name} is split over {found} tp ranks, expected {expected}")
+        return wrong[:3]
+
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """Storages of the local parts, and of the optimizer's state."""
+        if self.sharded:
+            return self.inner.measure_state(prepared)
+        return measured_distributed(prepared.model, prepared.optimizer, {})
+
+    def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
+        """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once."""
+        import torch
+
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
+        whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
+        if math.isfinite(limit):
+            factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+            for gradient in gradients:
+                getattr(gradient, "_local_tensor", gradient).mul_(factor)
+        return norm
+
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
+        """This rank's box of each parameter and its moments; persistent buffers whole."""
+        if self.sharded:
+            yield from self.inner.shards(prepared, create)
+            return
+        model = prepared.accelerator.unwrap_model(prepared.model)
+        yield from distributed_shards(prepared.job, model, prepared.optimizer, create)
+        yield from buffer_shards(model)

@@ -1,0 +1,174 @@
+"""A tensor-parallel plan by arithmetic: what it cannot do, the shapes on a rank, and the transfers. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.engines.job import Job
+from toolkit.engines.records import Transfer
+from toolkit.errors import StrategyError
+from toolkit.model import ModelSpec, Parameter
+from toolkit.units import BYTES_OF, ceil_div
+
+COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
+"""Styles that split the first dimension of a weight, and of a bias."""
+ROWS = "rowwise"
+"""Splits the second dimension of a weight; a bias stays whole."""
+SUMMED = "replicated_with_grad_allreduce"
+"""A whole weight whose gradient is a sum over the ranks."""
+GATHERED = "colwise_gather_output"
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the dropout of attention weights in configs."""
+
+
+def refuse(job: Job) -> None:
+    """Refuse what tensor parallelism cannot do yet.
+
+    Raises:
+        StrategyError: naming the value, what is expected, and a fix.
+    """
+    strategy, tp = job.strategy, job.parallelism.tp
+    if strategy.sharding not in ("none", "fsdp", "fsdp_grad_op", "hsdp"):
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} does not run with tp {tp}. Tensor parallelism runs with sharding none, fsdp, "
+            "fsdp_grad_op and hsdp. Choose one of them, or --tp 1."
+        )
+    if strategy.sharding != "none" and job.parallelism.dp_shard < 2:
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
+            f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
+        )
+    for name in ("adapter", "offload"):
+        if (value := getattr(strategy, name)) != "none":
+            raise StrategyError(
+                f"{name} {value!r} does not run with tp {tp} yet. Tensor parallelism trains all weights on the device. "
+                f"Choose {name} 'none', or --tp 1."
+            )
+    if job.precision.scaled:
+        raise StrategyError(
+            f"precision {strategy.precision!r} does not run with tp {tp} yet: its loss scaler takes no tensors over several "
+            "meshes. Tensor parallelism runs in bf16, fp32 and bf16_pure. Choose precision 'bf16'."
+        )
+    if job.spec is not None and (reason := next(_unsuited(job.spec, tp), None)):
+        raise StrategyError(f"tp {tp} does not run {job.spec.architecture}: {reason}")
+
+
+def _unsuited(spec: ModelSpec, tp: int) -> Iterator[str]:
+    """Yield why a model cannot be split, each with a fix."""
+    if spec.moe is not None:
+        yield "it has experts, and only dense models run so far. Choose --tp 1 with sharding 'fsdp'."
+    if spec.frozen or spec.kind != "causal":
+        yield "only causal models of text alone run so far. Choose --tp 1 with sharding 'fsdp'."
+    if not spec.tp_plan:
+        yield "transformers has no tensor-parallel plan for it. Choose --tp 1 with sharding 'fsdp'."
+    odd = sorted(set(spec.tp_plan.values()) - {*COLUMNS, ROWS, SUMMED})
+    if odd:
+        yield (
+            f"its plan has the style {odd[0]!r}. Known styles are {', '.join((*COLUMNS, ROWS, SUMMED))}. "
+            "Choose --tp 1 with sharding 'fsdp'."
+        )
+    keys = spec.config.get("num_key_value_heads")
+    for what, count in (("attention heads", spec.heads), ("key-value heads", keys)):
+        if isinstance(count, int) and count % tp:
+            fits = [size for size in range(2, count + 1) if count % size == 0 and spec.heads % size == 0]
+            yield f"{tp} does not divide its {count} {what}. Choose --tp {fits[0] if fits else 1}."
+    for name in DROPOUTS:
+        if isinstance(rate := spec.config.get(name), int | float) and rate > 0:
+            yield (
+                f"{name} is {rate:g}, and each rank would draw the same mask for other heads. "
+                f"Set {name} to 0 in config.json, or choose --tp 1."
+            )
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """Return the plan's style of a parameter, by its own name or its module's; None where it is replicated."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return plan.get(generic) or plan.get(generic.rpartition(".")[0])
+
+
+def split_dimension(parameter: Parameter, plan: Mapping[str, str]) -> int | None:
+    """Return the dimension of a parameter that the ranks share; None where each holds it whole."""
+    style = style_of(parameter.name, plan)
+    if style in COLUMNS:
+        return 0
+    return 1 if style == ROWS and len(parameter.shape) == 2 else None
+
+
+def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank: int) -> tuple[int, ...]:
+    """Return the shape of the part that a rank of the group holds: equal parts rounded up, the last ones smaller."""
+    dim = split_dimension(parameter, plan)
+    if dim is None:
+        return parameter.shape
+    size = parameter.shape[dim]
+    each = ceil_div(size, tp)
+    part = max(0, min(size, (tp_rank + 1) * each) - tp_rank * each)
+    return (*parameter.shape[:dim], part, *parameter.shape[dim + 1 :])
+
+
+def local_job(job: Job, rank: int = 0) -> Job:
+    """Return the job as a rank's data-parallel group sees it: without tensor parallelism, with the rank's local shapes."""
+    spec = None if job.spec is None else _local_spec(job.spec, job.parallelism.tp, job.coordinates(rank).tp)
+    return dataclasses.replace(
+        job,
+        strategy=dataclasses.replace(job.strategy, tp=1),
+        parallelism=dataclasses.replace(job.parallelism, tp=1),
+        spec=spec,
+    )
+
+
+def _local_spec(spec: ModelSpec, tp: int, tp_rank: int) -> ModelSpec:
+    # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan.
+    kept: dict[Any, ModelSpec] = vars(spec).setdefault("_local_specs", {})
+    if (tp, tp_rank) not in kept:
+        shapes = (local_shape(parameter, spec.tp_plan, tp, tp_rank) for parameter in spec.parameters)
+        parameters = (
+            dataclasses.replace(parameter, shape=shape)
+            for parameter, shape in zip(spec.parameters, shapes, strict=True)
+        )
+        kept[tp, tp_rank] = dataclasses.replace(spec, parameters=tuple(parameters))
+    return kept[tp, tp_rank]
+
+
+def is_even(spec: ModelSpec, tp: int) -> bool:
+    """Whether all ranks of a group hold equally large parts of every parameter."""
+    return _local_spec(spec, tp, 0).parameters == _local_spec(spec, tp, tp - 1).parameters
+
+
+def transfers(job: Job, autocast: str | None) -> list[Transfer]:
+    """Return what a rank sends inside its tensor-parallel group in a step. Nothing computes meanwhile.
+
+    An all-reduce sends 2 (N - 1)/N of a tensor, an all-gather (N - 1)/N. Under autocast the embedding's sum and the
+    gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers.
+    """
+    spec, tp = job.spec, job.parallelism.tp
+    assert spec is not None
+    tokens, compute = job.loop.micro_batch * job.loop.seq_len, BYTES_OF[job.compute_dtype]
+    widest = BYTES_OF[job.weight_dtype] if autocast else compute
+    repeated = 2 if job.strategy.activation_checkpointing == "full" else 1
+    summed = gathered = backward = 0
+    for name, shape in _weights(spec):
+        style = style_of(name, spec.tp_plan)
+        if style == ROWS:
+            summed += repeated * tokens * shape[0] * compute
+        elif style == "embedding_rowwise":
+            summed += tokens * shape[1] * widest
+        elif style in COLUMNS:
+            backward += tokens * shape[1] * widest
+            gathered += tokens * shape[0] * compute if style == GATHERED else 0
+    share, micro = (tp - 1) / tp, job.loop.accumulation
+    return [
+        Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
+        Transfer(share * gathered, micro, "nothing", "tp", "logits, all-gathered in the tp group"),
+        Transfer(2 * share * backward, micro, "nothing", "tp", "activations' gradients, all-reduced in the tp group"),
+    ]
+
+
+def _weights(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and whole shape of every matrix, a tied one under each of its names."""
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
+    shapes |= {name: shapes[group[0]] for group in spec.tied for name in group[1:]}
+    return ((name, shape) for name, shape in shapes.items() if len(shape) == 2)
