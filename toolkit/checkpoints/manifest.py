@@ -63,7 +63,7 @@ class Manifest:
     """That it was written under; it can be read under any other."""
     loop: Mapping[str, Any]
     counters: Mapping[str, Any]
-    """The optimizer's steps, fp16's scale: see `engines.job.Counters`."""
+    """The optimizer's steps, fp16's scale: see `engines.records.Counters`."""
     schedule: Mapping[str, Any]
     """The learning-rate schedule's state."""
     tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]

@@ -151,7 +151,9 @@ def restore(prepared: Prepared, schedule: Any, found: Found, identity: Identity)
         for kind, shard in shards:
             _read(stored, kind, shard)
         engine_of(prepared.job.strategy).after_restore(prepared, Counters(**manifest.counters))
-        for shard in buffer_shards(module):  # last: an engine's `restored` may run the model, which may change them
+        for shard in buffer_shards(
+            module
+        ):  # last: an engine's `after_restore` may run the model, which may change them
             _restore_buffer(stored, shard)
         _restore_schedule(schedule, manifest.schedule)
         # Last of all: restoring itself may draw. More data-parallel ranks than wrote take the states in turn.

@@ -45,17 +45,13 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     engine, loop = engine_of(strategy), job.loop
     configs = [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
     beside = tuple(_other_configs(job, configs[0], masked)) if others else ()
-    wanted = dict.fromkeys(configs, ())  # each once, the first rank's first
-    rest = tuple(config for config in wanted if config != configs[0])
-    found = {
-        configs[0]: trace_of(
-            job.spec, configs[0], batch=loop.micro_batch, seq_len=loop.seq_len, beside=(*rest, *beside)
-        )
-    }
-    for config in rest:
-        found[config] = trace_of(job.spec, config, batch=loop.micro_batch, seq_len=loop.seq_len)
-    own = found[configs[0]]
-    return dataclasses.replace(own, others=tuple(found[config] for config in configs[1:])) if rest else own
+    first, *rest = dict.fromkeys(configs)  # ranks of one kind share a configuration
+    batch, length = loop.micro_batch, loop.seq_len
+    own = trace_of(job.spec, first, batch=batch, seq_len=length, beside=(*rest, *beside))
+    if not rest:
+        return own
+    traces = {first: own, **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest}}
+    return dataclasses.replace(own, others=tuple(traces[config] for config in configs[1:]))
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:

@@ -106,7 +106,7 @@ class DeepSpeed(Engine):
         """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device.
 
         Raises:
-                RunError: in a process that no launcher started.
+            RunError: in a process that no launcher started.
         """
         import copy
         import logging
@@ -297,7 +297,7 @@ class DeepSpeed(Engine):
         return state.measure(prepared)
 
     def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-        """Without the step that Accelerate would take here (`DeepSpeedEngineWrapper.backward`): `update` takes it.
+        """Without the step that Accelerate would take here (`DeepSpeedEngineWrapper.backward`): `step` takes it.
 
         DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
         """

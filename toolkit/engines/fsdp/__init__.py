@@ -187,8 +187,9 @@ class FSDP(Engine):
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
         """Gradients, the end of the forward, and the gathered modules: layers, the embedding, the norm behind them, the head."""
-        stacks = {stack.name for stack in trace.stacks}
-        return what == "gradient" or not name or name in trace.ends or name.rpartition(".")[0] in stacks
+        if what == "gradient" or not name or name in trace.ends:
+            return True
+        return any(stack.name == name.rpartition(".")[0] for stack in trace.stacks)
 
     def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
         """Enter the load of rank 0, which reads the whole model and broadcasts the shards."""
