@@ -83,9 +83,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     @property
     def _deepspeed(self) -> bool:
-        from accelerate.utils import DistributedType
-
-        return bool(self.distributed_type == DistributedType.DEEPSPEED)
+        return engine_of(self.job.strategy).steps_in_backward
 
     def end_training(self) -> None:
         """Accelerate's. Afterwards this process can make another Accelerator."""
@@ -112,7 +110,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         engine = engine_of(self.job.strategy)
-        if engine.prepares_pair and (optimizers or self.is_fsdp2):
+        if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
         self._check_optimizers(optimizers)
         for model in models:
@@ -156,7 +154,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         if from_checkpoint:
             restore_masters(prepared)
         audit(prepared, known=from_checkpoint)
-        if self._deepspeed or self.is_fsdp2:
+        if not engine_of(self.job.strategy).model_no_sync:
             model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
 
     def _check_optimizers(self, optimizers: Sequence[Any]) -> None:

@@ -276,7 +276,7 @@ def _headline(asked: Job) -> str:
     strategy, spec = asked.strategy, asked.spec
     assert spec is not None
     return (
-        f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.sharding} on {asked.ranks} "
+        f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label} on {asked.ranks} "
         f"{asked.device.kind} rank(s); precision {strategy.precision}, attention {strategy.attention}, "
         f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {asked.loop.lr:g}"
     )

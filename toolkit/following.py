@@ -136,7 +136,7 @@ def _event(step: Step) -> dict[str, Any]:
 def _progress(asked: Job, start: int, *, shown: bool) -> tqdm[Any]:
     from tqdm import tqdm
 
-    word, steps = asked.strategy.sharding, asked.loop.steps
+    word, steps = asked.strategy.label, asked.loop.steps
     return tqdm(total=steps, initial=start, desc=word, unit="step", disable=not shown, mininterval=0.5)
 
 

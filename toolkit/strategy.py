@@ -216,6 +216,11 @@ class Strategy(Shown):
         return SHARDINGS[self.sharding].engine
 
     @property
+    def label(self) -> str:
+        """Sharding and tensor parallelism in a word or three: `fsdp`, `fsdp, tp 2`."""
+        return self.sharding if self.tp == 1 else f"{self.sharding}, tp {self.tp}"
+
+    @property
     def single_process(self) -> bool:
         """Whether it runs in one process."""
         return self.least_ranks == 1

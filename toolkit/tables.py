@@ -83,12 +83,10 @@ class OptimizerState:
 
     name: str
     """Its key in torch's state, and its kind in a checkpoint."""
-    shape: str = "parameter"
-    """`parameter`: the trained tensor's; `own`: another one, which only the same layout can read."""
     dtype: str | None = None
     """torch's name; None: that of the weights that are stepped."""
     reshards: bool = True
-    """Whether it moves from one layout to another."""
+    """Whether it has the trained tensor's shape, and so moves from one layout to another. A checkpoint holds no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +94,8 @@ class Optimizer:
     """An optimizer: what it keeps, and what its step takes."""
 
     states: tuple[OptimizerState, ...]
+    torch: str
+    """The class of `torch.optim` that the recipe makes."""
     classes: tuple[str, ...]
     """Upstream's classes that keep exactly these states."""
     passes: int
@@ -113,6 +113,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     # on CUDA all at once, with the roots alone (`_multi_tensor_adam`).
     "adamw": Optimizer(
         states=(OptimizerState(name="exp_avg"), OptimizerState(name="exp_avg_sq")),
+        torch="AdamW",
         classes=("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam"),
         passes=9,
         cpu_temporaries=2,

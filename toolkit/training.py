@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
-from toolkit.engines.losses import shift_labels
+from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.records import Prepared, StepResult
 from toolkit.engines.stepping import by_mesh
 from toolkit.errors import DataError, NotFinite
 from toolkit.measuring import live_bytes
 from toolkit.runtime import on_any_rank
 from toolkit.strategy import Loop
+from toolkit.tables import OPTIMIZERS
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,9 @@ def make_optimizer(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
 
     assert loop.lr is not None, "a resolved loop has a learning rate"
     groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
-    return torch.optim.AdamW([{"params": group} for group in groups], lr=loop.lr)
+    made = getattr(torch.optim, OPTIMIZERS[loop.optimizer].torch)
+    optimizer: torch.optim.Optimizer = made([{"params": group} for group in groups], lr=loop.lr)
+    return optimizer
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, loop: Loop) -> LambdaLR:
@@ -122,7 +125,7 @@ def train(
     for step in range(start + 1, job.loop.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         begin(step)
-        micro = [_shifted(batch, job) for batch in itertools.islice(batches, job.loop.accumulation)]
+        micro = [_shifted(batch, prepared) for batch in itertools.islice(batches, job.loop.accumulation)]
         _check_data(micro, job, step)
         sums = _StepSums(prepared, sum(map(trained_tokens, micro)), wish)
         engine.forward_backward(prepared, micro, sums.weight, sums.send_loss)
@@ -161,8 +164,8 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     for batch in loader:
         if stopped := on_any_rank(accelerator, stop()):
             break
-        batch = _shifted(batch, job)
-        sums[0] += engine.evaluate(prepared, batch)
+        batch = _shifted(batch, prepared)
+        sums[0] += sum(engine.evaluate(prepared, [batch]))
         sums[1] += trained_tokens(batch)
     prepared.model.train()
     if stopped:
@@ -179,9 +182,9 @@ def trained_tokens(batch: Batch) -> int:
     return int((batch["labels"] != -100).sum())
 
 
-def _shifted(batch: Batch, job: Job) -> Batch:
+def _shifted(batch: Batch, prepared: Prepared) -> Batch:
     """The batch with each label where the logits that predict it stand."""
-    return {**batch, "labels": shift_labels(batch["labels"], job.kind)}
+    return {**batch, "labels": shift_labels(batch["labels"], loss_kind(prepared.job, prepared.model))}
 
 
 class _Gathered:

@@ -102,9 +102,7 @@ class Trial(Shown):
         notes = (
             f"A step took {format_step_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",
         )
-        title = (
-            f"Highest memory, sharding {self.forecast.strategy.sharding}, precision {self.forecast.strategy.precision}"
-        )
+        title = f"Highest memory, sharding {self.forecast.strategy.label}, precision {self.forecast.strategy.precision}"
         return [Table(title=title, columns=("phase", "forecast", "measured", "x"), rows=rows, notes=notes)]
 
 

@@ -39,8 +39,7 @@ print(json.dumps({
 
 
 def run(*command: str, folder: Path) -> str:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "plugins")])}
-    environ["TOOLKIT_ENGINES"] = "moments_engine"
+    environ = {**os.environ, "TOOLKIT_ENGINES": str(ROOT / "tests" / "plugins" / "moments_engine.py")}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600, env=environ
     )

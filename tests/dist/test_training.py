@@ -53,6 +53,11 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return {**result, "out": out.parent, "model": model}
 
 
+def test_ddp_reduces_once_a_step_however_many_micro_batches(found: dict[str, Any]) -> None:
+    whole, split = found["accumulation"]["ddp 1"], found["accumulation"]["ddp 4"]
+    assert split["reductions"] == whole["reductions"] == len(whole["losses"])
+
+
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_accumulation_equals_one_large_batch(found: dict[str, Any], sharding: str) -> None:
     whole, split = found["accumulation"][f"{sharding} 1"], found["accumulation"][f"{sharding} 4"]

@@ -56,6 +56,20 @@ def weights(prepared: Any) -> list[Any]:
     return [shard.tensor.clone() for shard in engine_of(prepared.job.strategy).shards(prepared)]
 
 
+def count_reductions(model: Any) -> list[int]:
+    """The buckets that DDP reduces from now on, one number each."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    reduced: list[int] = []
+
+    def hook(group: Any, bucket: Any) -> Any:
+        reduced.append(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    model.register_comm_hook(None, hook)
+    return reduced
+
+
 def accumulation(folder: str) -> dict[str, Any]:
     """N micro-batches of accumulation are one large batch."""
     from toolkit.strategy import Loop
@@ -67,12 +81,14 @@ def accumulation(folder: str) -> dict[str, Any]:
             reset()
             loop = Loop(micro_batch=micro, accumulation=steps, seq_len=16, steps=4, lr=5e-3, warmup=2)
             prepared, schedule, _ = build(folder, loop, sharding=sharding)
+            reduced = count_reductions(prepared.model) if sharding == "ddp" else []
             done = list(train(prepared, micro_batches(loop, 64), schedule))
             found[f"{sharding} {steps}"] = {
                 "losses": [step.loss for step in done],
                 "norms": [step.grad_norm for step in done],
                 "lr": [step.lr for step in done],
                 "tokens": [step.tokens for step in done],
+                "reductions": len(reduced),
             }
     return found
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.engines.losses import cross_entropy_sum, loss_sum, shift_labels
+from toolkit.engines.job import resolve
+from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels
+from toolkit.errors import StrategyError
 
 
 def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tensor:
@@ -99,3 +101,39 @@ def test_experts_add_their_balance_once_for_each_token() -> None:
     theirs = model(input_ids=ids, labels=given).loss * count
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
     assert float(ours) > float(cross_entropy_sum(model(input_ids=ids).logits, shifted))
+
+
+def test_a_model_that_was_not_described_keeps_the_loss_of_its_own_task() -> None:
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    import toolkit as tk
+
+    job = resolve(tk.Strategy(), tk.Loop(seq_len=17), None, 1, tk.hardware("cpu").device)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    masked = BertForMaskedLM(BertConfig(**sizes, vocab_size=64)).eval()
+    given = labels()
+    ids, kind = given.clamp(min=0), loss_kind(job, masked)
+    ours = loss_sum(masked, {"input_ids": ids, "labels": shift_labels(given, kind)}, kind)
+    theirs = masked(input_ids=ids, labels=given).loss * int((given != -100).sum())
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+
+    untrained = torch.full_like(given, -100)
+    assert float(loss_sum(masked, {"input_ids": ids, "labels": untrained}, kind)) == 0.0
+    assert loss_kind(job, causal()) == "causal"
+    assert loss_kind(job, GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))) == "causal"
+
+
+def test_a_loss_that_is_not_there_or_has_another_term_is_refused() -> None:
+    class Silent(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, use_cache: bool) -> Any:
+            return type("Output", (), {"loss": None})()
+
+    given = labels()
+    batch = {"input_ids": given.clamp(min=0), "labels": given}
+    with pytest.raises(StrategyError, match="Silent returned no loss"):
+        loss_sum(Silent(), batch, "own")
+    model = causal()
+    model.config.z_loss_coefficient = 0.1
+    with pytest.raises(StrategyError, match=r"z_loss_coefficient 0\.1"):
+        loss_sum(model, batch, "causal")

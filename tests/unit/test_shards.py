@@ -275,6 +275,18 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_file_of_crumbs_is_refused_before_anything_is_compared(tmp_path: Path) -> None:
+    """Boxes of single elements would leave holes whose number grows with each of them."""
+    whole = torch.randn(64, 64)
+    crumbs = [sharded(whole, ((row, 1), (2 * row, 1))) for row in range(17)]
+    about = write(tmp_path / "crumbs", [crumbs])
+    with (
+        pytest.raises(CheckpointError, match="the file holds more than 16 parts of it"),
+        opened(tmp_path / "crumbs", about),
+    ):
+        pass
+
+
 def test_a_tensor_that_nobody_stored_takes_no_memory() -> None:
     stored = StoredTensors(Path("x"), manifest({"a": {"weight": {"shape": [2**59], "dtype": "float32"}}}, 1), {})
     with pytest.raises(CheckpointError, match=r"lacks weight of a from \[0\] on"):

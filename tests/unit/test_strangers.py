@@ -544,7 +544,7 @@ def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> No
         {"weight": {"shape": [-1], "dtype": "float32"}}, {"weight": {"shape": [0, 2**60], "dtype": "float32"}},
         {"weight": {"shape": [2**30, 2**30], "dtype": "float32"}}, {"weight": {"shape": "4", "dtype": "float32"}},
         {"weight": {"shape": [4], "dtype": ["float32"]}}, {"weight": {"shape": [4], "dtype": "load"}},
-        {"shape": [4], "dtypes": {"weight": "float32"}},
+        {"shape": [4], "dtypes": {"weight": "float32"}}, {"weight": {"shape": [1] * 65, "dtype": "float32"}},
     ],
 )  # fmt: skip
 def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> None:
@@ -562,7 +562,7 @@ def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> N
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
-@pytest.mark.parametrize("field", ["ranks", "attempts", "loop", "strategy", "started", "forecast"])
+@pytest.mark.parametrize("field", ["ranks", "parallelism", "attempts", "loop", "strategy", "started", "forecast"])
 def test_one_broken_run_hides_no_other(field: str, value: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.write(here / "runs/sound", [runs.event(1)])
     broken = runs.write(here / "runs/broken", [runs.event(1)])

@@ -174,7 +174,7 @@ def lay_out(prepared: Prepared) -> Layout:
     Buffers are written by the first rank that holds them, since nothing keeps them equal on all ranks. A collective.
 
     Raises:
-        StrategyError: for an optimizer that keeps another state than Adam's two moments.
+        StrategyError: for an optimizer that keeps other states than the job's, or states that no other layout could read.
     """
     from accelerate.utils import gather_object
 
@@ -203,10 +203,12 @@ def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
     while hasattr(optimizer, "optimizer"):  # Accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
     odd = any(group.get("amsgrad") for group in optimizer.param_groups)
-    if type(optimizer).__name__ not in row.classes or odd:
+    movable = all(state.reshards for state in row.states)
+    if type(optimizer).__name__ not in row.classes or odd or not movable:
+        kept = f"it keeps {', '.join(state.name for state in row.states if state.reshards)} of {', '.join(row.classes)}"
         raise StrategyError(
-            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: it keeps "
-            f"Adam's two moments. Use one of {', '.join(row.classes)}, or train without checkpoints."
+            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: {kept}. "
+            "Use one of these optimizers, or train without checkpoints."
         )
 
 

@@ -29,6 +29,9 @@ NAME = "manifest.json"
 LIMIT = 64 * 2**20
 """Bytes of the longest: some 400 a tensor."""
 
+DIMENSIONS = 64
+"""Of a tensor, at the most: far more than any model has."""
+
 _KINDS: Mapping[str, Any] = {
     "format": int, "step": int, "parallelism": dict, "global_batch": int, "strategy": dict, "loop": dict, "counters": dict,
     "schedule": dict, "tensors": dict, "identity": dict, "versions": dict, "written": str, "files": dict,
@@ -157,7 +160,8 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
         for kind, tensor in kinds.items():
             check_fields(tensor, {"shape": list, "dtype": str})
             sizes = tensor.get("shape", [None])
-            if not all(type(size) is int and 0 <= size < 2**60 for size in sizes) or math.prod(sizes) >= 2**60:
+            whole = all(type(size) is int and 0 <= size < 2**60 for size in sizes)
+            if len(sizes) > DIMENSIONS or not whole or math.prod(sizes) >= 2**60:
                 raise ValueError(f"it says no shape of {kind} of {name!r}")
             if tensor.get("dtype") not in BYTES_OF:
                 raise ValueError(f"it names the dtype {tensor.get('dtype')!r} of {kind} of {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import mul
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     import torch
 
 
+PARTS = 16
+"""Parts of one tensor that one rank writes, at the most: a tensor that packs two matrices has two."""
+
+
 class StoredTensors:
     """The tensors in a checkpoint's files, whatever layout they were written in."""
 
@@ -39,6 +44,7 @@ class StoredTensors:
         """
         self.path, self.manifest, self._files = path, manifest, files
         self._stored: dict[tuple[str, str], list[tuple[Region, Any]]] = {}
+        counts: Counter[tuple[str, str, str]] = Counter()
         for name, file in files.items():
             for key in file.keys():  # noqa: SIM118  not a dictionary
                 if key.startswith(f"{GENERATOR}:"):
@@ -46,6 +52,9 @@ class StoredTensors:
                 try:
                     region = Region.parse(key, file.get_slice(key).get_shape())
                     _check_inside(region, manifest)
+                    counts[name, region.name, region.kind] += 1
+                    if counts[name, region.name, region.kind] > PARTS:
+                        raise ValueError(f"the file holds more than {PARTS} parts of it")
                 except ValueError as error:
                     raise CheckpointError(
                         f"{path / name}: {key!r} names no part of a tensor of this checkpoint: {error}. "

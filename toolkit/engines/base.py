@@ -6,13 +6,17 @@ A subclass is one file or folder beside this one, or comes from elsewhere and ca
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import Device
 from toolkit.engines.job import Job
-from toolkit.engines.losses import loss_sum
+from toolkit.engines.losses import loss_kind, loss_sum
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import Shard
 from toolkit.engines.stepping import (
@@ -46,6 +50,12 @@ class Engine:
 
     prepares_pair = True
     """Whether model and optimizer have to come in one call of `prepare`."""
+    needs_optimizer = False
+    """Whether `prepare` takes no model without an optimizer."""
+    steps_in_backward = False
+    """Whether the backward that ends an accumulation clips and steps, and the optimizer's `step` does nothing."""
+    model_no_sync = True
+    """Whether the prepared model has a usable `no_sync` of its own."""
     broadcasts_buffers = False
     """Whether its wrapper gives every rank the buffers of rank 0."""
     sync_each_batch = False
@@ -171,7 +181,7 @@ class Engine:
         batches: Sequence[Batch],
         weight: Callable[[], torch.Tensor],
         on_last_forward: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """Run forward and backward of all micro-batches of a step. Nothing here waits for the host.
 
         Args:
@@ -179,24 +189,38 @@ class Engine:
             batches: micro-batches on the host, with shifted labels.
             weight: multiplies every loss sum. It is called once the first backward needs it.
             on_last_forward: takes the loss sum of each micro-batch between the last forward and its backward.
+
+        Returns:
+            The loss sum of each micro-batch, on every rank.
         """
         sums: list[torch.Tensor] = []
         for batch in batches:
-            with phase("forward"):
-                loss = loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), prepared.job.kind)
-            sums.append(loss.detach())
-            last = len(sums) == len(batches)
-            if last:
-                on_last_forward(sums)
-            self.backward(prepared, loss * weight(), last)
-            del loss
+            last = len(sums) == len(batches) - 1
+            with self.accumulating(prepared, last):
+                with phase("forward"):
+                    loss = self._loss_sum(prepared, batch)
+                sums.append(loss.detach())
+                if last:
+                    on_last_forward(sums)
+                self.backward(prepared, loss * weight(), last)
+                del loss
+        return sums
 
-    def evaluate(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
-        """Return the loss sum of a batch, without gradients."""
+    def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
+        """Return what surrounds forward and backward of one micro-batch; `last` ends the accumulation."""
+        return nullcontext()
+
+    def evaluate(self, prepared: Prepared, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the loss sum of each batch, on every rank, without gradients."""
         import torch
 
         with torch.no_grad():
-            return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), prepared.job.kind)
+            return [self._loss_sum(prepared, batch) for batch in batches]
+
+    def _loss_sum(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
+        """Copy a batch to the device and run the forward."""
+        kind = loss_kind(prepared.job, prepared.model)
+        return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
 
     def logits(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Return the logits [b, s, vocabulary] of a batch on every rank, without gradients."""
@@ -235,7 +259,7 @@ class Engine:
 _ENGINES: dict[str, Engine] = {}
 
 PLUGINS = "TOOLKIT_ENGINES"
-"""The environment variable with the modules of engines from elsewhere."""
+"""The environment variable with the modules of engines from elsewhere, or the files of modules that are not installed."""
 
 BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 """Module in `toolkit.engines` → its class."""
@@ -279,8 +303,8 @@ def all_engines() -> Iterator[Engine]:
 def register(row: Sharding, engine: Engine) -> None:
     """Add a sharding, and the engine that runs it, from outside this package.
 
-    Processes that this one starts import the engine's module, too: its name is added to `TOOLKIT_ENGINES`. A class of `__main__`
-    cannot be imported there, so it is known to this process alone.
+    Processes that this one starts import the engine's module, too: it is added to `TOOLKIT_ENGINES`. A class of `__main__` cannot
+    be imported there, so it is known to this process alone.
 
     Args:
         row: of the table of shardings; `row.engine` is the engine's name there.
@@ -301,19 +325,35 @@ def register(row: Sharding, engine: Engine) -> None:
     _ENGINES[row.engine] = engine
     named = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
     if module not in (*named, "__main__"):
-        os.environ[PLUGINS] = ",".join([*named, module])
+        # Ranks do not look into the working directory, so a module that is one file is named by it.
+        file = Path(getattr(sys.modules[module], "__file__", None) or "")
+        os.environ[PLUGINS] = ",".join([*named, str(file.resolve()) if file.name == f"{module}.py" else module])
 
 
 def import_plugins() -> None:
-    """Import the modules that `TOOLKIT_ENGINES` names, separated by commas; each of them calls `register`.
+    """Import the modules and files that `TOOLKIT_ENGINES` names, separated by commas; each of them calls `register`.
 
     Raises:
         ImportError: for a module that cannot be imported.
     """
     for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
         try:
-            importlib.import_module(name)
-        except ImportError as error:
+            if name.endswith(".py"):
+                _import_file(Path(name))
+            else:
+                importlib.import_module(name)
+        except (ImportError, FileNotFoundError) as error:
             raise ImportError(
-                f"{PLUGINS} names {name!r}, which cannot be imported: {error}. Install it, or put its folder on PYTHONPATH."
+                f"{PLUGINS} names {name!r}, which cannot be imported: {error}. Install it, put its folder on PYTHONPATH, "
+                "or name its file."
             ) from error
+
+
+def _import_file(path: Path) -> None:
+    """Import a file as the module of its name, without its folder on the path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a file that ends with .py has a loader"
+    assert spec.loader is not None
+    if path.stem not in sys.modules:
+        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path.stem])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.base import Engine
@@ -22,7 +22,7 @@ from toolkit.engines.states import (
     optimizer_shards,
     parameters_of,
 )
-from toolkit.engines.stepping import backward_weighted, write_counters
+from toolkit.engines.stepping import write_counters
 from toolkit.engines.traces import Segment, Trace
 from toolkit.engines.waiting import handlers
 from toolkit.errors import StrategyError
@@ -32,7 +32,6 @@ from toolkit.units import BYTES_OF, MiB, dtype_name
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    import torch
 
 BROADCAST = 250 * MiB
 """Parameters that DDP joins to send them from rank 0 (torch/nn/parallel/distributed.py `broadcast_bucket_size`)."""
@@ -161,10 +160,9 @@ class DDP(Engine):
             found, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)}
         )
 
-    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-        """Gradients are averaged over the ranks with the last micro-batch only."""
-        with nullcontext() if last else prepared.accelerator.no_sync(prepared.model):
-            backward_weighted(prepared, loss)
+    def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged over the ranks with the last micro-batch only. DDP decides it in the forward."""
+        return nullcontext() if last else prepared.accelerator.no_sync(prepared.model)
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
         """Yield every parameter, moment and persistent buffer, whole, with the strides that it has."""

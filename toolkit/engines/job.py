@@ -60,11 +60,6 @@ class Job:
         """Samples of a step."""
         return self.loop.micro_batch * self.loop.accumulation * self.parallelism.dp_size
 
-    @property
-    def kind(self) -> str:
-        """The spec's kind; a model without a spec counts as causal."""
-        return self.spec.kind if self.spec is not None else "causal"
-
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a rank on every dimension."""
         return self.parallelism.coordinates(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engines.job import Job
 from toolkit.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -14,17 +15,34 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names of the weight of the load-balancing loss in configs."""
 
 
+def loss_kind(job: Job, model: Any) -> str:
+    """Return whose loss a model is trained on: the spec's kind, `causal` or `seq2seq`, else what the model's class says.
+
+    A model that was not described and is no causal one of transformers is trained on the loss that it returns: `own`.
+    """
+    if job.spec is not None:
+        return job.spec.kind
+    module = getattr(model, "module", model)
+    causal = getattr(module, "loss_type", None) == "ForCausalLM" or "LMHeadModel" in type(module).__name__
+    return "causal" if causal else "own"
+
+
 def loss_sum(model: Any, batch: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
     """Run a forward and return the sum of the cross-entropy over the trained positions, in fp32.
 
     Args:
         model: returns logits [b, s, vocabulary].
         batch: its inputs, and `labels` [b, s] as `shift_labels` makes them; -100 is not trained.
-        kind: of the spec. A sequence-to-sequence model makes its decoder's input from the labels, and its own loss is ignored.
+        kind: see `loss_kind`. A sequence-to-sequence model makes its decoder's input from the labels, and its loss is ignored.
+            Of `own`, the loss that the model returns is taken for the mean over the trained positions.
+
+    Raises:
+        StrategyError: for a model whose output lacks what is needed, or that adds a loss of another kind.
     """
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels" or kind == "seq2seq"}
-    output = model(**inputs, use_cache=False)
-    labels = batch["labels"]
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels" or kind != "causal"}
+    output, labels = model(**inputs, use_cache=False), batch["labels"]
+    if kind == "own":
+        return _mean(model, output) * (labels != -100).sum()
     return cross_entropy_sum(output.logits, labels) + _auxiliary(model, output, labels)
 
 
@@ -35,12 +53,30 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+def _mean(model: Any, output: Any) -> torch.Tensor:
+    """The loss that a model returned; zero where no position is trained, of which the mean is not a number."""
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    if loss is None:
+        raise StrategyError(
+            f"{type(getattr(model, 'module', model)).__name__} returned no loss for a batch with labels, and it is no causal "
+            "language model of transformers, whose loss the toolkit knows. Return an output with a loss, or describe the "
+            "model and give tk.accelerator its spec."
+        )
+    return loss.float().nan_to_num()
+
+
 def _auxiliary(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor | float:
     """The load-balancing loss of a mixture of experts that asks for one, once for each trained token."""
+    config: Any = getattr(getattr(model, "module", model), "config", None)
+    if getattr(config, "z_loss_coefficient", 0):
+        raise StrategyError(
+            f"{type(config).__name__} has z_loss_coefficient {config.z_loss_coefficient}, and the toolkit's loss has no such "
+            "term. Set it to 0 in config.json."
+        )
     balance = getattr(output, "aux_loss", None)
     if balance is None:
         return 0.0
-    config = getattr(model, "module", model).config.get_text_config()
+    config = config.get_text_config()
     coefficient = next((value for name in COEFFICIENTS if (value := getattr(config, name, None)) is not None), None)
     if coefficient is None:
         raise StrategyError(
@@ -54,8 +90,8 @@ def _auxiliary(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor | 
 def shift_labels(labels: torch.Tensor, kind: str) -> torch.Tensor:
     """Put each label where the logits that predict it stand: on whole rows [b, s], before anything splits them.
 
-    A causal model predicts the next token, so labels move one place to the left. A sequence-to-sequence model's stay.
+    A causal model predicts the next token, so labels move one place to the left. Those of another kind stay.
     """
     from torch.nn.functional import pad
 
-    return labels if kind == "seq2seq" else pad(labels[:, 1:], (0, 1), value=-100)
+    return pad(labels[:, 1:], (0, 1), value=-100) if kind == "causal" else labels

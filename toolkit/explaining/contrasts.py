@@ -166,7 +166,7 @@ def _label(found: Forecast, asked: Mapping[str, tuple[Any, Any]], place: int) ->
         for name, values in asked.items()
         if name not in ("dp_replicate", "lr")
     ]
-    return found.strategy.sharding if "sharding" in asked or not words else ", ".join(words[:2])
+    return found.strategy.label if "sharding" in asked or not words else ", ".join(words[:2])
 
 
 def _differences(one: Forecast, other: Forecast) -> Iterator[Difference]:

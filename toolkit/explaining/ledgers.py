@@ -52,7 +52,7 @@ class Column:
     @property
     def label(self) -> str:
         """Its sharding."""
-        return self.strategy.sharding
+        return self.strategy.label
 
 
 @dataclass(frozen=True, kw_only=True)

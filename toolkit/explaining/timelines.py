@@ -48,7 +48,7 @@ class Timeline(Shown):
     def reason(self) -> str:
         """Where it is highest, in a sentence; and how far the forecast is off where there is a run."""
         found = self.forecast
-        said = f"{found.strategy.sharding} is highest in {found.peak_phase}, with {format_bytes(found.peak_bytes)}."
+        said = f"{found.strategy.label} is highest in {found.peak_phase}, with {format_bytes(found.peak_bytes)}."
         if self.measured:
             peak = max(self.measured.values())
             said += f" The run measured {format_bytes(peak)}: the forecast is {found.peak_bytes / peak:.2f} of it."
@@ -71,7 +71,7 @@ class Timeline(Shown):
             rows.append(Bar(label=phase, parts={part: parts[part] for part in PARTS if parts.get(part)}))
             if self.measured and phase in self.measured:
                 rows.append(Bar(label="measured", parts={MEASURED: self.measured[phase]}))
-        title = f"{self.forecast.model}, {self.forecast.strategy.sharding}: the highest moment of each phase"
+        title = f"{self.forecast.model}, {self.forecast.strategy.label}: the highest moment of each phase"
         drawn = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
         lines, names = self._way()
         way = curve(
@@ -121,7 +121,7 @@ class Timeline(Shown):
             rows.append(row)
         found = self.forecast
         title = (
-            f"{found.model}, sharding {found.strategy.sharding}, {found.ranks} x {found.hardware.device.name}: by phase"
+            f"{found.model}, sharding {found.strategy.label}, {found.ranks} x {found.hardware.device.name}: by phase"
         )
         columns = ("phase", *used, "all", *beside)
         return [Table(title=title, columns=columns, rows=rows, notes=(self.reason, *self.notes))]

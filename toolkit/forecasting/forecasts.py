@@ -165,7 +165,7 @@ class Forecast(Shown):
         parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
         phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
         where = f"{self.ranks} x {self.hardware.device.name}"
-        title = f"{self.model}, sharding {self.strategy.sharding}, {where}: highest need of a rank"
+        title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
         return [
             Table(
                 title=title,

@@ -43,6 +43,9 @@ on two gloo ranks ZeRO-3 then trains at 0.4 of the speed, for 4 MiB less."""
 class DeepSpeed(Engine):
     """`zero1`, `zero2` and `zero3`."""
 
+    steps_in_backward = True
+    model_no_sync = False
+
     def settings(self, job: Job) -> dict[str, Any]:
         """DeepSpeed's configuration, word for word.
 

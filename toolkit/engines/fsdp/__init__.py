@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class FSDP(Engine):
     """`fsdp`, `fsdp_grad_op` and `hsdp`."""
 
+    needs_optimizer = True
+    model_no_sync = False
     sync_each_batch = True  # without it FSDP holds whole gradients until the last micro-batch
 
     def settings(self, job: Job) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Mesh(Engine):
         self.sharded = inner is not engine_named("ddp")
         """Whether the inner engine shards; otherwise there is one data-parallel rank."""
         self.prepares_pair = inner.prepares_pair
+        self.needs_optimizer = inner.needs_optimizer
+        self.model_no_sync = inner.model_no_sync
         self.wraps_model = self.sharded
         self.sync_each_batch = inner.sync_each_batch
         self.hides_every_backward = inner.hides_every_backward
