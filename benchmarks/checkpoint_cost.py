@@ -28,11 +28,12 @@ from forking import result_of, write
 from machine import about, parse, parser, write_results
 from recipe import rank, tiny_model
 
-from toolkit.durable import read_events
-from toolkit.readying import Recipe
-from toolkit.show import Table
-from toolkit.strategy import Loop, Strategy
-from toolkit.units import MiB
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import read_events
+from toolkit.core.display import Table
+from toolkit.core.units import MiB
 
 if TYPE_CHECKING:
     from recipe import Rank
@@ -78,15 +79,15 @@ def worker(config: dict[str, Any]) -> None:
 
 def blocks(this: Rank, block: int, plan: list[bool]) -> dict[str, Any]:
     """Warm up and save once, then the blocks. What was clocked."""
-    from toolkit.checkpoints import saving
+    from toolkit.checkpoints import checkpoint_writer
 
     saver, recipe = this.saver(), Recipe(save_every=block, save_seconds=0.0)
     last = block * (2 + len(plan))  # more than there are: no block has the checkpoint that ends a run
     keepers = {saved: this.keeper(saver if saved else None, recipe, steps=last) for saved in (True, False)}
     marks: list[float] = []
     seconds, first = [], 0.0
-    hashed, written = clocked(saving, "sha256_of"), clocked(saving, "write_tensors")
-    computed = clocked(saving.Saver, "_write", time.thread_time)
+    hashed, written = clocked(checkpoint_writer, "sha256_of"), clocked(checkpoint_writer, "write_tensors")
+    computed = clocked(checkpoint_writer.Saver, "_write", time.thread_time)
     for step in this.steps(keepers[True]):
         seconds.append(step.seconds)
         if step.step % block == 0:

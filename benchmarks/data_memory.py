@@ -22,8 +22,8 @@ from typing import Any
 
 from machine import about, parse, parser, write_results
 
-from toolkit.show import Table
-from toolkit.units import format_bytes
+from toolkit.core.display import Table
+from toolkit.core.units import format_bytes
 
 FULL, SMOKE = (1_000, 1_000_000), (10_000, 30_000)
 
@@ -82,8 +82,8 @@ def prepare(source: Path, tokenizer: Any, spec: Any) -> str:
 
 def train(fingerprint: str, count: int) -> int:
     """What a rank does with rows: order, batches, evaluation."""
+    from toolkit.config.train_config import Loop
     from toolkit.data import batches, eval_batches, find_rows
-    from toolkit.strategy import Loop
 
     rows = find_rows(fingerprint)
     assert rows is not None
@@ -118,10 +118,10 @@ def measure_all(counts: Sequence[int]) -> list[dict[str, Any]]:
     """`measure` for each number of rows, with the embedded model's tokenizer and a cache of its own."""
     import datasets  # noqa: F401 - imported before the fork: libraries are not what is measured
 
+    from toolkit.config.run_config import EMBEDDED
     from toolkit.data import packs
-    from toolkit.loading import load_tokenizer
-    from toolkit.model import EMBEDDED
-    from toolkit.readying import described
+    from toolkit.data.embedded import described
+    from toolkit.models.tokenizer import load_tokenizer
 
     spec = described(EMBEDDED)
     packs(spec)

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.devices import hardware
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import ToolkitError
+from toolkit.devices.machine import hardware
 from toolkit.engines.job import resolve
-from toolkit.errors import ToolkitError
-from toolkit.model import ModelSpec
-from toolkit.strategy import Loop, Strategy
+from toolkit.models import ModelSpec
 
 VOCABULARY = 8192
 
@@ -105,7 +106,7 @@ def checkpoint(folder: Path, family: str, shape: str) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from toolkit.readying import embedded_model
+    from toolkit.data.embedded import embedded_model
 
     if not (folder / "tokenizer.json").exists():
         torch.manual_seed(0)
@@ -118,7 +119,7 @@ def checkpoint(folder: Path, family: str, shape: str) -> Path:
 
 def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Counter[str]]:
     """Every case of these models that some engine can run, and what the others are refused for, with how many."""
-    from toolkit.adapting import check_quantized
+    from toolkit.engines.adapters import check_quantized
 
     device, cases, refused = hardware().device, [], Counter[str]()
     for values in itertools.product(*AXES.values()):

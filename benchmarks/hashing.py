@@ -29,10 +29,10 @@ from machine import about, parse, parser, write_results
 from toolkit.checkpoints import Manifest, problems
 from toolkit.checkpoints.hashing import sha256_of_all
 from toolkit.checkpoints.manifest import FORMAT, NAME
-from toolkit.parallelism import Parallelism
-from toolkit.readying import versions
-from toolkit.show import Table
-from toolkit.units import GiB, MiB
+from toolkit.config.parallelism import Parallelism
+from toolkit.core.display import Table
+from toolkit.core.units import GiB, MiB
+from toolkit.training.preflight import versions
 
 FILES = (1, 2, 4)
 TARGET = 1e9

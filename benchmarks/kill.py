@@ -33,8 +33,8 @@ from machine import about, commit, parse, parser, write_results
 from striking import KINDS, Victim, command, own_environ
 
 from toolkit.checkpoints import complete, folder_name
-from toolkit.durable import append_line, read_events
-from toolkit.show import Table
+from toolkit.core.atomic_io import append_line, read_events
+from toolkit.core.display import Table
 
 PLAN = ("commit", "sharding", "ranks", "steps", "strikes", "seed")
 """What a benchmark that goes on must have begun with."""

@@ -18,8 +18,8 @@ from typing import Any
 from forking import result_of, write
 from machine import about, parse, parser, write_results
 
-from toolkit.show import Table
-from toolkit.units import KiB, MiB, format_bytes
+from toolkit.core.display import Table
+from toolkit.core.units import KiB, MiB, format_bytes
 
 CASES = [
     {"sharding": sharding, "precision": precision, "stored": stored, "ranks": ranks, "way": way}
@@ -84,11 +84,13 @@ def worker(config: dict[str, Any]) -> None:
     import torch
     from accelerate.utils import gather_object
 
-    from toolkit import loading, measuring
-    from toolkit.model import describe
-    from toolkit.preparing import prepare
-    from toolkit.runtime import accelerator as make
-    from toolkit.strategy import Loop, Strategy
+    from toolkit import measurement
+    from toolkit.config.strategy import Strategy
+    from toolkit.config.train_config import Loop
+    from toolkit.models import describe
+    from toolkit.training import loading
+    from toolkit.training.preparation import prepare
+    from toolkit.training.setup import accelerator as make
 
     case = config["case"]
     if case["way"] == "transformers":
@@ -100,7 +102,7 @@ def worker(config: dict[str, Any]) -> None:
     said: list[str] = []
     accelerator.print = said.append
     accelerator.wait_for_everyone()
-    resident, window = Resident(), measuring.start("cpu")
+    resident, window = Resident(), measurement.start("cpu")
     model, _ = loading.load(accelerator)
     optimizer = torch.optim.AdamW(model.parameters())
     prepare(accelerator, model, optimizer)
@@ -155,7 +157,7 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--hidden", type=int, default=768, help="size of the model")
     given = parse(flags, hidden=96)
-    from toolkit.model import describe
+    from toolkit.models import describe
 
     cases = [CASES[number] for number in SMOKE] if given.smoke else CASES
     with tempfile.TemporaryDirectory() as scratch:

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.devices import hardware
-from toolkit.readying import versions
-from toolkit.units import format_bytes
+from toolkit.core.units import format_bytes
+from toolkit.devices.machine import hardware
+from toolkit.training.preflight import versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -34,10 +34,10 @@ from families import AXES, FAMILIES, SHAPES, STEPS, VOCABULARY, Case, checkpoint
 from forking import Ranks, server
 from machine import NO_COMMIT, about, commit, parse, parser, write_results
 
-from toolkit.flags import spell
-from toolkit.phases import PHASES
-from toolkit.show import Table
-from toolkit.units import MiB, format_bytes
+from toolkit.config.flags import spell
+from toolkit.core.display import Table
+from toolkit.core.phases import PHASES
+from toolkit.core.units import MiB, format_bytes
 
 LEAST = 110 * MiB
 """Of a forecast: with some room for a peak of at least 100 MiB."""

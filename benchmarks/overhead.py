@@ -25,9 +25,10 @@ from forking import result_of, write
 from machine import about, parse, parser, write_results
 from recipe import rank, tiny_model
 
-from toolkit.readying import Recipe
-from toolkit.show import Table
-from toolkit.strategy import Loop, Strategy
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Table
 
 if TYPE_CHECKING:
     from recipe import Rank

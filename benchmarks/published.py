@@ -17,10 +17,10 @@ from machine import about, parse, parser, write_results
 from published_runs import BEYOND, Published, runs
 
 import toolkit as tk
+from toolkit.core.display import Table
+from toolkit.core.units import format_bytes
 from toolkit.engines.job import resolve
 from toolkit.forecasting import forecast_job
-from toolkit.show import Table
-from toolkit.units import format_bytes
 
 SMOKE = ("SmolLM2-135M, LoRA, eager, 1 x 4,096, T4", "GPT-2 10B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB")
 """Runs whose forecast takes seconds, and which have every kind of figure but the host's."""

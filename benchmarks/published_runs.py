@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
-from toolkit.units import GiB, MiB
+from toolkit.core.units import GiB, MiB
 
 LLAMA_7B = {
     "hidden_size": 4096,

@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.readying import Recipe, embedded_model
-from toolkit.strategy import Loop, Strategy
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.data.embedded import embedded_model
 
 if TYPE_CHECKING:
     from toolkit.checkpoints import Saver
+    from toolkit.core.process_lifecycle import StopSignal
     from toolkit.engines.records import Prepared
-    from toolkit.folder import Folder
-    from toolkit.heartbeat import Beat
-    from toolkit.keeping import Keeper
-    from toolkit.lifetime import StopSignal
-    from toolkit.measuring import Window
-    from toolkit.readying import Ready
-    from toolkit.training import Step
+    from toolkit.measurement import Window
+    from toolkit.run_folder.folder import Folder
+    from toolkit.run_folder.heartbeat import Beat
+    from toolkit.training.checkpoint_policy import Keeper
+    from toolkit.training.loop import Step
+    from toolkit.training.preflight import Ready
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 """Of a model in which the training loop's own cost is most of a step."""
@@ -55,14 +57,14 @@ class Rank:
 
     def keeper(self, saver: Saver | None, recipe: Recipe, *, steps: int) -> Keeper:
         """Who decides after each step whether a checkpoint is due. `steps`: number of the last."""
-        from toolkit.keeping import Keeper
+        from toolkit.training.checkpoint_policy import Keeper
 
         return Keeper(saver, recipe, self.window, self.folder, self.stop, steps=steps, attempt=0)
 
     def saver(self) -> Saver:
         """Who writes the checkpoints."""
         from toolkit.checkpoints import Saver, identify
-        from toolkit.readying import versions
+        from toolkit.training.preflight import versions
 
         identity = identify(self.ready.spec, self.ours.job.strategy, self.ready.rows.fingerprint)
         return Saver(self.ours, self.schedule, self.folder.checkpoints, identity, versions=versions())
@@ -80,19 +82,19 @@ def rank(strategy: Strategy, loop: Loop, recipe: Recipe, path: Path, *, start: i
     """Set up this rank of a run in the folder `path`, with its share of the cores. It ends with the context."""
     import torch
 
-    from toolkit import measuring
-    from toolkit.devices import hardware
-    from toolkit.finetune import assembled
-    from toolkit.folder import enter
-    from toolkit.heartbeat import Beat
-    from toolkit.lifetime import StopSignal
-    from toolkit.readying import get_ready
-    from toolkit.runtime import accelerator as make
+    from toolkit import measurement
+    from toolkit.core.process_lifecycle import StopSignal
+    from toolkit.devices.machine import hardware
+    from toolkit.training.assembly import assembled
+    from toolkit.run_folder.folder import enter
+    from toolkit.run_folder.heartbeat import Beat
+    from toolkit.training.preflight import get_ready
+    from toolkit.training.setup import accelerator as make
 
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     device = hardware().device
-    window = measuring.start(device.kind, recipe.memory_window)
+    window = measurement.start(device.kind, recipe.memory_window)
     ready = get_ready(recipe, strategy, loop, ranks, device)
     accelerator = make(strategy, loop, ready.job.spec)
     ours, tokenizer, loader, schedule = assembled(accelerator, ready, recipe, start=start)

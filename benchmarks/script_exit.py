@@ -30,9 +30,9 @@ from typing import Any
 import psutil
 from machine import HERE, about, commit, parse, parser, write_results
 
-from toolkit.durable import append_line, read_events
-from toolkit.show import Table
-from toolkit.strategy import SHARDINGS
+from toolkit.config.strategy import SHARDINGS
+from toolkit.core.atomic_io import append_line, read_events
+from toolkit.core.display import Table
 
 LAUNCHERS = ("accelerate launch", "toolkit launch")
 ENDINGS = ("end_training", "nothing")

@@ -18,7 +18,7 @@ from IPython.utils.capture import capture_output
 from machine import about, parse, parser, write_results
 
 import toolkit as tk
-from toolkit.show import Table
+from toolkit.core.display import Table
 
 MOVED: dict[str, dict[str, tuple[Any, Any]]] = {
     "memory": {"devices": (8, 16), "micro_batch": (2, 4), "sharding": ("zero3", "fsdp")},

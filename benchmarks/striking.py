@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 from toolkit.checkpoints import complete, read_manifest
-from toolkit.durable import read_events
-from toolkit.errors import CheckpointError
+from toolkit.core.atomic_io import read_events
+from toolkit.core.errors import CheckpointError
 
 KINDS = ("rank", "ranks", "launcher", "supervisor")
 FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
@@ -76,7 +76,7 @@ class Attempt:
 
     def launcher(self) -> list[psutil.Process]:
         """`accelerate launch`, once it has begun."""
-        return children(self.supervisor.pid, "toolkit.launching")
+        return children(self.supervisor.pid, "toolkit.launcher")
 
     def ranks(self) -> list[psutil.Process]:
         """Its ranks, once they have begun."""

@@ -46,10 +46,10 @@ import torch
 from IPython.display import HTML
 from transformers import LlamaConfig, MixtralConfig
 
-from toolkit.drawing import Bar, bars, curve, figure
-from toolkit.measuring import highest
-from toolkit.show import Table
-from toolkit.units import GiB, MiB, format_bytes, format_count
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars, curve, figure
+from toolkit.core.units import GiB, MiB, format_bytes, format_count
+from toolkit.measurement import highest
 
 KIND = tk.hardware().device.kind
 grouped = {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -82,7 +82,7 @@ import json
 from pathlib import Path
 
 from toolkit.data import embedded_files
-from toolkit.readying import draw_model
+from toolkit.training.preflight import draw_model
 
 shape = {
     "hidden_size": WIDTH,

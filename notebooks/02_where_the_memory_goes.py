@@ -48,11 +48,11 @@ import torch
 from IPython.display import HTML
 from transformers import LlamaConfig
 
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars, curve, figure
+from toolkit.core.units import GiB, MiB, format_bytes, format_count
 from toolkit.data import embedded_files
-from toolkit.drawing import Bar, bars, curve, figure
-from toolkit.readying import draw_model
-from toolkit.show import Table
-from toolkit.units import GiB, MiB, format_bytes, format_count
+from toolkit.training.preflight import draw_model
 
 shape = {
     "hidden_size": WIDTH,
@@ -291,7 +291,7 @@ one
 
 # %%
 from toolkit.checkpoints import Saver, identify
-from toolkit.training import make_optimizer, warmup_cosine
+from toolkit.training.loop import make_optimizer, warmup_cosine
 
 loop_one = tk.Loop(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
 accelerator = tk.accelerator(plain, loop_one, spec)

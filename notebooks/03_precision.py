@@ -40,12 +40,12 @@ import torch
 import transformers
 from IPython.display import HTML
 
-from toolkit.comparing import read_run
-from toolkit.drawing import Bar, bars, curve, figure
-from toolkit.durable import read_events
-from toolkit.show import Table
-from toolkit.tables import PRECISIONS
-from toolkit.units import format_bytes
+from toolkit.comparison import read_run
+from toolkit.config.tables import PRECISIONS
+from toolkit.core.atomic_io import read_events
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars, curve, figure
+from toolkit.core.units import format_bytes
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -175,7 +175,7 @@ show(picture, "The weight", ("kept in", "after 1", "after 500", "after 1000"), e
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data import embedded_files
-from toolkit.readying import embedded_model
+from toolkit.data.embedded import embedded_model
 
 FOLDER = embedded_model()
 DEVICE = "cuda" if GPU else "cpu"
@@ -409,8 +409,8 @@ def look(folder, out):
     import toolkit as tk
     from toolkit.engines.base import engine_of
     from toolkit.engines.shards import overlaps, parts, whole_box
-    from toolkit.mastering import restore_masters
-    from toolkit.training import make_optimizer, warmup_cosine
+    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.master_weights import restore_masters
 
     spec = tk.describe(folder)
     accelerator = tk.accelerator(loop=tk.Loop(steps=2, micro_batch=2, seq_len=64, lr=1e-3), spec=spec)

@@ -41,11 +41,11 @@ import torch
 import transformers
 from IPython.display import HTML
 
-from toolkit.comparing import read_run
-from toolkit.drawing import Bar, bars, curve, figure
-from toolkit.durable import read_events
-from toolkit.show import Table
-from toolkit.units import format_bytes, format_count, format_seconds, format_step_seconds
+from toolkit.comparison import read_run
+from toolkit.core.atomic_io import read_events
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars, curve, figure
+from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -398,9 +398,9 @@ show(picture, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
 # DeepSpeed and FSDP name the same ideas differently. The toolkit's own table says which word is which engine's:
 
 # %%
+from toolkit.config.strategy import SHARDINGS as TABLE
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.strategy import SHARDINGS as TABLE
 
 rows = [(row.word, row.engine, ", ".join(row.aliases) or "–", row.shards) for row in TABLE.values()]
 assert tk.Strategy(sharding="FULL_SHARD").sharding == "fsdp"
@@ -506,7 +506,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GPT2Config, T5Config
 
 from toolkit.data import embedded_files
-from toolkit.readying import draw_model
+from toolkit.training.preflight import draw_model
 
 shape = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 4096}
 still = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}

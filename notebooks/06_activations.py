@@ -99,8 +99,8 @@ plain = saved(layer, x, layer)
 # %%
 from IPython.display import HTML
 
-from toolkit.show import Table
-from toolkit.units import format_bytes
+from toolkit.core.display import Table
+from toolkit.core.units import format_bytes
 
 rows = [
     (" x ".join(map(str, shape)), format_bytes(size), f"{size / one:.2f}")
@@ -143,8 +143,8 @@ assert {size for _, size in kept.values()} == {one}  # the input, and nothing el
 # %%
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit.drawing import curve
-from toolkit.measuring import highest
+from toolkit.core.drawing import curve
+from toolkit.measurement import highest
 
 
 def stack_of(layers):
@@ -277,7 +277,7 @@ for _ in range(REPEATS):
 # %%
 import math
 
-from toolkit.drawing import figure
+from toolkit.core.drawing import figure
 
 extra = peak(stack_of(1)) - inner  # gradients on their way through a layer
 
@@ -339,7 +339,7 @@ assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for 
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from toolkit.drawing import Bar, bars
+from toolkit.core.drawing import Bar, bars
 
 Path("prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
 words = {"kept": "none", "recomputed": "full"}
@@ -433,7 +433,7 @@ assert 1.1 < work["5M"] < work["8B"] < 4 / 3
 # rows of 4,096 tokens:
 
 # %%
-from toolkit.units import GiB
+from toolkit.core.units import GiB
 
 batches = range(1, 13)
 found = {name: [on_eight(word, size) for size in batches] for name, word in words.items()}

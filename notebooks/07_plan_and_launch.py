@@ -98,9 +98,9 @@ import dataclasses
 
 from IPython.display import HTML
 
-from toolkit.drawing import Bar, bars
-from toolkit.show import Table
-from toolkit.units import format_bytes, format_seconds
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars
+from toolkit.core.units import format_bytes, format_seconds
 
 ranked = plan.tables()[0]
 HTML(dataclasses.replace(ranked, rows=list(ranked.rows)[:10]).html())
@@ -212,7 +212,7 @@ assert not any(word in page.read_text() for word in ("<script", 'src="http', 'hr
 # it:
 
 # %%
-from toolkit.phases import PHASES
+from toolkit.core.phases import PHASES
 
 measured = run.memory["measured"]
 phases = {

@@ -4,13 +4,11 @@ import logging
 import os
 import sys
 
-from toolkit.comparing import Comparison, compare
-from toolkit.devices import Device, Hardware, hardware
-from toolkit.doctor import Place, examine, here
-from toolkit.engines.base import import_plugins
-from toolkit.engines.job import Job
-from toolkit.engines.records import Prepared, StateMemory
-from toolkit.errors import (
+from toolkit.comparison import Comparison, compare
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import (
     DataError,
     MissingLibrary,
     ModelError,
@@ -20,22 +18,27 @@ from toolkit.errors import (
     StrategyMismatch,
     ToolkitError,
 )
-from toolkit.explaining import Contrast, Precisions, Timeline, contrast, precisions, timeline
-from toolkit.exporting import Export, export, save, verify
-from toolkit.following import log, stopping
+from toolkit.core.phases import phase
+from toolkit.devices.machine import Device, Hardware, hardware
+from toolkit.diagnosis import Place, examine, here
+from toolkit.engines.base import import_plugins
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared, StateMemory
+from toolkit.exporters import Export, export, save, verify
 from toolkit.forecasting import Forecast, Plan, forecast, plan
-from toolkit.launching import Run, Runs, attach, launch, resume, runs
-from toolkit.loading import load
-from toolkit.model import ModelSpec, describe
-from toolkit.notebook.exploring import Explorer, explore
-from toolkit.phases import phase
-from toolkit.preparing import Audit, audit, prepare, prepared
-from toolkit.readying import Recipe
-from toolkit.reporting import Report, report
-from toolkit.runtime import accelerator, job
-from toolkit.strategy import Loop, Strategy
-from toolkit.training import Step, evaluate, train
-from toolkit.trying import Trial, Trials, try_out
+from toolkit.forecasting.diffs import Contrast, contrast
+from toolkit.forecasting.dtype_reports import Precisions, precisions
+from toolkit.forecasting.timelines import Timeline, timeline
+from toolkit.launcher import Run, Runs, attach, launch, resume, runs
+from toolkit.models import ModelSpec, describe
+from toolkit.notebook.explorer import Explorer, explore
+from toolkit.reports import Report, report
+from toolkit.training.loading import load
+from toolkit.training.loop import Step, evaluate, train
+from toolkit.training.metrics import log, stopping
+from toolkit.training.preparation import Audit, audit, prepare, prepared
+from toolkit.training.setup import accelerator, job
+from toolkit.training.step_profile import Trial, Trials, try_out
 
 __all__ = [
     "Audit",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # First of all, so that a rank whose launcher is killed while it still imports torch ends with it.
-from toolkit.lifetime import die_with_parent, leave_safe_path, tee_output
+from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path, tee_output
 
 if __name__ == "__main__":
     die_with_parent()
@@ -20,34 +20,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit import measuring
+from toolkit import measurement
 from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore, set_aside
-from toolkit.continuing import adopt, begin, check_not_anew, continued, finish, how_to_go_on
-from toolkit.data import batches, sample_ids, spell_samples
-from toolkit.devices import hardware
-from toolkit.durable import write_json
+from toolkit.config.flags import Parser, add_flags, from_dict, given
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import write_json
+from toolkit.core.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
+from toolkit.core.phases import phase
+from toolkit.core.process_lifecycle import StopSignal
+from toolkit.data import sample_ids, spell_samples
+from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
-from toolkit.engines.waiting import limit_all, patience
-from toolkit.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
-from toolkit.evaluating import Evaluator
-from toolkit.exporting import save, spelled, verify
-from toolkit.flags import Parser, add_flags, from_dict, given
-from toolkit.folder import Folder, enter, read_run_json
-from toolkit.following import follow
-from toolkit.heartbeat import Beat
-from toolkit.keeping import Keeper
-from toolkit.lifetime import StopSignal
-from toolkit.loading import load
-from toolkit.locking import run_token, supervised
-from toolkit.phases import phase
-from toolkit.preparing import Audit, audit, prepare, prepared
-from toolkit.readying import PREPARED, Ready, Recipe, foretold, get_ready, versions
-from toolkit.runtime import accelerator as make_accelerator
-from toolkit.runtime import agree, job, launched, on_any_rank
-from toolkit.shrinking import out_of_memory
-from toolkit.strategy import Loop, Strategy
-from toolkit.training import Step, Wish, make_optimizer, warmup_cosine
+from toolkit.engines.timeouts import limit_all, patience
+from toolkit.exporters import save, spelled, verify
+from toolkit.run_folder.folder import Folder, enter, read_run_json
+from toolkit.run_folder.heartbeat import Beat
+from toolkit.run_folder.run_lock import run_token, supervised
+from toolkit.training.assembly import assembled, seed_everything
+from toolkit.training.checkpoint_policy import Keeper
+from toolkit.training.evaluation import Evaluator
+from toolkit.training.loop import Step, Wish
+from toolkit.training.metrics import follow
+from toolkit.training.oom import out_of_memory
+from toolkit.training.preflight import PREPARED, Ready, foretold, get_ready, versions
+from toolkit.training.preparation import Audit, audit
+from toolkit.training.resumption import adopt, begin, check_not_anew, continued, finish, how_to_go_on
+from toolkit.training.setup import accelerator as make_accelerator
+from toolkit.training.setup import agree, job, launched, on_any_rank
 
 ALONE = 3.0
 """Seconds after which a rank that found a mistake is the only one that did."""
@@ -77,7 +79,7 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     recipe, loop, strategy = understand(flags, folder.path if flags.resume else None)
     machine = hardware()
-    window = measuring.start(machine.device.kind, recipe.memory_window)
+    window = measurement.start(machine.device.kind, recipe.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
     ready = get_ready(recipe, strategy, loop, ranks, machine.device, prepared=os.environ.pop(PREPARED, None))
     if rank == 0:
@@ -140,27 +142,14 @@ def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     return 0
 
 
-def assembled(accelerator: Any, ready: Ready, recipe: Recipe, *, start: int) -> tuple[Prepared, Any, Any, Any]:
-    """What is trained, prepared: model and optimizer; its tokenizer, the batches behind step `start`, the schedule."""
-    asked = job(accelerator)
-    model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
-    optimizer = make_optimizer(model, asked.loop)
-    schedule = warmup_cosine(optimizer, asked.loop)
-    loader = batches(
-        ready.rows,
-        asked.loop,
-        dp_rank=asked.coordinates(accelerator.process_index).dp_rank,
-        dp_size=asked.parallelism.dp_size,
-        start_step=start,
-        attention=asked.strategy.attention,
-        workers=recipe.workers,
-    )
-    model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
-    return prepared(accelerator, (model, optimizer)), tokenizer, loader, schedule
-
-
 def _publish(
-    ours: Prepared, tokenizer: Any, folder: Folder, window: measuring.Window, held: Audit, ready: Ready, recipe: Recipe
+    ours: Prepared,
+    tokenizer: Any,
+    folder: Folder,
+    window: measurement.Window,
+    held: Audit,
+    ready: Ready,
+    recipe: Recipe,
 ) -> None:
     """The result, reopened and checked, and what the run took."""
     planned, export = {}, None
@@ -264,14 +253,6 @@ def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> I
         raise
 
 
-def seed_everything(accelerator: Any) -> None:
-    """Seed this rank's generators from the job's seed and its data-parallel rank: ranks with the same rows draw alike."""
-    from accelerate.utils import set_seed
-
-    asked = job(accelerator)
-    set_seed(asked.loop.seed + asked.coordinates(accelerator.process_index).dp_rank)
-
-
 def _headline(asked: Job) -> str:
     strategy, spec = asked.strategy, asked.spec
     assert spec is not None
@@ -282,11 +263,11 @@ def _headline(asked: Job) -> str:
     )
 
 
-def _record(accelerator: Any, folder: Folder, window: measuring.Window, found: Audit, ready: Ready) -> None:
+def _record(accelerator: Any, folder: Folder, window: measurement.Window, found: Audit, ready: Ready) -> None:
     """`memory.json`: every rank's peaks and holdings, beside the forecast."""
     from accelerate.utils import gather_object
 
-    memory = measuring.collect(window.result(), on_device(job(accelerator), found.held), gather_object)
+    memory = measurement.collect(window.result(), on_device(job(accelerator), found.held), gather_object)
     audits = gather_object([found.to_dict()])
     if accelerator.is_main_process:
         beside = {"forecast": ready.forecast.to_dict() if ready.forecast else None, "unforecast": ready.unforecast}

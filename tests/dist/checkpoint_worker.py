@@ -58,13 +58,14 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     import torch
 
     from toolkit.checkpoints import Found, Saver, identify, read_manifest, restore
-    from toolkit.finetune import seed_everything
-    from toolkit.loading import load
-    from toolkit.model import describe
-    from toolkit.preparing import audit, prepare, prepared
-    from toolkit.runtime import accelerator as make
-    from toolkit.strategy import Loop, Strategy
-    from toolkit.training import make_optimizer, train, warmup_cosine
+    from toolkit.config.strategy import Strategy
+    from toolkit.config.train_config import Loop
+    from toolkit.training.assembly import seed_everything
+    from toolkit.models import describe
+    from toolkit.training.loading import load
+    from toolkit.training.loop import make_optimizer, train, warmup_cosine
+    from toolkit.training.preparation import audit, prepare, prepared
+    from toolkit.training.setup import accelerator as make
 
     spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -8,12 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import durable, folder, locking
-from toolkit.errors import ToolkitError
-from toolkit.heartbeat import Beat
-from toolkit.launching import Care, Stopped, persevere
-from toolkit.lifetime import die_with_parent, tee_output
-from toolkit.phases import phase
+from toolkit.core import atomic_io
+from toolkit.core.errors import ToolkitError
+from toolkit.core.phases import phase
+from toolkit.core.process_lifecycle import die_with_parent, tee_output
+from toolkit.launcher import Care, Stopped, persevere
+from toolkit.run_folder import folder, run_lock
+from toolkit.run_folder.heartbeat import Beat
 
 DIES_AT = (3, 5, 4, 4)
 """The step in which an attempt ends."""
@@ -34,10 +35,10 @@ def main(path: Path) -> None:
                 while rank == 0:
                     pass
                 time.sleep(120)
-    attempts = len(durable.read_events(run.path / "attempts.jsonl"))
-    durable.append_line(run.path / "attempts.jsonl", {"number": attempts})
-    durable.write_json(run.run_json, {"finished": None})
-    durable.cut_events(run.events, 0)
+    attempts = len(atomic_io.read_events(run.path / "attempts.jsonl"))
+    atomic_io.append_line(run.path / "attempts.jsonl", {"number": attempts})
+    atomic_io.write_json(run.run_json, {"finished": None})
+    atomic_io.cut_events(run.events, 0)
     with Beat(run.beat(0), 0) as beat:
         for step in range(1, DIES_AT[attempts]):
             run.append_event({"step": step})
@@ -60,7 +61,7 @@ def supervisor(path: Path) -> int:
         "use_cpu": False,
     }
     first = ["--run-dir", str(path), *sys.argv[3:]]
-    with folder.enter(path, token=locking.new_token()) as run:
+    with folder.enter(path, token=run_lock.new_token()) as run:
         try:
             persevere(
                 run,

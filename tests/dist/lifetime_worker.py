@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit import folder, lifetime, locking
+from toolkit.core import process_lifecycle
+from toolkit.run_folder import folder, run_lock
 
 
 def note(path: Path, word: str) -> None:
@@ -49,7 +50,7 @@ def work(task: str, path: Path, rank: int) -> None:
 
         from accelerate import PartialState
 
-        from toolkit.engines.waiting import on_main
+        from toolkit.engines.timeouts import on_main
 
         state = PartialState(cpu=True, timeout=timedelta(seconds=2))
         said = on_main(state, lambda: time.sleep(4) or "longer than a collective may take")
@@ -61,7 +62,7 @@ def work(task: str, path: Path, rank: int) -> None:
             raise ZeroDivisionError("one by nothing")
         time.sleep(120)
     if task == "refuses":
-        from toolkit.errors import DataError
+        from toolkit.core.errors import DataError
 
         raise DataError("rows.jsonl, line 3: no column 'text'.")
     if task == "stubborn":
@@ -88,7 +89,7 @@ def main() -> None:
         note(path.with_name(f"rank-{rank}"), str(os.getpid()))
         while os.getppid() == parent:
             time.sleep(0.01)
-    lifetime.die_with_parent()
+    process_lifecycle.die_with_parent()
     if task == "import":
         note(path.with_name(f"rank-{rank}"), str(os.getpid()))
         import peft  # noqa: F401
@@ -101,7 +102,7 @@ def main() -> None:
         note(path.with_name(f"outlived-{rank}"), "")
         time.sleep(120)
     run = folder.enter(path)
-    lifetime.tee_output(run.log(rank), rank=rank, supervised=locking.supervised())
+    process_lifecycle.tee_output(run.log(rank), rank=rank, supervised=run_lock.supervised())
     try:
         work(task, path, rank)
     except Exception as error:
@@ -111,8 +112,8 @@ def main() -> None:
 
 def supervisor() -> None:
     """As the shell's command is one."""
-    from toolkit import launching
-    from toolkit.errors import ToolkitError
+    from toolkit import launcher
+    from toolkit.core.errors import ToolkitError
 
     path, ranks, task = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     config = {
@@ -125,10 +126,10 @@ def supervisor() -> None:
         "mixed_precision": "no",
     }
     try:
-        with folder.enter(path, token=locking.new_token()) as run:
+        with folder.enter(path, token=run_lock.new_token()) as run:
             module = "no_such_module" if task == "typo" else "lifetime_worker"
-            launching.supervise(run, module, [task, "--run-dir", str(path)], config)
-    except launching.Stopped as stopped:
+            launcher.supervise(run, module, [task, "--run-dir", str(path)], config)
+    except launcher.Stopped as stopped:
         sys.exit(stopped.exit_code)
     except ToolkitError as error:
         note(path.with_name("ended"), str(time.time()))

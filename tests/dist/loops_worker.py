@@ -182,7 +182,7 @@ def keep(accelerator: Any, model: Any, optimizer: Any, place: Path) -> None:
 
     from toolkit.engines.base import engine_of
     from toolkit.engines.shards import copy, parts, whole_box
-    from toolkit.preparing import prepared
+    from toolkit.training.preparation import prepared
 
     ours = prepared(accelerator, (model, optimizer))
     shards = [shard for shard in engine_of(ours.job.strategy).shards(ours) if shard.kind == "parameter"]

@@ -15,14 +15,15 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """The steps of one cell, or the sentence that refuses it."""
     import torch
 
+    from toolkit.config.strategy import Strategy
+    from toolkit.config.train_config import Loop
+    from toolkit.core.errors import ToolkitError
     from toolkit.engines.base import engine_of
-    from toolkit.errors import ToolkitError
-    from toolkit.loading import load
-    from toolkit.model import describe
-    from toolkit.preparing import prepare, prepared
-    from toolkit.runtime import accelerator as make
-    from toolkit.runtime import job as job_of
-    from toolkit.strategy import Loop, Strategy
+    from toolkit.models import describe
+    from toolkit.training.loading import load
+    from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.setup import accelerator as make
+    from toolkit.training.setup import job as job_of
 
     options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder", "export") if name in cell}
     steps, folder = options.get("steps", 2), options.get("folder", folder)
@@ -76,7 +77,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 def export(prepared: Any, tokenizer: Any, source: str, batch: Any, out: Path) -> dict[str, Any] | None:
     """What a checkpoint contains, and which tensors of the export are the source's, byte by byte."""
     from toolkit.checkpoints.layout import lay_out
-    from toolkit.exporting.trained import save, verify
+    from toolkit.exporters.from_engine import save, verify
 
     layout = lay_out(prepared)
     planned = save(prepared, tokenizer, out)
@@ -135,8 +136,8 @@ def reference(folder: str) -> dict[str, Any]:
     if folder not in _references:
         import torch
 
-        from toolkit.model import describe
-        from toolkit.reading import auto_class
+        from toolkit.models import describe
+        from toolkit.models.hf_loading import auto_class
 
         model = auto_class(describe(folder)).from_pretrained(folder, dtype=torch.float32)
         _references[folder] = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -34,16 +34,17 @@ def loader(vocab: int, start: int, steps: int, dp_rank: int, dp_size: int) -> It
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
     from toolkit.checkpoints import Found, Saver, identify, read_manifest, restore
+    from toolkit.config.strategy import Strategy
+    from toolkit.config.train_config import Loop
     from toolkit.engines.base import engine_of
-    from toolkit.exporting import save, verify
-    from toolkit.finetune import seed_everything
-    from toolkit.loading import load
-    from toolkit.model import describe
-    from toolkit.preparing import audit, prepare, prepared
-    from toolkit.runtime import accelerator as make
-    from toolkit.runtime import job as job_of
-    from toolkit.strategy import Loop, Strategy
-    from toolkit.training import evaluate, make_optimizer, train, warmup_cosine
+    from toolkit.exporters import save, verify
+    from toolkit.training.assembly import seed_everything
+    from toolkit.models import describe
+    from toolkit.training.loading import load
+    from toolkit.training.loop import evaluate, make_optimizer, train, warmup_cosine
+    from toolkit.training.preparation import audit, prepare, prepared
+    from toolkit.training.setup import accelerator as make
+    from toolkit.training.setup import job as job_of
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) // strategy.tp

@@ -80,7 +80,7 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
     from toolkit.checkpoints import problems, read_manifest
-    from toolkit.checkpoints.stored import opened
+    from toolkit.checkpoints.stored_tensors import opened
 
     assert problems(checkpoint) == []
     manifest = read_manifest(checkpoint)

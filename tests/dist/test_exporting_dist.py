@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from toolkit.exporting import export
+from toolkit.exporters import export
 
 pytestmark = pytest.mark.dist
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.strategy import SHARDINGS
+from toolkit.config.strategy import SHARDINGS
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tiny
 
-from toolkit.errors import CheckpointError
-from toolkit.foreign import Weights, open_foreign
+from toolkit.checkpoints.importers import Weights, open_foreign
+from toolkit.core.errors import CheckpointError
 
 pytestmark = pytest.mark.dist
 
@@ -106,7 +106,7 @@ def test_neither_deepspeed_nor_a_process_group_is_needed(made: Path) -> None:
 import pathlib, sys
 for name in ("deepspeed", "accelerate", "transformers", "peft"):
     sys.modules[name] = None
-from toolkit.foreign import open_foreign
+from toolkit.checkpoints.importers import open_foreign
 for name in sys.argv[2:]:
     found = open_foreign(pathlib.Path(sys.argv[1]) / name)
     print(sum(found.tensor(key).numel() for key in found.shapes))

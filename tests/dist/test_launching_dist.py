@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import toolkit as tk
-from toolkit.launching.sweeping import carrying
+from toolkit.launcher.process_cleanup import carrying
 
 pytestmark = pytest.mark.dist
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from toolkit import folder
-from toolkit.devices import Device, Hardware
-from toolkit.errors import RunError
-from toolkit.runtime import check_ranks
+from toolkit.core.errors import RunError
+from toolkit.devices.machine import Device, Hardware
+from toolkit.run_folder import folder
+from toolkit.training.setup import check_ranks
 
 pytestmark = pytest.mark.dist
 

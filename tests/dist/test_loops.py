@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 
-from toolkit.strategy import SHARDINGS
+from toolkit.config.strategy import SHARDINGS
 
 pytestmark = pytest.mark.dist
 

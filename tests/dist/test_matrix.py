@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tiny
 
-from toolkit.devices import hardware
-from toolkit.errors import StrategyError
-from toolkit.strategy import ADAPTERS, SHARDINGS, Strategy
+from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
+from toolkit.core.errors import StrategyError
+from toolkit.devices.machine import hardware
 
 pytestmark = pytest.mark.dist
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from toolkit import measuring
+from toolkit import measurement
+from toolkit.core.phases import phase
 from toolkit.engines import process_exit
 from toolkit.engines.records import StateMemory
-from toolkit.phases import phase
 
 pytestmark = pytest.mark.dist
 
@@ -24,7 +24,7 @@ ELEMENTS = 999 * 64 + 5 * (64 * 64 + 64)
 
 def work(target: Path) -> None:
     """Three steps of a small model under DDP with AdamW, saved once; what was measured goes to `target`."""
-    window = measuring.start("cpu")
+    window = measurement.start("cpu")
     import torch
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -56,7 +56,7 @@ def work(target: Path) -> None:
         copies = [parameter.detach().clone() for parameter in model.parameters()]
         del copies
     held = StateMemory(trainable=4 * ELEMENTS, frozen=0, optimizer=8 * ELEMENTS)
-    memory = measuring.collect(window.result(), held, gather_object)
+    memory = measurement.collect(window.result(), held, gather_object)
     said = {"expected": expected, **memory.to_dict()}
     target.with_suffix(f".{state.process_index}").write_text(json.dumps(said))
     process_exit.settle()

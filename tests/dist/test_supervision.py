@@ -21,8 +21,8 @@ import tiny
 
 from toolkit import report
 from toolkit.checkpoints import complete
-from toolkit.durable import read_events
-from toolkit.heartbeat import read_beats
+from toolkit.core.atomic_io import read_events
+from toolkit.run_folder.heartbeat import read_beats
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 

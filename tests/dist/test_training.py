@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.devices import hardware
+from toolkit.devices.machine import hardware
 
 pytestmark = pytest.mark.dist
 

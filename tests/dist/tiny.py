@@ -206,8 +206,8 @@ def dequantized(source: Path, folder: Path, **options: Any) -> Path:
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
     from transformers import BitsAndBytesConfig
 
-    from toolkit.model import describe
-    from toolkit.reading import auto_class
+    from toolkit.models import describe
+    from toolkit.models.hf_loading import auto_class
 
     if "load_in_4bit" in options:
         options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": torch.float32}

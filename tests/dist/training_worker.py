@@ -15,13 +15,13 @@ from ranks import reset
 
 def build(folder: str, loop: Any, **words: Any) -> tuple[Any, Any, Any]:
     """A prepared tiny model, its optimizer and schedule."""
-    from toolkit.loading import load
-    from toolkit.model import describe
-    from toolkit.preparing import prepare, prepared
-    from toolkit.runtime import accelerator as make
-    from toolkit.runtime import job
-    from toolkit.strategy import Strategy
-    from toolkit.training import make_optimizer, warmup_cosine
+    from toolkit.config.strategy import Strategy
+    from toolkit.models import describe
+    from toolkit.training.loading import load
+    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.setup import accelerator as make
+    from toolkit.training.setup import job
 
     accelerator = make(Strategy(**words), loop, describe(folder))
     accelerator.print = lambda *lines: None  # type: ignore[method-assign]
@@ -71,8 +71,8 @@ def count_reductions(model: Any) -> list[int]:
 
 def accumulation(folder: str) -> dict[str, Any]:
     """N micro-batches of accumulation are one large batch."""
-    from toolkit.strategy import Loop
-    from toolkit.training import train
+    from toolkit.config.train_config import Loop
+    from toolkit.training.loop import train
 
     found: dict[str, Any] = {}
     for sharding in ("ddp", "zero2", "zero3", "fsdp"):
@@ -120,9 +120,9 @@ def not_finite(folder: str) -> dict[str, Any]:
     """A NaN on one rank ends the run, and no weight has changed on any."""
     import torch
 
-    from toolkit.errors import NotFinite
-    from toolkit.strategy import Loop
-    from toolkit.training import train
+    from toolkit.config.train_config import Loop
+    from toolkit.core.errors import NotFinite
+    from toolkit.training.loop import train
 
     found: dict[str, Any] = {}
     cells = [(word, "fp32", how) for word in ("ddp", "zero1", "zero2", "zero3", "fsdp") for how in ("loss", "gradient")]
@@ -146,9 +146,9 @@ def not_finite(folder: str) -> dict[str, Any]:
 
 def scaling(folder: str) -> dict[str, Any]:
     """fp16: steps that overflow are skipped and said, and training goes on."""
-    from toolkit.errors import StrategyError
-    from toolkit.strategy import Loop
-    from toolkit.training import train
+    from toolkit.config.train_config import Loop
+    from toolkit.core.errors import StrategyError
+    from toolkit.training.loop import train
 
     found: dict[str, Any] = {}
     for sharding in ("zero1", "zero2", "zero3"):
@@ -167,9 +167,9 @@ def scaling(folder: str) -> dict[str, Any]:
 
 def saved(folder: str, out: Path) -> dict[str, Any]:
     """What each engine saves loads in plain libraries; the test opens it again by itself."""
-    from toolkit.exporting import save, verify
-    from toolkit.strategy import Loop
-    from toolkit.training import evaluate, train
+    from toolkit.config.train_config import Loop
+    from toolkit.exporters import save, verify
+    from toolkit.training.loop import evaluate, train
 
     found: dict[str, Any] = {}
     cells = [("ddp", "none"), ("zero1", "none"), ("zero3", "none"), ("fsdp", "none"), ("fsdp_grad_op", "none")]
@@ -197,10 +197,10 @@ def offloaded(folder: str, out: Path) -> dict[str, Any]:
     """States in host memory: the same losses, an audit that agrees, and a result that is whole."""
     import torch.distributed as dist
 
-    from toolkit.exporting import save, verify
-    from toolkit.preparing import audit
-    from toolkit.strategy import Loop
-    from toolkit.training import train
+    from toolkit.config.train_config import Loop
+    from toolkit.exporters import save, verify
+    from toolkit.training.loop import train
+    from toolkit.training.preparation import audit
 
     found: dict[str, Any] = {}
     cells = [("ddp", "none"), ("zero1", "optimizer"), ("zero2", "optimizer"), ("zero3", "optimizer"), ("zero3", "cpu")]

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from toolkit.config.strategy import Sharding
+from toolkit.core.phases import phase
+from toolkit.core.units import BYTES_OF
 from toolkit.engines.base import register
 from toolkit.engines.ddp import DDP
 from toolkit.engines.job import Job
@@ -18,9 +21,6 @@ from toolkit.engines.shards import PARAMETER, Shard, whole_box
 from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
 from toolkit.engines.states import State, buffer_shards, optimizer_bytes, optimizer_shards, parameters_of
 from toolkit.engines.traces import Segment, Trace
-from toolkit.phases import phase
-from toolkit.strategy import Sharding
-from toolkit.units import BYTES_OF
 
 
 def owner_of(job: Job) -> dict[str, int]:

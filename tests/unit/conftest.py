@@ -14,11 +14,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from toolkit.checkpoints import identify
-    from toolkit.model import describe
-    from toolkit.preparing import prepare, prepared
-    from toolkit.runtime import accelerator as make
-    from toolkit.strategy import Loop, Strategy
-    from toolkit.training import make_optimizer, warmup_cosine
+    from toolkit.config.strategy import Strategy
+    from toolkit.config.train_config import Loop
+    from toolkit.models import describe
+    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.setup import accelerator as make
 
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)

@@ -7,17 +7,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit import durable, folder
-from toolkit.devices import hardware
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core import atomic_io
+from toolkit.core.units import GiB, MiB, timestamp
+from toolkit.devices.machine import hardware
 from toolkit.engines.job import resolve
 from toolkit.engines.records import StateMemory
 from toolkit.forecasting import Forecast
-from toolkit.measuring import Measured, collect
-from toolkit.model import describe
-from toolkit.preparing import Audit
-from toolkit.readying import Recipe, versions
-from toolkit.strategy import Loop, Strategy
-from toolkit.units import GiB, MiB, timestamp
+from toolkit.measurement import Measured, collect
+from toolkit.models import describe
+from toolkit.run_folder import folder
+from toolkit.training.preflight import versions
+from toolkit.training.preparation import Audit
 
 STRATEGY = Strategy(sharding="zero3", precision="bf16", attention="sdpa")
 LOOP = Loop(steps=20, lr=1e-3)
@@ -109,13 +112,15 @@ def write(
 ) -> folder.Folder:
     """A run's folder, that nobody holds any more."""
     with folder.enter(path) as run:
-        durable.write_json(run.run_json, found or about())
+        atomic_io.write_json(run.run_json, found or about())
         run.logs.mkdir()
         for line in events:
             run.append_event(line)
         for step in (10, 20):
             costs = {"bytes": 70 * MiB, "stall_seconds": 0.1, "write_seconds": 0.5}
-            durable.append_line(run.published, {"step": step, "attempt": 0, "checkpoint": f"step-{step:08d}", **costs})
+            atomic_io.append_line(
+                run.published, {"step": step, "attempt": 0, "checkpoint": f"step-{step:08d}", **costs}
+            )
         if memory:
-            durable.write_json(run.memory, memory)
+            atomic_io.write_json(run.memory, memory)
     return run

@@ -13,13 +13,13 @@ import pytest
 import runs
 
 from toolkit import cli
-from toolkit.cli import going
-from toolkit.continuing import check_not_anew
-from toolkit.devices import hardware
-from toolkit.errors import RunError
-from toolkit.folder import read_run_json
-from toolkit.redacting import MARK
-from toolkit.runtime import check_ranks
+from toolkit.cli import run_commands
+from toolkit.core.errors import RunError
+from toolkit.core.redaction import MARK
+from toolkit.devices.machine import hardware
+from toolkit.run_folder.folder import read_run_json
+from toolkit.training.resumption import check_not_anew
+from toolkit.training.setup import check_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,13 +251,13 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
         "timeout": 9.0,
         "precision": "auto",
     }
-    assert going._otherwise(was, asked) == [
+    assert run_commands._otherwise(was, asked) == [
         "--model b (it was a)",
         "--lr 0.001 (it was 2e-05)",
         "--sharding zero3 (it was fsdp)",
         "--processes 4 (it was 2)",
     ]
-    assert going._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
+    assert run_commands._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
 
 
 def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

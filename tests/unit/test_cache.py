@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.cache import TRACING, cache_file, source_digest
+from toolkit.core.cache import TRACING, cache_file, source_digest
 
 PACKAGE = Path(toolkit.__file__).parent
 
@@ -36,7 +36,7 @@ def test_a_changed_byte_is_a_miss(changed: str, tmp_path: Path) -> None:
 
 def test_the_digest_is_part_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache_file("traces", b"key")
-    monkeypatch.setattr("toolkit.cache.source_digest", lambda package: "other")
+    monkeypatch.setattr("toolkit.core.cache.source_digest", lambda package: "other")
     assert cache_file("traces", b"key") != before
 
 

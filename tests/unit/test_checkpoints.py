@@ -19,18 +19,18 @@ from toolkit.checkpoints import (
     Found,
     Saver,
     check_fits,
+    checkpoint_writer,
     complete,
     find,
     problems,
     read_manifest,
     restore,
-    saving,
     set_aside,
 )
+from toolkit.checkpoints.background_writer import Writer
 from toolkit.checkpoints.manifest import Manifest
-from toolkit.checkpoints.stored import opened
-from toolkit.checkpoints.writer import Writer
-from toolkit.errors import CheckpointError, StrategyError
+from toolkit.checkpoints.stored_tensors import opened
+from toolkit.core.errors import CheckpointError, StrategyError
 
 
 def saver(run: dict[str, Any], folder: Path, **options: Any) -> Saver:
@@ -276,11 +276,11 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(
     run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flushing and hashing change no size in the folder."""
-    monkeypatch.setattr("toolkit.engines.waiting.EVERY", 0.02)
+    monkeypatch.setattr("toolkit.engines.timeouts.EVERY", 0.02)
     keeper = saver(run, tmp_path, patience=1.0)
 
     def write() -> None:
-        with saving._alive(tmp_path, 1):
+        with checkpoint_writer._alive(tmp_path, 1):
             time.sleep(2.2)
         (tmp_path / "rank-00001.json").touch()
 
@@ -541,7 +541,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_checkpoints as tests
 from toolkit.checkpoints import complete, problems, saving
-from toolkit.errors import CheckpointError, StrategyError
+from toolkit.core.errors import CheckpointError, StrategyError
 
 disk = Path(sys.argv[1])
 class Factory:

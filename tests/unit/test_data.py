@@ -21,12 +21,12 @@ import torch
 import transformers
 
 import toolkit.data as data
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import tokenization
 from toolkit.data.encoding import Encoded, Encoder
 from toolkit.data.packing import IGNORED, Counts, arrange
-from toolkit.errors import DataError, StrategyError
-from toolkit.model import ModelSpec
-from toolkit.strategy import Loop
+from toolkit.models import ModelSpec
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -402,7 +402,7 @@ def test_bad_files(tmp_path: Path) -> None:
 )
 def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path: Path) -> None:
     code = (
-        "import toolkit.data as d\nfrom toolkit.errors import DataError\n"
+        "import toolkit.data as d\nfrom toolkit.core.errors import DataError\n"
         "try: d.ingest('some/dataset')\nexcept DataError as error: print(error)"
     )
     run = python(code, HF_HOME=str(tmp_path), **environment)
@@ -779,7 +779,7 @@ def test_ranks_that_come_at_once_make_it_once(tokenizer_folder: Path, tmp_path: 
     spec = {field.name: getattr(LLAMA_SPEC, field.name) for field in fields(ModelSpec)}
     code = f"""
 import sys, transformers, toolkit.data as d
-from toolkit.model import ModelSpec
+from toolkit.models import ModelSpec
 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained({str(tokenizer_folder)!r})
 opened = []
 sys.addaudithook(lambda event, about: opened.append(about[0]) if event == "open" and {str(path)!r} == about[0] else None)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from toolkit.devices import Hardware, cgroup_memory, hardware, host_memory, torch_build, visible
-from toolkit.errors import ToolkitError
-from toolkit.units import GiB
+from toolkit.core.errors import ToolkitError
+from toolkit.core.units import GiB
+from toolkit.devices.machine import Hardware, cgroup_memory, hardware, host_memory, torch_build, visible
 
 
 def test_this_machine() -> None:
@@ -194,7 +194,7 @@ def test_devices_are_equal_where_their_fields_are() -> None:
 def _say(script: str, *paths: Path) -> str:
     """What a script prints in a process of its own, with these folders first on its path."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, *filter(None, sys.path)]))}
-    head = "from toolkit.devices import hardware, torch_build\n"
+    head = "from toolkit.devices.machine import hardware, torch_build\n"
     done = subprocess.run(
         [sys.executable, "-c", head + script], env=environ, capture_output=True, text=True, check=True
     )

@@ -21,15 +21,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from toolkit.devices import hardware
-from toolkit.doctor import Diagnosis, Finding
-from toolkit.doctor.abilities import judge
-from toolkit.doctor.examining import examine, run_apart
-from toolkit.doctor.finding import STATUSES
-from toolkit.doctor.libraries import absent
-from toolkit.strategy import ADAPTERS, OFFLOADS, SHARDINGS
-from toolkit.strategy import ATTENTION_WORDS as ATTENTIONS
-from toolkit.strategy import PRECISION_WORDS as PRECISIONS
+from toolkit.config.strategy import ADAPTERS, OFFLOADS, SHARDINGS
+from toolkit.config.strategy import ATTENTION_WORDS as ATTENTIONS
+from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
+from toolkit.devices.machine import hardware
+from toolkit.diagnosis import Diagnosis, Finding
+from toolkit.diagnosis.libraries import absent
+from toolkit.diagnosis.report import examine, run_apart
+from toolkit.diagnosis.result import STATUSES
+from toolkit.diagnosis.support import judge
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     file = tmp_path_factory.mktemp("doctor") / "diagnosis"
     script = f"""
         import pickle, sys
-        from toolkit.doctor import examine
+        from toolkit.diagnosis import examine
         found = examine()
         assert not {{"torch", "transformers", "peft", "deepspeed", "bitsandbytes", "datasets"}} & set(sys.modules)
         pickle.dump(found, open({str(file)!r}, "wb"))
@@ -178,7 +178,7 @@ def test_an_interrupted_examination_leaves_no_process(how: signal.Signals, first
     """
     put(first, torch=hang, bitsandbytes=hang)
     parent = subprocess.Popen(
-        [sys.executable, "-c", "from toolkit.doctor import examine; examine()"], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", "from toolkit.diagnosis import examine; examine()"], stderr=subprocess.DEVNULL
     )
     children = [int(path.name.partition("-")[2]) for path in two_files(first, "pid-*")]
     parent.send_signal(how)
@@ -250,7 +250,7 @@ def test_without_process_groups_one_process(diagnosis: Diagnosis) -> None:
 
 
 def test_the_public_names() -> None:
-    import toolkit.doctor
+    import toolkit.diagnosis
 
-    assert toolkit.doctor.examine is examine
-    assert importlib.util.find_spec("toolkit.doctor.examine") is None
+    assert toolkit.diagnosis.examine is examine
+    assert importlib.util.find_spec("toolkit.diagnosis.examine") is None

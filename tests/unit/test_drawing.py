@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 import runs
 
-from toolkit.drawing import COLOURS, POINTS, Bar, bars, colour, curve, figure, luminance, thinned
-from toolkit.drawing.elements import ink_on
-from toolkit.phases import PHASES
-from toolkit.show import Table
-from toolkit.units import GiB, MiB
+from toolkit.core.display import Table
+from toolkit.core.drawing import COLOURS, POINTS, Bar, bars, colour, curve, figure, luminance, thinned
+from toolkit.core.drawing.elements import ink_on
+from toolkit.core.phases import PHASES
+from toolkit.core.units import GiB, MiB
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = [name for name in COLOURS if name not in PHASES]

@@ -7,9 +7,9 @@ from base64 import b64decode
 from html import unescape
 from xml.etree import ElementTree
 
-from toolkit.drawing import Bar, bars, curve, figure, portable
-from toolkit.show import Table
-from toolkit.units import MiB
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars, curve, figure, portable
+from toolkit.core.units import MiB
 
 FOREIGN = (
     '<svg role="img" xmlns="http://www.w3.org/2000/svg"><title>an icon</title><svg role="img"><path/></svg></svg>'

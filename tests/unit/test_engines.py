@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.adapting import adapt
-from toolkit.devices import Device
+from toolkit.config.strategy import Strategy, catalog
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
+from toolkit.devices.machine import Device
+from toolkit.engines.adapters import adapt
 from toolkit.engines.base import Engine, all_engines, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import parameters_of
-from toolkit.errors import RunError, StrategyError, StrategyMismatch
-from toolkit.model import ModelSpec, Parameter, describe
-from toolkit.preparing import audit
-from toolkit.runtime import accelerator, agree
-from toolkit.strategy import Loop, Strategy, catalog
+from toolkit.models import ModelSpec, Parameter, describe
+from toolkit.training.preparation import audit
+from toolkit.training.setup import accelerator, agree
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 MiB = 1024**2

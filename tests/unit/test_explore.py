@@ -13,12 +13,14 @@ import pytest
 
 import toolkit as tk
 from toolkit.cli import main
+from toolkit.core.errors import ToolkitError
+from toolkit.core.phases import PHASES
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.errors import ToolkitError
-from toolkit.explaining import contrast, precisions, timeline
-from toolkit.notebook.asking import command
-from toolkit.phases import PHASES
+from toolkit.forecasting.diffs import contrast
+from toolkit.forecasting.dtype_reports import precisions
+from toolkit.forecasting.timelines import timeline
+from toolkit.notebook.explorer_state import command
 
 LOOP = tk.Loop(seq_len=64, micro_batch=2)
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -302,15 +304,15 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
 ) -> None:
     """Work is counted, not time: one forecast a move, from what is in the cache."""
     from toolkit.forecasting import traces
-    from toolkit.notebook import asking, exploring
+    from toolkit.notebook import explorer, explorer_state
 
     panel = made("memory", spec)
     panel.controls["micro_batch"].value = 4
     count = []
-    real = exploring.forecast
-    monkeypatch.setattr(exploring, "forecast", lambda *words: count.append(words) or real(*words))
+    real = explorer.forecast
+    monkeypatch.setattr(explorer, "forecast", lambda *words: count.append(words) or real(*words))
     monkeypatch.setattr(traces, "_traced", None)
-    monkeypatch.setattr(asking, "describe", None)
+    monkeypatch.setattr(explorer_state, "describe", None)
     for name, values in {"micro_batch": (8, 16, 64), "devices": (4, 64), "sharding": ("zero2", "fsdp")}.items():
         for value in values:
             panel.controls[name].value = value
@@ -320,10 +322,10 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
 
 
 def test_who_waits_is_told(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.notebook import exploring, panels
+    from toolkit.notebook import explorer, widgets
 
     panel = made("memory", spec)
-    said, real = [], exploring.forecast
+    said, real = [], explorer.forecast
     panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
 
     def slow(*words: Any) -> tk.Forecast:
@@ -332,19 +334,19 @@ def test_who_waits_is_told(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) 
             time.sleep(0.01)
         return real(*words)
 
-    monkeypatch.setattr(exploring, "forecast", slow)
+    monkeypatch.setattr(explorer, "forecast", slow)
     panel.controls["sharding"].value = "ddp"
-    assert [panels.BUSY in one for one in said] == [True, False]
+    assert [widgets.BUSY in one for one in said] == [True, False]
     assert panel.sentence in said[-1]
 
 
 def test_a_shell_is_told_what_it_can_find(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with GPUs, as their driver names them: the catalog's name, or none."""
-    from toolkit.notebook import asking
+    from toolkit.notebook import explorer_state
 
     known = tk.hardware("2x H100-80GB")
     there = dataclasses.replace(known, device=dataclasses.replace(known.device, name="NVIDIA H100 80GB HBM3"))
-    monkeypatch.setattr(asking, "hardware", lambda name=None: there if name is None else tk.hardware(name))
+    monkeypatch.setattr(explorer_state, "hardware", lambda name=None: there if name is None else tk.hardware(name))
     panel = tk.explore("memory", spec, None, tk.Strategy(sharding="zero3"), LOOP)
     assert "--hardware" not in command("memory", panel.asked)
     panel.set(devices=4)

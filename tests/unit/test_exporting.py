@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from toolkit import devices
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import RunError
+from toolkit.devices.machine import machine
 from toolkit.engines.records import Prepared
-from toolkit.errors import RunError
-from toolkit.exporting import Export, save, trained, verify
-from toolkit.exporting.checking import fits
-from toolkit.loading import load
-from toolkit.model import describe
-from toolkit.preparing import prepare, prepared
-from toolkit.reopening import read_base, reopen
-from toolkit.runtime import accelerator as make
-from toolkit.strategy import Loop, Strategy
-from toolkit.training import evaluate, make_optimizer
+from toolkit.exporters import Export, from_engine, save, verify
+from toolkit.exporters.reload import read_base, reopen
+from toolkit.exporters.verification import fits
+from toolkit.models import describe
+from toolkit.training.loading import load
+from toolkit.training.loop import evaluate, make_optimizer
+from toolkit.training.preparation import prepare, prepared
+from toolkit.training.setup import accelerator as make
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 import tiny
@@ -131,7 +132,7 @@ def test_bytes_decide_and_logits_add_a_sentence(base: Path, tmp_path: Path, monk
             raise problem
 
         with monkeypatch.context() as patched:
-            patched.setattr(trained, name, fails)
+            patched.setattr(from_engine, name, fails)
             return checked(ours, folder, planned)
 
     for name, problem in (
@@ -159,7 +160,7 @@ def test_bytes_decide_and_logits_add_a_sentence(base: Path, tmp_path: Path, monk
 
     # The control group of a container leaves less than the host has.
     with monkeypatch.context() as patched:
-        patched.setattr(devices, "cgroup_memory", lambda *_: [(1 << 30, 100_000)])
+        patched.setattr(machine, "cgroup_memory", lambda *_: [(1 << 30, 100_000)])
         assert not fits(describe(base), "float32")
         result = checked(ours, folder, planned)
     assert result.logits_error is None

@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 
 from toolkit import cli
-from toolkit.adapting import keep_packing
 from toolkit.checkpoints import Saver, identify, read_manifest
-from toolkit.errors import CheckpointError, ModelError, RunError, ToolkitError
-from toolkit.exporting import export, offline, save, whole
-from toolkit.exporting.publishing import drafted
-from toolkit.exporting.sources import Held, opened_source
-from toolkit.loading import load, load_tokenizer
-from toolkit.model import describe
-from toolkit.preparing import prepare, prepared
-from toolkit.runtime import accelerator as make
-from toolkit.strategy import Loop, Strategy
-from toolkit.training import make_optimizer, train, warmup_cosine
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
+from toolkit.engines.adapters import keep_packing
+from toolkit.exporters import export, model_files, offline, save
+from toolkit.exporters.base_weights import Held, opened_source
+from toolkit.exporters.publication import drafted
+from toolkit.models import describe
+from toolkit.models.tokenizer import load_tokenizer
+from toolkit.training.loading import load
+from toolkit.training.loop import make_optimizer, train, warmup_cosine
+from toolkit.training.preparation import prepare, prepared
+from toolkit.training.setup import accelerator as make
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 import tiny
@@ -194,7 +196,7 @@ def test_shards_are_written_one_after_the_other_with_an_index(
     import torch
 
     was, limit = lives("mixtral"), 150_000
-    monkeypatch.setattr(whole, "SHARD_BYTES", limit)
+    monkeypatch.setattr(model_files, "SHARD_BYTES", limit)
     export(was.checkpoint, tmp_path / "out")
     files = sorted(tmp_path.glob("out/*.safetensors"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -206,7 +208,7 @@ def test_shards_are_written_one_after_the_other_with_an_index(
     assert all(torch.equal(state[key], tensor) for key, tensor in was.state.items())
     # The first file is on the disk before the last layer is read.
     spec = describe(was.base)
-    model = whole.skeleton(spec, load_tokenizer(spec))
+    model = model_files.skeleton(spec, load_tokenizer(spec))
     (tmp_path / "again").mkdir()
     there: dict[str, int] = {}
 
@@ -215,7 +217,7 @@ def test_shards_are_written_one_after_the_other_with_an_index(
             there[name] = len(list(tmp_path.glob("again/*.safetensors")))
             return super().tensor(name)
 
-    whole.write_model(model, whole.Complete(Watched(was.state), model, spec), None, tmp_path / "again")
+    model_files.write_model(model, model_files.Complete(Watched(was.state), model, spec), None, tmp_path / "again")
     assert there["model.layers.0.mlp.experts.gate_up_proj"] == 0
     assert there["model.layers.1.mlp.experts.gate_up_proj"] > 0
 
@@ -615,7 +617,7 @@ def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from toolkit.exporting.publishing import drafted
+from toolkit.exporters.publication import drafted
 left = [int(sys.argv[2])]
 def hook(event, arguments):
     if event == "os.rename":

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import durable, folder, locking
-from toolkit.errors import RunError
+from toolkit.core import atomic_io
+from toolkit.core.errors import RunError
+from toolkit.run_folder import folder, run_lock
 
 HOLD = """
 import sys, time
@@ -46,7 +47,7 @@ def told(process: subprocess.Popen[str]) -> str:
 def old_run(path: Path) -> Path:
     """A folder as a run leaves it."""
     with folder.enter(path) as run:
-        durable.write_json(run.run_json, {"seed": 0})
+        atomic_io.write_json(run.run_json, {"seed": 0})
     return path
 
 
@@ -125,16 +126,16 @@ def test_new_paths_differ(tmp_path: Path) -> None:
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """A value that JSON cannot hold leaves the old file, and no draft."""
     path = tmp_path / "memory.json"
-    durable.write_json(path, {"peak": 1.5, "norms": [float("inf"), (1, float("nan"))]})
+    atomic_io.write_json(path, {"peak": 1.5, "norms": [float("inf"), (1, float("nan"))]})
     before = path.read_text()
     assert json.loads(before) == {"peak": 1.5, "norms": [None, [1, None]]}
     with pytest.raises(TypeError):
-        durable.write_json(path, {"peak": object()})
+        atomic_io.write_json(path, {"peak": object()})
     path.with_name("folder.json").mkdir()
     with pytest.raises(
         RunError, match=r"folder\.json cannot be written: .* bytes are needed, .* are free\)\. Make room"
     ):
-        durable.write_json(path.with_name("folder.json"), {})
+        atomic_io.write_json(path.with_name("folder.json"), {})
     assert path.read_text() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.json", "memory.json"]
 
@@ -176,21 +177,21 @@ def test_a_rank_has_its_last_words_on_a_full_disk(tmp_path: Path) -> None:
 def test_events_are_read_and_cut(tmp_path: Path) -> None:
     """A torn last line does not count, and the cut removes it."""
     with folder.enter(tmp_path / "run") as run:
-        assert durable.read_events(run.events) == []
-        assert durable.cut_events(run.events, 2) == []
+        assert atomic_io.read_events(run.events) == []
+        assert atomic_io.cut_events(run.events, 2) == []
         for step in range(1, 5):
             run.append_event({"step": step, "loss": 7.0 / step, "seconds": 0.5})
         run.append_event({"step": 4, "eval_loss": float("nan")})
         with open(run.events, "ab") as file:
             file.write(b'{"step": 5, "lo')
-        read = durable.read_events(run.events)
+        read = atomic_io.read_events(run.events)
         assert [event["step"] for event in read] == [1, 2, 3, 4, 4]
         assert read[1] == {"step": 2, "loss": 3.5, "seconds": 0.5}
         assert read[-1] == {"step": 4, "eval_loss": None}
-        assert durable.cut_events(run.events, 3) == read[:3]
+        assert atomic_io.cut_events(run.events, 3) == read[:3]
         run.append_event({"step": 4, "attempt": 2})
         assert run.events.read_bytes().count(b"\n") == 4
-        assert durable.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
+        assert atomic_io.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
 
 
 @pytest.mark.parametrize("line", ["{torn", "[1, 2]", "7"])
@@ -199,7 +200,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     with pytest.raises(RunError, match=r"events\.jsonl, line 2: .* Repair or remove"):
-        durable.cut_events(path, 1)
+        atomic_io.cut_events(path, 1)
 
 
 def test_a_rank_leaves_its_error(tmp_path: Path) -> None:
@@ -250,23 +251,23 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path) -> None:
     """What comes later would be glued to it, and no line behind it could be read."""
     path = tmp_path / "events.jsonl"
     code = (
-        "import resource, signal, sys; from pathlib import Path; from toolkit.durable import append_line\n"
+        "import resource, signal, sys; from pathlib import Path; from toolkit.core.atomic_io import append_line\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); path = Path(sys.argv[1]); append_line(path, {'step': 1})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5,) * 2)\n"
         "append_line(path, {'step': 2})"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
     assert f"RunError: {path} cannot be written: " in done.stderr
-    assert durable.read_events(path) == [{"step": 1}]
+    assert atomic_io.read_events(path) == [{"step": 1}]
     assert path.read_bytes().endswith(b"}\n")
 
 
 def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a supervisor: what they share is the launcher; a process started by hand is a run of its own."""
-    monkeypatch.delenv(locking.TOKEN, raising=False)
+    monkeypatch.delenv(run_lock.TOKEN, raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert not locking.supervised()
-    assert locking.run_token() != locking.run_token()
+    assert not run_lock.supervised()
+    assert run_lock.run_token() != run_lock.run_token()
     code = "from toolkit import locking; print(locking.run_token())"
     ranks = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
@@ -274,15 +275,15 @@ def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatc
     ]
     assert ranks[0].stdout == ranks[1].stdout
     assert str(os.getpid()) in ranks[0].stdout.decode()
-    monkeypatch.setenv(locking.TOKEN, "the supervisor's")
-    assert locking.supervised()
-    assert locking.run_token() == "the supervisor's"
+    monkeypatch.setenv(run_lock.TOKEN, "the supervisor's")
+    assert run_lock.supervised()
+    assert run_lock.run_token() == "the supervisor's"
 
 
 SHORT = """
 import resource, sys
 from pathlib import Path
-from toolkit.durable import read_json
+from toolkit.core.atomic_io import read_json
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + 8 * 2**20,) * 2)
 print(read_json(Path(sys.argv[1])))
@@ -292,7 +293,7 @@ print(read_json(Path(sys.argv[1])))
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps this limit")
 def test_json_is_read_where_memory_has_run_out(tmp_path: Path) -> None:
     """As by the rank that says what to change: not a byte more than the file has is asked for."""
-    durable.write_json(tmp_path / "run.json", {"a": 1})
+    atomic_io.write_json(tmp_path / "run.json", {"a": 1})
     done = subprocess.run(
         [sys.executable, "-c", SHORT, tmp_path / "run.json"], capture_output=True, text=True, check=False
     )

@@ -26,18 +26,18 @@ from toolkit import (
     hardware,
     plan,
 )
-from toolkit.adapting import check_quantized
 from toolkit.cli import main
+from toolkit.core.units import BYTES_OF
+from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
-from toolkit.forecasting import casts, memory
-from toolkit.forecasting.casts import cuda_casts
-from toolkit.forecasting.timeline import segments
+from toolkit.forecasting import cuda_autocast, memory
+from toolkit.forecasting.cuda_autocast import cuda_casts
+from toolkit.forecasting.memory_advice import changed
+from toolkit.forecasting.segments import segments
 from toolkit.forecasting.traces import trace_of
-from toolkit.smaller import changed
-from toolkit.units import BYTES_OF
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 FP32 = TraceConfig(
@@ -106,11 +106,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import shallow, tracing
+    from toolkit.forecasting import tracing, truncation
 
     spec = describe(config(family, 8))
     spread = segments(tracing.trace(spec, way, batch=2, seq_len=32))
-    monkeypatch.setattr(shallow, "_kept", lambda kinds: tuple(range(len(kinds))))
+    monkeypatch.setattr(truncation, "_kept", lambda kinds: tuple(range(len(kinds))))
     deep = segments(tracing.trace(spec, way, batch=2, seq_len=32))
     assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
     assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)
@@ -156,12 +156,12 @@ def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
 
 
 def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import kernels, tracing
+    from toolkit.forecasting import fake_kernels, tracing
 
     spec = describe(config("gpt2", 2))
     way = dataclasses.replace(AUTOCAST, checkpointing=False, device="cuda")
     wide = peak(segments(tracing.trace(spec, way, batch=2, seq_len=64)))
-    monkeypatch.setattr(kernels, "cuda_casts", contextlib.nullcontext)
+    monkeypatch.setattr(fake_kernels, "cuda_casts", contextlib.nullcontext)
     narrow = peak(segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     wider = (
         2 * 64 * 4 * 64 * 2
@@ -201,7 +201,7 @@ def test_a_softmax_of_fp16_is_one_kernel_on_a_gpu() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from toolkit.forecasting.tracker import Tracker
+    from toolkit.forecasting.memory_tracker import Tracker
 
     made = {}
     for dtype in (torch.float16, torch.bfloat16):
@@ -220,7 +220,10 @@ def test_cuda_casts_are_those_of_torch() -> None:
 
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
-    for macro, ours in (("AT_FORALL_FP32(_)", casts.WIDE), ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", casts.SUMS)):
+    for macro, ours in (
+        ("AT_FORALL_FP32(_)", cuda_autocast.WIDE),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", cuda_autocast.SUMS),
+    ):
         block = text[text.index(f"#define {macro}") :]
         found = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])
         theirs = {".".join(filter(None, one)) for one in found}

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.errors import CheckpointError
-from toolkit.foreign import Weights, open_foreign
-from toolkit.foreign.unpickling import DEEPSPEED, load, load_metadata
+from toolkit.checkpoints.importers import Weights, open_foreign
+from toolkit.checkpoints.importers.restricted_unpickler import DEEPSPEED, load, load_metadata
+from toolkit.core.errors import CheckpointError
 
 
 class Evil:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from toolkit import Loop, Strategy, describe, hardware
-from toolkit.cards import CARDS
+from toolkit.core.units import KiB, MiB
+from toolkit.devices.gpu_catalog import CARDS
 from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.memory_tracker import Tracker
 from toolkit.forecasting.timing import operations, step_time
-from toolkit.forecasting.tracker import Tracker
-from toolkit.units import KiB, MiB
 
 
 def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") -> Job:

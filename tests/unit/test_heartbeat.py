@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.folder import unheld
-from toolkit.heartbeat import Beat, Heartbeat, read_beats, show_waiting
-from toolkit.launching.watching import Watch
-from toolkit.phases import phase
+from toolkit.core.phases import phase
+from toolkit.launcher.heartbeat_monitor import Watch
+from toolkit.run_folder.folder import unheld
+from toolkit.run_folder.heartbeat import Beat, Heartbeat, read_beats, show_waiting
 
 
 def test_it_says_where_the_rank_is(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_stopped_process_stops_beating(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-from toolkit.heartbeat import Beat
+from toolkit.run_folder.heartbeat import Beat
 with Beat(Path({str(tmp_path / "rank-0.beat")!r}), 0, every=0.02):
     print("beats", flush=True)
     time.sleep(60)

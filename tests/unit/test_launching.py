@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.cli.parsing import parser
-from toolkit.forecasting import predicting
-from toolkit.launching import detaching, sessions
-from toolkit.launching.progress import Tail, read_progress
-from toolkit.launching.targets import named, ship, unship
-from toolkit.launching.viewing import page
-from toolkit.runtime import choose_ranks
+from toolkit.cli.parser import parser
+from toolkit.forecasting import prediction
+from toolkit.launcher import api, run_script
+from toolkit.launcher.progress import Tail, read_progress
+from toolkit.launcher.targets import named, ship, unship
+from toolkit.launcher.views import page
+from toolkit.training.setup import choose_ranks
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_shell_and_python_have_one_default_of_processes(
     def refuse(*_: Any, **__: Any) -> None:
         raise Launched
 
-    monkeypatch.setattr(sessions, "supervise", refuse)
-    monkeypatch.setattr(detaching, "_started", refuse)
+    monkeypatch.setattr(run_script, "supervise", refuse)
+    monkeypatch.setattr(api, "_started", refuse)
     flags = parser().parse_args(["launch", "--sharding", *words.split(), "--run-dir", str(tmp_path / "a"), str(script)])
     for started in (lambda: flags.call(flags), lambda: tk.launch(str(script), strategy, run_dir=tmp_path / "b")):
         with pytest.raises(Launched):
             started()
         assert capsys.readouterr().err.startswith(f"processes: {ranks}, the default on ")
-    assert predicting.asked(None, strategy, "cpu")[0].ranks == ranks
+    assert prediction.asked(None, strategy, "cpu")[0].ranks == ranks
 
 
 def test_every_gpu_is_used_unless_another_number_is_given() -> None:

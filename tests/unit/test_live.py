@@ -16,9 +16,9 @@ from IPython.utils.capture import CapturedIO, capture_output
 from ipywidgets.widgets.widget import _instances
 from runs import event, write
 
-from toolkit.durable import append_line
-from toolkit.errors import RunError
-from toolkit.launching import Run
+from toolkit.core.atomic_io import append_line
+from toolkit.core.errors import RunError
+from toolkit.launcher import Run
 from toolkit.notebook import live
 
 

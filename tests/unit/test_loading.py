@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
-from toolkit.adapting import adapt, check_quantized, require_libraries, unquantized_share
-from toolkit.devices import Device
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
+from toolkit.devices.machine import Device
+from toolkit.engines.adapters import adapt, check_quantized, require_libraries, unquantized_share
 from toolkit.engines.job import Job, resolve
-from toolkit.errors import MissingLibrary, ModelError, StrategyError
-from toolkit.loading import embedded_checkpoint, load, load_tokenizer
-from toolkit.model import ModelSpec, describe, embedded_config
-from toolkit.runtime import accelerator as make
-from toolkit.strategy import Loop, Strategy
+from toolkit.models import ModelSpec, describe, embedded_config
+from toolkit.models.embedded import embedded_checkpoint
+from toolkit.models.tokenizer import load_tokenizer
+from toolkit.training.loading import load
+from toolkit.training.setup import accelerator as make
 
 CPU = Device(
     kind="cpu",
@@ -90,7 +93,7 @@ def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> Non
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from toolkit.adapting import _seeded_by_name, attach
+    from toolkit.engines.adapters import _seeded_by_name, attach
 
     def drawn(layers: int, targets: list[str], seed: int) -> dict[str, Any]:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}

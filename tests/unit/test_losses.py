@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.core.errors import StrategyError
 from toolkit.engines.job import resolve
 from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels
-from toolkit.errors import StrategyError
 
 
 def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tensor:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from toolkit import measuring
+from toolkit import measurement
+from toolkit.core.units import MiB
 from toolkit.engines.records import StateMemory
-from toolkit.measuring.cpu import _peaks
-from toolkit.units import MiB
+from toolkit.measurement.cpu import _peaks
 
 # Even numbers of MiB: CUDA's allocator then splits its blocks without a rest, and both devices count the same.
 PHASED = """
 import sys, threading
 from toolkit import measuring
-from toolkit.phases import phase
+from toolkit.core.phases import phase
 
 device = sys.argv[1]
 window = measuring.start(device)
@@ -66,7 +66,7 @@ print(window.result().to_json())
 WINDOWS = """
 import gc, json
 from toolkit import measuring
-from toolkit.phases import phase
+from toolkit.core.phases import phase
 
 said = {}
 window = measuring.start("cpu")
@@ -244,13 +244,13 @@ def test_the_innermost_phase_counts_and_goes_on_until_the_next() -> None:
 
 def test_a_kind_of_device_that_is_unknown() -> None:
     with pytest.raises(ValueError, match="'tpu': expected cpu or cuda"):
-        measuring.start("tpu")
+        measurement.start("tpu")
 
 
 def test_live_bytes_follow_the_resident_set() -> None:
-    before = measuring.live_bytes("cpu")
+    before = measurement.live_bytes("cpu")
     block = bytearray(b"x") * (64 * MiB)
-    after = measuring.live_bytes("cpu")
+    after = measurement.live_bytes("cpu")
     assert list(after) == ["rss"]
     assert (after["rss"] or 0) - (before["rss"] or 0) > 60 * MiB
     assert len(block) == 64 * MiB
@@ -258,23 +258,23 @@ def test_live_bytes_follow_the_resident_set() -> None:
 
 def test_importing_is_light() -> None:
     heavy = "sorted({'torch', 'psutil', 'pynvml', 'accelerate', 'numpy'} & set(sys.modules))"
-    script = f"import sys, json, toolkit.measuring; print(json.dumps({{'heavy': {heavy}}}))"
+    script = f"import sys, json, toolkit.measurement; print(json.dumps({{'heavy': {heavy}}}))"
     assert run(script) == {"heavy": []}
 
 
 # ---- all ranks
 
 
-def rank(peak: int | None, phase: str | None = "backward", **more: Any) -> measuring.Measured:
+def rank(peak: int | None, phase: str | None = "backward", **more: Any) -> measurement.Measured:
     phases = {} if peak is None or phase is None else {phase: peak}
     values: dict[str, Any] = {"device": "cpu", "rss_bytes": 7, "rss_peak_bytes": 9, "live_bytes": 60, **more}
-    return measuring.Measured(peak_bytes=peak, peak_phase=phase, phases=phases, **values)
+    return measurement.Measured(peak_bytes=peak, peak_phase=phase, phases=phases, **values)
 
 
 HELD = StateMemory(trainable=20, frozen=5, master=10, optimizer=25)
 
 
-def together(*ranks: measuring.Measured) -> measuring.Memory:
+def together(*ranks: measurement.Measured) -> measurement.Memory:
     """What `collect` makes of several ranks: each one's share of the gathering, joined."""
     shares: list[Any] = []
 
@@ -283,8 +283,8 @@ def together(*ranks: measuring.Measured) -> measuring.Memory:
         return share
 
     for one in ranks:
-        measuring.collect(one, HELD, give)
-    return measuring.collect(ranks[0], HELD, lambda _: shares)
+        measurement.collect(one, HELD, give)
+    return measurement.collect(ranks[0], HELD, lambda _: shares)
 
 
 def test_the_worst_rank_stands_at_the_top_and_its_parts_add_up() -> None:
@@ -359,6 +359,6 @@ def test_each_step_reads_cuda() -> None:
     import torch
 
     block = torch.empty(8 * MiB, dtype=torch.uint8, device="cuda")
-    said = measuring.live_bytes(block.device)
+    said = measurement.live_bytes(block.device)
     assert list(said) == ["allocated", "reserved", "device"]
     assert (said["reserved"] or 0) >= (said["allocated"] or 0) >= 8 * MiB

@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
+from toolkit.core.errors import ModelError
 from toolkit.engines.states import adapted
-from toolkit.errors import ModelError
-from toolkit.model import (
+from toolkit.models import (
     ROLES,
     ModelSpec,
     checkpoint_dtype,
@@ -453,11 +453,11 @@ def test_a_hub_id_offline(saved: Path, tmp_path: Path) -> None:
             (snapshot / path.name).write_bytes(path.read_bytes())
     script = """
 import sys
-import toolkit.model
+import toolkit.models
 assert not {"torch", "transformers", "huggingface_hub", "numpy"} & set(sys.modules)
 from toolkit.engines.states import adapted
-from toolkit.errors import ModelError
-from toolkit.model import checkpoint_dtype, describe, require_weights
+from toolkit.core.errors import ModelError
+from toolkit.models import checkpoint_dtype, describe, require_weights
 for name in ("tiny", "bare", "absent"):
     try:
         spec = describe(f"somebody/{name}")

@@ -57,7 +57,7 @@ print(json.dumps(found))
     guilty = {module for module, names in json.loads(process.stdout).items() if names}
     # Classes over torch's and over anywidget's; a trace alone imports the one, a panel the other.
     # `tensor_parallel` comes first and imports `tracker`, which is then there already.
-    assert guilty == {"toolkit.forecasting.tensor_parallel", "toolkit.notebook.sliding"}
+    assert guilty == {"toolkit.forecasting.tensor_parallel", "toolkit.notebook.slider"}
 
 
 def test_what_is_started_with_m_is_not_imported_before() -> None:
@@ -69,7 +69,7 @@ def test_what_is_started_with_m_is_not_imported_before() -> None:
         if spec and '__name__ == "__main__"' in Path(spec.origin or "").read_text()
     ]
     assert "toolkit.finetune" in programs
-    programs.remove("toolkit.redacting")  # started by its path
+    programs.remove("toolkit.core.redaction")  # started by its path
     done = in_new_process("import sys, toolkit; print(*sys.modules.keys() & set(sys.argv[1:]))", *programs)
     assert done.stdout == "\n"
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "toolkit.finetune", "--help"]
@@ -201,7 +201,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert info + "licenses/LICENSE" in names
 
 
-@pytest.mark.parametrize("module", ["toolkit", "toolkit.strategy", "toolkit.engines.fsdp"])
+@pytest.mark.parametrize("module", ["toolkit", "toolkit.config.strategy", "toolkit.engines.fsdp"])
 def test_a_warning_of_ours_is_an_error(module: str) -> None:
     with pytest.raises(UserWarning, match="ours"):
         warnings.warn_explicit("ours", UserWarning, "a.py", 1, module=module)

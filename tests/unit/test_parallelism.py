@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from toolkit import StrategyError
-from toolkit.parallelism import ORDER, Parallelism, resolve_parallelism
-from toolkit.strategy import SHARDINGS, Strategy
+from toolkit.config.parallelism import ORDER, Parallelism, resolve_parallelism
+from toolkit.config.strategy import SHARDINGS, Strategy
 
 MESH = Parallelism(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=2)
 

@@ -15,13 +15,15 @@ import pytest
 import runs
 
 import toolkit as tk
-from toolkit import cli, durable, folder
-from toolkit.continuing import how_to_go_on
-from toolkit.errors import RunError
-from toolkit.heartbeat import Beat
-from toolkit.readying import Recipe
-from toolkit.reporting import reported
-from toolkit.units import timestamp
+from toolkit import cli
+from toolkit.config.run_config import Recipe
+from toolkit.core import atomic_io
+from toolkit.core.errors import RunError
+from toolkit.core.units import timestamp
+from toolkit.reports import reported
+from toolkit.run_folder import folder
+from toolkit.run_folder.heartbeat import Beat
+from toolkit.training.resumption import how_to_go_on
 
 STEPS = [runs.event(step) for step in range(1, 21)]
 HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1], resume=True); print('in', flush=True); sys.stdin.read()"
@@ -246,7 +248,7 @@ def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None
     run.record_end("failed", "an old failure")
     later = runs.about()
     later["attempts"].append({**later["attempts"][0], "started": "2099-01-01T00:00:00+0000"})
-    durable.write_json(run.run_json, later)
+    atomic_io.write_json(run.run_json, later)
     found = tk.report(run.path)
     assert "an old failure" not in str(found)
     assert found.run.measured is None

@@ -17,17 +17,19 @@ import pytest
 import runs
 
 import toolkit as tk
-from toolkit import durable, folder, following, locking
 from toolkit.cli import main
-from toolkit.devices import hardware
+from toolkit.core import atomic_io
+from toolkit.core.units import timestamp
+from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
-from toolkit.launching.detaching import without_launchers
-from toolkit.launching.progress import Progress
-from toolkit.launching.starting import supervisor_file, supervisor_log
-from toolkit.launching.targets import Target
-from toolkit.launching.trust import check_target, note_launch, target_of
-from toolkit.launching.viewing import page
-from toolkit.units import timestamp
+from toolkit.launcher.api import without_launchers
+from toolkit.launcher.attempt_files import supervisor_file, supervisor_log
+from toolkit.launcher.progress import Progress
+from toolkit.launcher.targets import Target
+from toolkit.launcher.trust import check_target, note_launch, target_of
+from toolkit.launcher.views import page
+from toolkit.run_folder import folder, run_lock
+from toolkit.training import metrics
 
 HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
 SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
@@ -51,7 +53,7 @@ def another(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def told_of(pid: int) -> dict[str, Any]:
     """As a process that launches another leaves it in `logs/supervisor.json`."""
-    return {"pid": pid, "started": locking.started(pid), "host": socket.gethostname()}
+    return {"pid": pid, "started": run_lock.started(pid), "host": socket.gethostname()}
 
 
 def own(path: Path, **target: Any) -> folder.Folder:
@@ -86,7 +88,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     begins = folder.unheld(tmp_path / "begins")
     begins.logs.mkdir(parents=True)
     with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
-        durable.write_json(supervisor_file(begins), told_of(process.pid))
+        atomic_io.write_json(supervisor_file(begins), told_of(process.pid))
         with pytest.raises(tk.RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
         assert len(tk.runs(tmp_path)) == 1
@@ -97,10 +99,10 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> None:
     mine = told_of(os.getpid())
-    assert locking.still(mine)
-    assert not locking.still(mine | {"started": "1"})
+    assert run_lock.still(mine)
+    assert not run_lock.still(mine | {"started": "1"})
     run = runs.write(tmp_path / "run", [])
-    durable.write_json(supervisor_file(run), mine | {"started": "1"})
+    atomic_io.write_json(supervisor_file(run), mine | {"started": "1"})
     assert not tk.attach(run.path).alive
 
 
@@ -219,7 +221,7 @@ def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch:
 def test_a_run_that_did_not_begin_takes_only_its_own_with_it(tmp_path: Path) -> None:
     for name, left in (("alone", False), ("mine", True)):
         with folder.enter(tmp_path / name) as run:
-            durable.write_json(run.run_json, runs.about())
+            atomic_io.write_json(run.run_json, runs.about())
             if left:
                 (run.path / "model.pt").write_text("hours of work")
             run.discard()
@@ -255,8 +257,8 @@ def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, mo
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Rank 0 of a run of one's own; the file that it logs into."""
-    monkeypatch.setenv(following.RUN_DIR, str(tmp_path))
-    monkeypatch.setattr(following, "_last_log", {})
+    monkeypatch.setenv(metrics.RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(metrics, "_last_log", {})
     return tmp_path / "events.jsonl"
 
 
@@ -265,9 +267,9 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for step in (1, 2, 3):
         tk.log(step, steps=9, loss=torch.tensor(1 / step), tokens=8)
-    monkeypatch.setattr(following, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
+    monkeypatch.setattr(metrics, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
     tk.log(2, steps=9, loss=0.25)
-    assert [(line["step"], line["loss"]) for line in durable.read_events(rank)] == [(1, 1.0), (2, 0.25)]
+    assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, 1.0), (2, 0.25)]
     assert tk.launching.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
 
 
@@ -294,12 +296,12 @@ def test_what_is_no_figure_is_refused(rank: Path, figures: dict[str, Any], said:
 
 def test_what_is_logged_can_be_read(rank: Path) -> None:
     tk.log(1, loss=float("nan"), tokens=2.0, good=True)
-    assert [(line["loss"], line["good"]) for line in durable.read_events(rank)] == [(None, 1)]
+    assert [(line["loss"], line["good"]) for line in atomic_io.read_events(rank)] == [(None, 1)]
 
 
 def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
     program = "import signal, toolkit as tk; print(tk.stopping(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
-    environ = {name: value for name, value in os.environ.items() if name != following.RUN_DIR}
+    environ = {name: value for name, value in os.environ.items() if name != metrics.RUN_DIR}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.split() == ["False", "True"]
 
@@ -307,13 +309,13 @@ def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
 def test_an_interrupted_watch_says_that_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.launching import running
+    from toolkit.launcher import run_handle
 
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
     with another(HOLD, tmp_path / "run"):
-        monkeypatch.setattr(running.time, "sleep", interrupt)
+        monkeypatch.setattr(run_handle.time, "sleep", interrupt)
         assert main(["watch", str(tmp_path / "run")]) == 130
         monkeypatch.undo()
     assert "waiting has ended; the run in" in capsys.readouterr().err
@@ -324,7 +326,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
     with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
-        durable.write_json(supervisor_file(run), told_of(process.pid))
+        atomic_io.write_json(supervisor_file(run), told_of(process.pid))
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

@@ -17,21 +17,24 @@ from typing import Any
 
 import pytest
 
-from toolkit import cli, durable, folder, redacting
+from toolkit import cli
 from toolkit.checkpoints.manifest import Manifest, read_manifest
-from toolkit.continuing import continued
+from toolkit.config.flags import from_dict
+from toolkit.config.parallelism import Parallelism
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core import atomic_io, redaction
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
+from toolkit.core.redaction import redact, redact_all
 from toolkit.data.encoding import Encoder
-from toolkit.data.reading import Document
-from toolkit.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
-from toolkit.flags import from_dict
-from toolkit.folder import read_run_json
-from toolkit.model import describe, local_weights, require_weights
-from toolkit.model.trusting import digest_of
-from toolkit.parallelism import Parallelism
-from toolkit.readying import Recipe
-from toolkit.redacting import redact, redact_all
-from toolkit.show import Shown, Table
-from toolkit.strategy import Loop, Strategy
+from toolkit.data.files import Document
+from toolkit.models import describe, local_weights, require_weights
+from toolkit.models.remote_code import digest_of
+from toolkit.run_folder import folder
+from toolkit.run_folder.folder import read_run_json
+from toolkit.training.resumption import continued
 
 ONE = vars(Parallelism())
 """Of one rank."""
@@ -109,8 +112,8 @@ def test_secrets_are_in_no_file_message_or_result(
         def to_dict(self) -> dict[str, Any]:
             return {"a": SECRET}
 
-    durable.write_json(tmp_path / "x.json", {"a": (SECRET, {"b": HUB}), "n": float("nan")})
-    durable.append_line(tmp_path / "events.jsonl", {"error": SECRET})
+    atomic_io.write_json(tmp_path / "x.json", {"a": (SECRET, {"b": HUB}), "n": float("nan")})
+    atomic_io.append_line(tmp_path / "events.jsonl", {"error": SECRET})
     with folder.enter(tmp_path / "run") as run:
         run.record_error(0, RuntimeError(f"Bearer {SECRET}"))
     result = Result()
@@ -124,7 +127,7 @@ def test_secrets_are_in_no_file_message_or_result(
             raise RuntimeError(SECRET)
         return Result()
 
-    monkeypatch.setattr("toolkit.cli.parsing.describe", describe)
+    monkeypatch.setattr("toolkit.cli.parser.describe", describe)
     assert cli.main(["describe", "--json", str(tmp_path / "y.json")]) == 0
     assert json.loads((tmp_path / "y.json").read_text()) == {"a": "[redacted]"}
     assert cli.main(["describe", "crash"]) == 1
@@ -176,7 +179,7 @@ def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Pa
 def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """What cannot be written in one place is written in the other."""
     log = tmp_path / "log"
-    command = [sys.executable, "-I", "-S", redacting.__file__]
+    command = [sys.executable, "-I", "-S", redaction.__file__]
     with subprocess.Popen([*command, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as passing:
         assert passing.stdin is not None
         assert passing.stdout is not None
@@ -192,7 +195,7 @@ def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
 
 def test_a_line_without_end_passes_whole() -> None:
     text = b"x" * 3_000_000 + SECRET.encode() + b" y" * 1000
-    command = [sys.executable, "-I", "-S", redacting.__file__]
+    command = [sys.executable, "-I", "-S", redaction.__file__]
     done = subprocess.run(command, input=text, env={"A_TOKEN": SECRET}, capture_output=True, check=True, timeout=60)
     assert done.stdout == text.replace(SECRET.encode(), b"[redacted]")
 
@@ -335,7 +338,7 @@ def test_code_that_is_a_link_or_missing_is_refused(mine: Path, canary: Path, tmp
 
 def test_a_tokenizers_own_code_is_refused_with_the_flag(mine: Path, canary: Path) -> None:
     """Beside a model that transformers has itself."""
-    from toolkit.loading import load_tokenizer
+    from toolkit.models.tokenizer import load_tokenizer
 
     _change(mine / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     for path in mine.glob("*mine.py"):
@@ -396,14 +399,14 @@ def test_trusted_code_is_run_recorded_exported_and_never_resumed_by_the_folder_a
         assert says in capfd.readouterr().err
     assert not canary.exists()
     assert cli.main([*again, *trust, "--data", str(data)]) == 0, capfd.readouterr().err
-    assert [event["step"] for event in durable.read_events(run / "events.jsonl")] == [1, 2, 3]
+    assert [event["step"] for event in atomic_io.read_events(run / "events.jsonl")] == [1, 2, 3]
 
 
 HUB_SCRIPT = """
 import sys
 from pathlib import Path
-from toolkit.errors import ModelError
-from toolkit.model import describe, require_weights
+from toolkit.core.errors import ModelError
+from toolkit.models import describe, require_weights
 for trust in (None, "main", sys.argv[1][:7], "b" * 40, sys.argv[1]):
     try:
         spec = describe("somebody/mine", trust_remote_code=trust)
@@ -450,7 +453,7 @@ def get_kernel(*words, **more):
 """
 QUIET = """
 import sys
-from toolkit.adapting import import_bitsandbytes
+from toolkit.engines.adapters import import_bitsandbytes
 import_bitsandbytes()
 import peft
 import bitsandbytes.backends.cpu.ops

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.checkpoints.layout import Region, WriteItem
 from toolkit.checkpoints.manifest import FORMAT, Manifest
-from toolkit.checkpoints.stored import StoredTensors, opened
+from toolkit.checkpoints.stored_tensors import StoredTensors, opened
+from toolkit.config.parallelism import Parallelism
+from toolkit.core.errors import CheckpointError
 from toolkit.engines.shards import (
     Box,
     Shard,
@@ -31,8 +33,6 @@ from toolkit.engines.shards import (
     uncovered,
     whole_box,
 )
-from toolkit.errors import CheckpointError
-from toolkit.parallelism import Parallelism
 
 
 class Operations(TorchDispatchMode):

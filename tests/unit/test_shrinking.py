@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import shrinking
-from toolkit.cli.parsing import parser
-from toolkit.errors import OutOfMemory, is_out_of_memory
-from toolkit.flags import given
-from toolkit.folder import enter
-from toolkit.heartbeat import Heartbeat
-from toolkit.launching import Care
-from toolkit.readying import Recipe
-from toolkit.shrinking import advice, killed_for_memory, out_of_memory
-from toolkit.smaller import changes, halved
-from toolkit.strategy import Loop, Strategy
+from toolkit.cli.parser import parser
+from toolkit.config.flags import given
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import OutOfMemory, is_out_of_memory
+from toolkit.forecasting.memory_advice import changes, halved
+from toolkit.launcher import Care
+from toolkit.run_folder.folder import enter
+from toolkit.run_folder.heartbeat import Heartbeat
+from toolkit.training import oom
+from toolkit.training.oom import advice, killed_for_memory, out_of_memory
 
 BEAT = Heartbeat(
     rank=1, pid=7, step=3, phase="backward", marks=20, listens=True, rss=3 * 2**30, cpu=9.0, time=1_800_000_000.0
@@ -152,4 +153,4 @@ def test_kills_for_memory_are_counted(tmp_path: Path, group: str, name: str, tex
     (tmp_path / "root" / name).write_text(text)
     (tmp_path / "cgroup").write_text(group + "\n")
     (tmp_path / "vmstat").write_text("pgfault 1\noom_kill 8\n")
-    assert shrinking._kills(tmp_path / "root", tmp_path / "cgroup", tmp_path / "vmstat") == expected
+    assert oom._kills(tmp_path / "root", tmp_path / "cgroup", tmp_path / "vmstat") == expected

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from toolkit.core.errors import DataError
 from toolkit.engines.records import Prepared
-from toolkit.errors import DataError
-from toolkit.training import Step, Wish, evaluate, train
+from toolkit.training.loop import Step, Wish, evaluate, train
 
 
 def batch(trained: bool = True) -> dict[str, Any]:

@@ -22,24 +22,26 @@ import pytest
 import runs
 
 import toolkit as tk
-from toolkit import cli, durable, folder, locking
+from toolkit import cli
+from toolkit.checkpoints.importers import restricted_unpickler
 from toolkit.checkpoints.manifest import FORMAT, Manifest, read_manifest
-from toolkit.cli.writing import write
-from toolkit.data.reading import LONGEST, documents
+from toolkit.cli.output import write
+from toolkit.config.parallelism import Parallelism
+from toolkit.core import atomic_io
+from toolkit.core.display import Table
+from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
+from toolkit.core.redaction import redact, visible
+from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
-from toolkit.errors import CheckpointError, DataError, ModelError, RunError
-from toolkit.exporting.publishing import drafted
-from toolkit.foreign import unpickling
-from toolkit.launching import starting
-from toolkit.launching.failing import Known, failure
-from toolkit.launching.starting import supervises, supervisor_file
-from toolkit.launching.targets import Target
-from toolkit.launching.trust import check_target, note_launch, target_of
-from toolkit.model import describe, local_weights
-from toolkit.model.trusting import digest_of
-from toolkit.parallelism import Parallelism
-from toolkit.redacting import redact, visible
-from toolkit.show import Table
+from toolkit.exporters.publication import drafted
+from toolkit.launcher import attempt_files
+from toolkit.launcher.attempt_files import supervises, supervisor_file
+from toolkit.launcher.failures import Known, failure
+from toolkit.launcher.targets import Target
+from toolkit.launcher.trust import check_target, note_launch, target_of
+from toolkit.models import describe, local_weights
+from toolkit.models.remote_code import digest_of
+from toolkit.run_folder import folder, run_lock
 
 ONE = vars(Parallelism())
 """Of one rank."""
@@ -158,11 +160,11 @@ def test_looking_for_a_module_runs_none(here: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("pid", [-1, 0, 1, True, 2.0, "7", None, 2**40])
 def test_no_file_names_a_group_or_every_process(pid: Any, here: Path) -> None:
-    about = {"pid": pid, "started": locking.started(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
+    about = {"pid": pid, "started": run_lock.started(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
     run = runs.write(here / "run", [])
-    durable.write_json(supervisor_file(run), about)
+    atomic_io.write_json(supervisor_file(run), about)
     (run.path / "lock").write_text(json.dumps({"token": "x"}) + "\n" + json.dumps(about) + "\n")
-    assert locking.supervisor_of(run.path) is None
+    assert run_lock.supervisor_of(run.path) is None
     assert not tk.attach(run.path).alive
     tk.attach(run.path).stop()  # would end this process, or all
 
@@ -170,8 +172,8 @@ def test_no_file_names_a_group_or_every_process(pid: Any, here: Path) -> None:
 @pytest.mark.parametrize("lacks", ["started", "host"])
 def test_a_process_is_named_whole(lacks: str, here: Path, victim: subprocess.Popen[bytes]) -> None:
     run = runs.write(here / "run", [])
-    about = {"pid": victim.pid, "started": locking.started(victim.pid), "host": socket.gethostname()}
-    durable.write_json(supervisor_file(run), {name: value for name, value in about.items() if name != lacks})
+    about = {"pid": victim.pid, "started": run_lock.started(victim.pid), "host": socket.gethostname()}
+    atomic_io.write_json(supervisor_file(run), {name: value for name, value in about.items() if name != lacks})
     assert not tk.attach(run.path).alive
 
 
@@ -179,11 +181,11 @@ def test_a_process_that_looks_after_no_run_is_not_signalled(here: Path, victim: 
     run = runs.write(here / "run", [])
     about = {
         "pid": victim.pid,
-        "started": locking.started(victim.pid),
+        "started": run_lock.started(victim.pid),
         "host": socket.gethostname(),
         "role": "supervisor",
     }
-    durable.write_json(supervisor_file(run), about)
+    atomic_io.write_json(supervisor_file(run), about)
     assert not supervises(about, run.path)
     assert not tk.attach(run.path).alive
     hold = (
@@ -212,8 +214,8 @@ def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", hold, str(theirs)], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
-        about = {"pid": other.pid, "started": locking.started(other.pid), "host": socket.gethostname()}
-        durable.write_json(supervisor_file(run), about)
+        about = {"pid": other.pid, "started": run_lock.started(other.pid), "host": socket.gethostname()}
+        atomic_io.write_json(supervisor_file(run), about)
         assert not tk.attach(run.path).alive
         tk.attach(run.path).stop()
         other.communicate("")
@@ -224,7 +226,7 @@ def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
 def test_a_token_names_no_process(more: dict[str, Any], here: Path) -> None:
     run = runs.write(here / "run", [])
     about = {"started": "1", "host": socket.gethostname(), **more}
-    durable.write_json(supervisor_file(run), about)
+    atomic_io.write_json(supervisor_file(run), about)
     (run.path / "lock").write_text(
         json.dumps({"token": "x"}) + "\n" + json.dumps({**about, "role": "supervisor"}) + "\n"
     )
@@ -243,12 +245,12 @@ def test_a_report_leaves_its_folder_by_no_link(here: Path, monkeypatch: pytest.M
     with pytest.raises(RunError, match="is a link that leads out of the run's folder"):
         tk.report(run.path).write()
     (run.path / "report.html").unlink()
-    monkeypatch.setattr(durable.secrets, "token_hex", lambda size: "0" * 2 * size)
+    monkeypatch.setattr(atomic_io.secrets, "token_hex", lambda size: "0" * 2 * size)
     (run.path / ".report.html.0000000000000000.tmp").symlink_to(theirs)
     with pytest.raises(RunError, match=r"is a link that leads out|cannot be written"):
         tk.report(run.path).write()
     with pytest.raises(FileExistsError):
-        durable.write_whole(run.path / "report.html", b"page")
+        atomic_io.write_whole(run.path / "report.html", b"page")
     assert theirs.read_text() == "theirs"
 
 
@@ -395,7 +397,7 @@ def test_no_code_hides_behind_a_link_to_a_folder(here: Path) -> None:
     ],
 )
 def test_tensors_that_overlap(tensors: dict[str, list[int]], size: int, here: Path) -> None:
-    from toolkit.model import checkpoint_dtype
+    from toolkit.models import checkpoint_dtype
 
     header = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in tensors.items()}
     text = json.dumps(header).encode()
@@ -456,7 +458,7 @@ def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: py
     run.record_end("failed", "as its supervisor said")
     about = json.loads(run.run_json.read_text())
     about["attempts"][0]["started"] = "2099-01-01T00:00:00+0000"
-    durable.write_json(run.run_json, about)
+    atomic_io.write_json(run.run_json, about)
     assert tk.report(run.path).run.words == "as its supervisor said"
 
 
@@ -503,12 +505,12 @@ def test_a_full_disk_is_one_sentence(full: Path) -> None:
     with pytest.raises(RunError, match=r"lock cannot be written: No space left on device.*Make room"):
         folder.enter(full / "run")
     with pytest.raises(RunError, match=r"accelerate\.yaml cannot be written: No space left on device"):
-        starting.clear(run, {"num_processes": 2})
+        attempt_files.clear(run, {"num_processes": 2})
     with pytest.raises(RunError, match=r"events\.jsonl cannot be written: (the disk is full|No space left)"):
         run.append_event(runs.event(2, samples="a" * 10_000))
     with pytest.raises(RunError, match=r"events\.jsonl cannot be written: No space left"):
-        durable.cut_events(run.events, 1)
-    assert durable.read_events(run.events)[0]["step"] == 1
+        atomic_io.cut_events(run.events, 1)
+    assert atomic_io.read_events(run.events)[0]["step"] == 1
 
 
 # JSON ------------------------------------------------------------------------------------------------------------------
@@ -700,7 +702,7 @@ def test_no_text_takes_the_redactor_long(part: str) -> None:
 
 
 def test_no_cell_ends_a_cards_block(here: Path) -> None:
-    from toolkit.exporting.card import write_card
+    from toolkit.exporters.model_card import write_card
 
     rows = {"data": "```\n# A heading of a stranger's\n<script>"}
     write_card(here, describe(), what="model", trained="none", rows=rows, notes=[], error=None)
@@ -732,7 +734,7 @@ def test_no_tuple_takes_for_ever_or_the_stack(how: str, kind: str, here: Path) -
         file.write_bytes(b"".join([*beginning, TUPLES[how], pickle.dumps([], protocol=2)]))
     else:
         file.write_bytes(TUPLES[how])
-    read = unpickling.load_metadata if kind == "dcp" else unpickling.load
+    read = restricted_unpickler.load_metadata if kind == "dcp" else restricted_unpickler.load
     with pytest.raises(CheckpointError, match=r"nests more than 10,000 tuples"):
         read(file)
 

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from toolkit.errors import StrategyError
-from toolkit.flags import add_flags, from_dict, given, to_flags
-from toolkit.strategy import ADAPTERS, SHARDINGS, Loop, Strategy
-from toolkit.strategy import PRECISION_WORDS as PRECISIONS
+from toolkit.config.flags import add_flags, from_dict, given, to_flags
+from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
+from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import StrategyError
 
 VALID = [
     Strategy(),

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from toolkit.errors import ToolkitError
-from toolkit.folder import Folder
-from toolkit.heartbeat import EVERY, Heartbeat, read_beats
-from toolkit.launching.failing import Known, RankDied, RankHung, failure
-from toolkit.launching.stopping import Stopped
-from toolkit.launching.watching import STILL_SECONDS, Watch
-from toolkit.shrinking import killed_for_memory
+from toolkit.core.errors import ToolkitError
+from toolkit.launcher.failures import Known, RankDied, RankHung, failure
+from toolkit.launcher.heartbeat_monitor import STILL_SECONDS, Watch
+from toolkit.launcher.stop_signals import Stopped
+from toolkit.run_folder.folder import Folder
+from toolkit.run_folder.heartbeat import EVERY, Heartbeat, read_beats
+from toolkit.training.oom import killed_for_memory
 
 GARBAGE = (
     b"", b"\xff\xfe\x00", b"{", b"null", b"[1, 2]", b'"text"', b"{}", b"[" * 5000, b'{"rank": []}', b'[{"rank": "x"}]',

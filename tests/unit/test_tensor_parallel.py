@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from toolkit import StrategyError, describe, forecast
-from toolkit.devices import hardware
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.devices.machine import hardware
 from toolkit.engines.base import engine_named, engine_of
 from toolkit.engines.job import Job, default_ranks, resolve
 from toolkit.engines.mesh.plan import local_job, local_shape
-from toolkit.model import ModelSpec
-from toolkit.runtime import agree
-from toolkit.strategy import Loop, Strategy
+from toolkit.models import ModelSpec
+from toolkit.training.setup import agree
 
 MACHINE = "8x H100-80GB"
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,7 +31,7 @@ from toolkit.engines.mesh.plan import local_shape
 from toolkit.engines.traces import TraceConfig
 from toolkit.forecasting.tensor_parallel import split
 from toolkit.forecasting.tracing import local
-from toolkit.model import describe
+from toolkit.models import describe
 
 spec = describe(sys.argv[1])
 for rank in (0, 1):

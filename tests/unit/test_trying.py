@@ -8,9 +8,9 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from toolkit import Loop, Strategy, StrategyError, Trials, phase, try_out
-from toolkit.measuring import highest
-from toolkit.trying import Trial
-from toolkit.units import MiB
+from toolkit.core.units import MiB
+from toolkit.measurement import highest
+from toolkit.training.step_profile import Trial
 
 LOOP = Loop(steps=4, seq_len=64, micro_batch=2)
 PARAMETERS = 5_048_576  # of the embedded model

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from toolkit.engines import cpu
-from toolkit.engines.waiting import handlers, patience, ticking, wait_for
+from toolkit.engines.timeouts import handlers, patience, ticking, wait_for
 
 
 @pytest.mark.parametrize("seconds", [5, 600, 1800])
@@ -27,7 +27,7 @@ def test_a_rank_waits_as_long_as_rank_0_gives_signs_of_life(monkeypatch: pytest.
     """Here twice its time limit, and no longer than that limit without one."""
     from torch.distributed import HashStore
 
-    monkeypatch.setattr("toolkit.engines.waiting.EVERY", 0.02)
+    monkeypatch.setattr("toolkit.engines.timeouts.EVERY", 0.02)
     store = HashStore()
 
     def work() -> None:

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cache import cache_folder
 from toolkit.checkpoints.hashing import sha256_of_all
-from toolkit.durable import write_whole
-from toolkit.errors import CheckpointError
-from toolkit.model import ModelSpec, local_weights
-from toolkit.redacting import MARK, redact_all
+from toolkit.core.atomic_io import write_whole
+from toolkit.core.cache import cache_folder
+from toolkit.core.errors import CheckpointError
+from toolkit.core.redaction import MARK, redact_all
+from toolkit.models import ModelSpec, local_weights
 
 if TYPE_CHECKING:
-    from toolkit.strategy import Strategy
+    from toolkit.config.strategy import Strategy
 
 ADAPTER_FIELDS = ("adapter", "lora_rank", "lora_targets")
 """Fields of Strategy that decide which parameters there are: what is trained stays what it was."""

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.tables import Optimizer
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF, dtype_name
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Box, Shard, box_elements, box_shape
 from toolkit.engines.states import persistent_buffers
-from toolkit.errors import StrategyError
-from toolkit.tables import Optimizer
-from toolkit.units import BYTES_OF, dtype_name
 
 if TYPE_CHECKING:
     import torch

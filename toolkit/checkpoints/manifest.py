@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.hashing import sha256_of_all
-from toolkit.durable import check_fields, parse_json, read_limited
+from toolkit.config.parallelism import Parallelism
+from toolkit.core.atomic_io import check_fields, parse_json, read_limited
+from toolkit.core.errors import CheckpointError, OtherFormat
+from toolkit.core.units import BYTES_OF
 from toolkit.engines.records import Counters
-from toolkit.errors import CheckpointError, OtherFormat
-from toolkit.folder import RANKS
-from toolkit.parallelism import Parallelism
-from toolkit.units import BYTES_OF
+from toolkit.run_folder.folder import RANKS
 
 FORMAT = 2
 """Whoever changes what a checkpoint's files mean raises it."""

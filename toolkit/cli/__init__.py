@@ -11,11 +11,11 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from toolkit.cli.parsing import parser
-from toolkit.cli.writing import check_target, quiet, show
-from toolkit.errors import ToolkitError
-from toolkit.launching import Stopped
-from toolkit.redacting import redacted_output
+from toolkit.cli.output import check_target, quiet, show
+from toolkit.cli.parser import parser
+from toolkit.core.errors import ToolkitError
+from toolkit.core.redaction import redacted_output
+from toolkit.launcher import Stopped
 
 __all__ = ["main", "parser"]
 

@@ -6,15 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkit.cli.foreseeing import strategies
-from toolkit.flags import from_dict, given
-from toolkit.show import Shown
-from toolkit.strategy import Loop
+from toolkit.cli.planning_commands import strategies
+from toolkit.config.flags import from_dict, given
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown
 
 
 def report(flags: argparse.Namespace) -> Shown:
     """Write a run's report.html, and show what is in it: also of a run that goes on, was stopped or failed."""
-    from toolkit.reporting import report
+    from toolkit.reports import report
 
     found = report(flags.run)
     print(f"report: {found.write(flags.output)}", file=sys.stderr)
@@ -23,9 +23,9 @@ def report(flags: argparse.Namespace) -> Shown:
 
 def compare(flags: argparse.Namespace) -> Shown:
     """The same work under several strategies, in one table."""
-    from toolkit.comparing import compare
-    from toolkit.devices import hardware
-    from toolkit.readying import Recipe
+    from toolkit.comparison import compare
+    from toolkit.config.run_config import Recipe
+    from toolkit.devices.machine import hardware
 
     found = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
@@ -36,9 +36,9 @@ def compare(flags: argparse.Namespace) -> Shown:
 
 def export(flags: argparse.Namespace) -> Shown:
     """Write what a checkpoint holds as Hugging Face files, and check them."""
-    from toolkit.exporting import export
-    from toolkit.model import EMBEDDED
-    from toolkit.readying import embedded_model
+    from toolkit.config.run_config import EMBEDDED
+    from toolkit.data.embedded import embedded_model
+    from toolkit.exporters import export
 
     model = str(embedded_model()) if flags.model == EMBEDDED else flags.model
     return export(

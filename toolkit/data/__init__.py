@@ -15,11 +15,11 @@ from toolkit.data.batching import (
     sample_ids,
     spell_samples,
 )
-from toolkit.data.building import prepare_data
-from toolkit.data.embedded import embedded_files, embedded_tokenizer
+from toolkit.data.embedded import described, embedded_files, embedded_model, embedded_tokenizer
+from toolkit.data.files import Document, documents
 from toolkit.data.ingestion import Contents, ingest
 from toolkit.data.packing import packs
-from toolkit.data.reading import Document, documents
+from toolkit.data.preparation import prepare_data
 from toolkit.data.rows import Rows, find_rows, open_rows
 from toolkit.data.sources import find_source
 
@@ -30,8 +30,10 @@ __all__ = [
     "Rows",
     "batches",
     "check_batch",
+    "described",
     "documents",
     "embedded_files",
+    "embedded_model",
     "embedded_tokenizer",
     "eval_batches",
     "find_rows",

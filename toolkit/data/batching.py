@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import DataError
+from toolkit.core.units import ceil_div
 from toolkit.data.rows import Rows
-from toolkit.errors import DataError
-from toolkit.strategy import Loop
-from toolkit.units import ceil_div
 
 SHOWN_ROWS, SHOWN_TOKENS, LISTED_ROWS = 8, 12, 32
 """Of how many of a step's samples a message shows the text, how much of it, and how many it names at all."""

@@ -1,14 +1,21 @@
-"""The embedded text and its tokenizer: what is trained on where no data are named. Nothing is downloaded."""
+"""The embedded text, its tokenizer, and the embedded model with them: used where none are named. Nothing is downloaded."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import shutil
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
-from toolkit.errors import DataError
+from toolkit.config.run_config import EMBEDDED
+from toolkit.core.cache import cache_folder
+from toolkit.core.errors import DataError
+from toolkit.models import ModelSpec, describe
+from toolkit.models.embedded import embedded_checkpoint
 
 TEXT_BYTES = 4_000_000
 """The embedded text is the first files, by name, that reach this size."""
@@ -80,3 +87,30 @@ def embedded_tokenizer(folder: Path) -> None:
             path.replace(folder / path.name)
     finally:
         shutil.rmtree(fresh)
+
+
+def described(model: str, trust_remote_code: str | None = None) -> ModelSpec:
+    """The model's spec; the embedded model is made first, once for this machine."""
+    if model != EMBEDDED:
+        return describe(model, trust_remote_code=trust_remote_code)
+    return dataclasses.replace(describe(None, trust_remote_code=trust_remote_code), source=str(embedded_model()))
+
+
+def embedded_model() -> Path:
+    """The folder of the embedded model and its tokenizer, made once from a seed: where every strategy starts."""
+    from importlib import metadata
+
+    from filelock import FileLock
+
+    # The tokenizer comes from this Python's sources, the weights from this torch's generator.
+    made_with = [sys.version, *(metadata.version(name) for name in ("torch", "transformers", "tokenizers"))]
+    root = cache_folder("embedded")
+    folder = root / hashlib.sha256(repr(made_with).encode()).hexdigest()[:16]
+    with FileLock(root / f"{folder.name}.lock"):
+        if not folder.exists():
+            fresh = root / f".{folder.name}.partial"
+            shutil.rmtree(fresh, ignore_errors=True)
+            embedded_checkpoint(fresh)
+            embedded_tokenizer(fresh)
+            fresh.rename(folder)
+    return folder

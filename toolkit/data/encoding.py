@@ -9,9 +9,9 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.reading import Document
-from toolkit.durable import at_home
-from toolkit.errors import DataError
+from toolkit.core.atomic_io import at_home
+from toolkit.core.errors import DataError
+from toolkit.data.files import Document
 
 BATCH = 64
 """Texts that are given to the tokenizer at once: it works on them in parallel."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError
-from toolkit.model.hub import first_line, hub_reachable
+from toolkit.core.errors import DataError
+from toolkit.models.hub import first_line, hub_reachable
 
 
 def check_hub(source: str) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import cache_folder, keep
+from toolkit.core.atomic_io import at_home
+from toolkit.core.cache import cache_folder, keep
+from toolkit.core.errors import DataError
+from toolkit.data.files import ROWS, Document, documents
 from toolkit.data.hub import progress
-from toolkit.data.reading import ROWS, Document, documents
 from toolkit.data.sources import Source, find_source
-from toolkit.durable import at_home
-from toolkit.errors import DataError
 
 FORMAT = 1
 """Of the cached documents. Raise it when their columns or checks change."""

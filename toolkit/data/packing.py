@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.encoding import Encoded
-from toolkit.model import ModelSpec
+from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np

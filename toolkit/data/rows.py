@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cache import cache_folder
+from toolkit.config.tables import ATTENTIONS
+from toolkit.core.cache import cache_folder
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import DataError
 from toolkit.data.packing import IGNORED, PACKED, PADDED, Counts
-from toolkit.errors import DataError
-from toolkit.show import Shown, Table
-from toolkit.tables import ATTENTIONS
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.atomic_io import at_home, leads_out
+from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
 from toolkit.data.hub import check_hub, configured_files, load_dataset, open_saved
-from toolkit.durable import at_home, leads_out
-from toolkit.errors import DataError
 
 EMBEDDED = "embedded"
 """The source's name that means the embedded text, as None does."""

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.errors import DataError
+from toolkit.core.process_lifecycle import forks_die_with_parent
 from toolkit.data.encoding import Encoded, Encoder
+from toolkit.data.files import COLUMNS, Document
 from toolkit.data.hub import progress
 from toolkit.data.ingestion import BATCH_BYTES, Contents, is_shown, progress_bar
-from toolkit.data.reading import COLUMNS, Document
 from toolkit.data.sources import Source
-from toolkit.errors import DataError
-from toolkit.lifetime import forks_die_with_parent
 
 PROCESS_BYTES = 32 << 20
 """Bytes of documents for each process: fewer cost less time than another process."""

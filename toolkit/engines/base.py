@@ -14,7 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.devices import Device
+from toolkit.config.strategy import SHARDINGS, Sharding, Strategy
+from toolkit.core.errors import StrategyError
+from toolkit.core.phases import phase
+from toolkit.devices.machine import Device
 from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_kind, loss_sum
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
@@ -28,9 +31,6 @@ from toolkit.engines.stepping import (
     write_counters,
 )
 from toolkit.engines.traces import Segment, Trace, TraceConfig, trace_config
-from toolkit.errors import StrategyError
-from toolkit.phases import phase
-from toolkit.strategy import SHARDINGS, Sharding, Strategy
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.strategy import Strategy
+from toolkit.config.strategy import Strategy
 
 SPELLED = ("bf16", "fp16", "fp8")
 """Precisions that Accelerate's file can say: there bf16 and fp16 keep fp32 masters, too."""

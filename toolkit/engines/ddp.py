@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.strategy import Strategy
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF, MiB, dtype_name
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.job import Job
@@ -23,11 +26,8 @@ from toolkit.engines.states import (
     parameters_of,
 )
 from toolkit.engines.stepping import write_counters
+from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Segment, Trace
-from toolkit.engines.waiting import handlers
-from toolkit.errors import StrategyError
-from toolkit.strategy import Strategy
-from toolkit.units import BYTES_OF, MiB, dtype_name
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.devices import Device, Hardware
-from toolkit.errors import StrategyError
-from toolkit.model import ModelSpec
-from toolkit.parallelism import Coordinates, Parallelism, resolve_parallelism
-from toolkit.strategy import SHARDINGS, Loop, Strategy
-from toolkit.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS, Optimizer, Precision
+from toolkit.config.parallelism import Coordinates, Parallelism, resolve_parallelism
+from toolkit.config.strategy import SHARDINGS, Strategy
+from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS, Optimizer, Precision
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import StrategyError
+from toolkit.devices.machine import Device, Hardware
+from toolkit.models import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

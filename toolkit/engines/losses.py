@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.errors import StrategyError
 from toolkit.engines.job import Job
-from toolkit.errors import StrategyError
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import format_bytes
 from toolkit.engines.job import Job
-from toolkit.errors import StrategyError
-from toolkit.show import Shown, Table
-from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

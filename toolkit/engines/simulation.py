@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from toolkit.core.units import BYTES_OF, KiB, MiB, ceil_div
 from toolkit.engines.base import kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.states import checkpoint_bytes, parameters_of, quantizable
 from toolkit.engines.traces import Segment
-from toolkit.units import BYTES_OF, KiB, MiB, ceil_div
 
 
 class Moves(Protocol):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.units import BYTES_OF, ceil_div, dtype_name
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
 from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
-from toolkit.model import ModelSpec
-from toolkit.units import BYTES_OF, ceil_div, dtype_name
+from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     import torch

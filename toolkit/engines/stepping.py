@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.phases import phase
+from toolkit.core.units import dtype_name
 from toolkit.engines.records import Counters, Prepared, StepResult
 from toolkit.engines.states import set_steps, steps_of
-from toolkit.phases import phase
-from toolkit.units import dtype_name
 
 if TYPE_CHECKING:
     import torch

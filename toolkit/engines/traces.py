@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.job import Job
-from toolkit.tables import ATTENTIONS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ and notes what every operator allocates, `traces` keeps that on disk, `timeline`
 A new engine is a new file in `toolkit/engines`, a new GPU a row in `cards.py`.
 """
 
-from toolkit.forecasting.forecasts import Forecast
-from toolkit.forecasting.planning import Candidate, Plan, plan
-from toolkit.forecasting.predicting import forecast, forecast_job
+from toolkit.forecasting.plans import Candidate, Plan, plan
+from toolkit.forecasting.prediction import forecast, forecast_job
+from toolkit.forecasting.result import Forecast
 
 __all__ = ["Candidate", "Forecast", "Plan", "forecast", "forecast_job", "plan"]

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from toolkit.adapting import require_adapter
+from toolkit.config.strategy import usual_shardings
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF
+from toolkit.engines.adapters import require_adapter
 from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.states import checkpoint_bytes, parameters_of
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
-from toolkit.errors import StrategyError
-from toolkit.forecasting.timeline import segments
+from toolkit.forecasting.segments import segments
 from toolkit.forecasting.traces import trace_of
-from toolkit.strategy import usual_shardings
-from toolkit.units import BYTES_OF
 
 L = TypeVar("L", bound=Ledger)
 

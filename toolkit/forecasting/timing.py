@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.cards import Card
-from toolkit.devices import Hardware
+from toolkit.devices.gpu_catalog import Card
+from toolkit.devices.machine import Hardware
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer

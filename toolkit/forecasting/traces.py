@@ -13,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import cache_file, keep
+from toolkit.core.cache import cache_file, keep
+from toolkit.core.errors import ModelError, StrategyError
 from toolkit.engines.traces import LayerStack, Trace, TraceConfig
-from toolkit.errors import ModelError, StrategyError
-from toolkit.model import ModelSpec
-from toolkit.model.hub import first_line
+from toolkit.models import ModelSpec
+from toolkit.models.hub import first_line
 
 EXACT = 3
 """Batches up to this one are traced as they are; a larger one follows from two that are, since sizes are linear in it."""

@@ -15,20 +15,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
-from toolkit.forecasting.adapters import pack, put_on
-from toolkit.forecasting.kernels import stand_ins
-from toolkit.forecasting.shallow import cut
-from toolkit.model import ModelSpec
-from toolkit.reading import auto_class, freeze
-from toolkit.tables import ATTENTIONS
+from toolkit.forecasting.adapter_traces import pack, put_on
+from toolkit.forecasting.fake_kernels import stand_ins
+from toolkit.forecasting.truncation import cut
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import auto_class, freeze
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from toolkit.forecasting.tracker import Tracker
+    from toolkit.forecasting.memory_tracker import Tracker
 
 
 def trace_all(
@@ -88,7 +88,7 @@ class _Whole:
     """A model on one rank. `tensor_parallel.Split` has the same functions."""
 
     def tracker(self, head: str | None, *, device: str) -> Tracker:
-        from toolkit.forecasting.tracker import Tracker
+        from toolkit.forecasting.memory_tracker import Tracker
 
         return Tracker(head, device=device)
 

@@ -16,14 +16,14 @@ def register() -> None:
         return
     from IPython.display import HTML
 
-    from toolkit.launching import running
-    from toolkit.show import Shown
+    from toolkit.core.display import Shown
+    from toolkit.launcher import run_handle
 
     for kind in (HTML, Shown):
         shell.display_formatter.formatters["text/html"].for_type(kind, _html)
-    shell.display_formatter.ipython_display_formatter.for_type(running.Run, _show)
-    if _show not in running.views:
-        running.views.append(_show)
+    shell.display_formatter.ipython_display_formatter.for_type(run_handle.Run, _show)
+    if _show not in run_handle.views:
+        run_handle.views.append(_show)
 
 
 def _show(run: Any) -> None:
@@ -34,7 +34,7 @@ def _show(run: Any) -> None:
 
 def _html(shown: Any) -> Any:
     """What is saved is also opened where inline SVG is taken for an attack. All but our pictures is handed through."""
-    from toolkit.drawing import portable
+    from toolkit.core.drawing import portable
 
     found = shown._repr_html_()
     data, *metadata = found if isinstance(found, tuple) else (found,)

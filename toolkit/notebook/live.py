@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.drawing import portable
-from toolkit.launching import Run
+from toolkit.core.drawing import portable
+from toolkit.launcher import Run
 
 EVERY = 0.5
 """Seconds between two updates: a page that redraws more often stutters."""

@@ -10,7 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.devices import Device
+from toolkit.config.strategy import Strategy
+from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.phases import phase
+from toolkit.core.units import BYTES_OF, ceil_div, dtype_name, round_up
+from toolkit.devices.machine import Device
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.deepspeed.build import announce_build, free_builds
@@ -22,13 +26,9 @@ from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult,
 from toolkit.engines.shards import Shard
 from toolkit.engines.simulation import host_transfers
 from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
+from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Segment, Trace
-from toolkit.engines.waiting import handlers
-from toolkit.errors import RunError, StrategyError
-from toolkit.model import ModelSpec
-from toolkit.phases import phase
-from toolkit.strategy import Strategy
-from toolkit.units import BYTES_OF, ceil_div, dtype_name, round_up
+from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     from datetime import timedelta

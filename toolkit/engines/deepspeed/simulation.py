@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from toolkit.core.units import BYTES_OF, round_up
 from toolkit.engines.deepspeed.zero3 import Fetches, partitioned
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
@@ -15,7 +16,6 @@ from toolkit.engines.records import StateMemory
 from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
-from toolkit.units import BYTES_OF, round_up
 
 ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.units import dtype_name
 from toolkit.engines.deepspeed.zero3 import copies
 from toolkit.engines.records import Counters, Prepared, StateMemory
 from toolkit.engines.shards import MASTER, PARAMETER, Shard, whole_box
 from toolkit.engines.states import buffer_shards, measured_state, moment_bytes, optimizer_shards, set_steps, steps_of
-from toolkit.units import dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
 from toolkit.engines.simulation import loaded, optimizer_step
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
-from toolkit.units import BYTES_OF, ceil_div
 
 SUB_GROUP = 10**9
 """Elements of a rank's shard that are stepped at once (`sub_group_size`, at its default)."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.strategy import Strategy
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.fsdp.simulation import (
@@ -20,11 +23,8 @@ from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
 from toolkit.engines.simulation import host_transfers
 from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
+from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Segment, Trace
-from toolkit.engines.waiting import handlers
-from toolkit.errors import StrategyError
-from toolkit.strategy import Strategy
-from toolkit.units import BYTES_OF
 
 if TYPE_CHECKING:
     from datetime import timedelta

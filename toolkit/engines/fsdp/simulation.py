@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
 from toolkit.engines.simulation import constants, joined, moments, optimizer_step, walk
 from toolkit.engines.states import State, parameters_of
 from toolkit.engines.traces import Segment, Trace
-from toolkit.units import BYTES_OF, ceil_div
 
 
 def shard_elements(state: State, ranks: int) -> int:

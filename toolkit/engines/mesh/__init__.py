@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.strategy import Strategy
+from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine, engine_named
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
@@ -16,8 +18,6 @@ from toolkit.engines.shards import Shard
 from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed, parameters_of
 from toolkit.engines.stepping import by_mesh
 from toolkit.engines.traces import Segment, Trace, TraceConfig
-from toolkit.errors import StrategyError
-from toolkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
-from toolkit.errors import StrategyError
-from toolkit.model import ModelSpec, Parameter
-from toolkit.units import BYTES_OF, ceil_div
+from toolkit.models import ModelSpec, Parameter
 
 COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
 """Styles that split the first dimension of a weight, and of a bias."""

@@ -1,0 +1,6 @@
+"""Checkpoints that this toolkit did not write: DeepSpeed's and Accelerate's, read without running a byte of them."""
+
+from toolkit.checkpoints.importers.detection import open_foreign
+from toolkit.checkpoints.importers.weights import Weights
+
+__all__ = ["Weights", "open_foreign"]

@@ -1,0 +1,191 @@
+"""Folders of torch.distributed.checkpoint: our own reading of `.metadata`, torch's reading of the tensors that it lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from toolkit.checkpoints.importers.restricted_unpickler import Inert, load_metadata, only_listed, refusing
+from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, inside, listing, require, telling
+from toolkit.core.errors import CheckpointError
+from toolkit.core.units import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+    _Places = dict[MetadataIndex, _StorageInfo]
+
+T = TypeVar("T")
+
+METADATA = ".metadata"
+
+_MODEL = "model"
+"""The level of a state dict under which Accelerate, and most who call DCP, put the model."""
+
+
+def open_dcp(folder: Path, root: Path) -> Weights:
+    """`.metadata` and the `.distcp` files that it names; only the model's tensors, under their own names.
+
+    Raises:
+        CheckpointError: for pickles that hold more than the list allows, names that leave the folder, files that are
+            missing or cut short, and tensors of which a part is nowhere.
+    """
+    listing(folder, root)
+    raw = load_metadata(folder / METADATA)
+    with telling(f"{folder / METADATA} is no metadata of a DCP checkpoint"):
+        everything = _state(raw, "Metadata")
+        names = _model_names(everything["state_dict_metadata"], everything["planner_data"])
+        tensors = {key: _tensor(everything["state_dict_metadata"][key]) for key in names}
+        places = _places(everything["storage_data"], tensors)
+        files = _checked_files(folder, root, places.values())
+        for key, stored in tensors.items():
+            _check_covered(folder, key, stored)
+    entries = {}
+    for key, stored in tensors.items():
+        read = partial(_read, folder, key, stored, places)
+        entries[names[key]] = Entry(tuple(stored.size), dtype_name(stored.properties.dtype), read)
+    kind = f"sharded checkpoint (torch.distributed.checkpoint, {len(files)} file{'s' * (len(files) != 1)})"
+    return as_weights(kind, folder, entries)
+
+
+def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places) -> torch.Tensor:
+    """One tensor, by torch's own reader and planner, without a process group."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    mine = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
+    files = sorted({place.relative_path for place in mine.values()})
+    with refusing(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed():
+        target = torch.empty(stored.size, dtype=stored.properties.dtype)
+        metadata = Metadata(state_dict_metadata={key: stored}, storage_data=mine)
+        reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+        # What `dcp.load` does, without its reading of the metadata.
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        planner.set_up_planner({key: target}, metadata, is_coordinator=True)
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        return target
+
+
+def _state(record: Any, kind: str) -> Any:
+    """The fields of a record of DCP's."""
+    if not isinstance(record, Inert) or type(record).__name__.rpartition(".")[2] != kind:
+        raise TypeError(f"expected {kind}, found {type(record).__name__}")
+    return record.state
+
+
+def _is_tensor(record: Any) -> bool:
+    return type(record).__name__.endswith(".TensorStorageMetadata")
+
+
+def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> dict[str, str]:
+    """Key → the model's own name, of what lies under the level `model`; of what lies under no level where there is none."""
+    where = {key: tuple((paths or {}).get(key, (key,))) for key, record in stored.items() if _is_tensor(record)}
+    where = {key: path for key, path in where.items() if path and all(isinstance(part, str) for part in path)}
+    found = {key: ".".join(path[path.index(_MODEL) + 1 :]) for key, path in where.items() if _MODEL in path[:-1]}
+    return found or {key: path[0] for key, path in where.items() if len(path) == 1}
+
+
+def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]) -> _Places:
+    """Where each chunk of these tensors lies, as torch's own records of checked values."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    found = {}
+    for record, info in stored.items():
+        index = _state(record, "MetadataIndex")
+        if index["fqn"] in tensors:
+            place = _state(info, "_StorageInfo")
+            found[MetadataIndex(index["fqn"], index.get("offset"))] = _StorageInfo(
+                relative_path=_of(str, place["relative_path"]),
+                offset=_of(int, place["offset"]),
+                length=_of(int, place["length"]),
+                transform_descriptors=[_of(str, word) for word in place.get("transform_descriptors") or []],
+            )
+    for key, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            place = found[MetadataIndex(key, chunk.offsets)]
+            needed = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
+            if place.offset < 0 or (place.length < needed and not place.transform_descriptors):
+                raise ValueError(f"{key}: {place.length} bytes at {place.offset}, expected at least {needed}")
+    return found
+
+
+def _tensor(record: Any) -> TensorStorageMetadata:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+    fields = _state(record, "TensorStorageMetadata")
+    dtype = _of(torch.dtype, _state(fields["properties"], "TensorProperties")[0])
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype),
+        size=_size(fields["size"]),
+        chunks=[ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"])) for c in chunks],
+    )
+
+
+def _of(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    import torch
+
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"expected a size, found {type(value).__name__}")
+    return torch.Size(value)
+
+
+def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> list[str]:
+    """The files that hold the model, each in the folder and as long as the metadata says."""
+    ends: dict[str, int] = {}
+    for place in places:
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name in ends:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(
+                f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file beside it. "
+                "Nothing was read."
+            )
+        inside(folder / name, root)
+    require(sorted(ends), {name: folder / name for name in ends}, folder)
+    for name, end in ends.items():
+        size = (folder / name).stat().st_size
+        if size < end:
+            raise CheckpointError(f"{folder / name} is cut short: {size:,} bytes, expected {end:,}. Copy it again.")
+    return sorted(ends)
+
+
+def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> None:
+    """Every element lies in exactly one chunk: torch's planner leaves what lies in none as memory happened to be."""
+    size = tensor.size
+    chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
+    whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
+    for chunk in chunks:
+        ends = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        whole = whole and all(offset >= 0 and length > 0 and offset + length <= n for offset, length, n in ends)
+    along = max(range(len(size)), key=lambda dim: size[dim], default=0)
+    open_ones: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]) if size else ():
+        open_ones = [other for other in open_ones if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
+        whole = whole and not any(_overlap(chunk, other) for other in open_ones)
+        open_ones.append(chunk)
+    if not whole:
+        raise CheckpointError(
+            f"{folder / METADATA}: the {len(chunks)} chunks of {key} do not make up {tuple(size)}. "
+            "A rank's part is missing or doubled; take another checkpoint."
+        )
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)

@@ -1,0 +1,84 @@
+"""`open_foreign`: what a folder holds, if it is a checkpoint of DeepSpeed's, FSDP's or Accelerate's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from toolkit.checkpoints.importers.dcp import METADATA, open_dcp
+from toolkit.checkpoints.importers.weights import Weights, inside, listing, telling
+from toolkit.checkpoints.importers.whole import WHOLE, open_whole, whole_files
+from toolkit.checkpoints.importers.zero import is_zero, open_zero
+from toolkit.core.errors import CheckpointError
+
+_OTHERS = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_[1-9]\d*(?:\.safetensors|\.bin)?")
+"""What Accelerate calls a second model."""
+
+_RANKS = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
+_OPTIMIZER = re.compile(r"optimizer_\d+")
+
+
+def open_foreign(folder: Path) -> Weights | None:
+    """A model's weights in a checkpoint that this toolkit did not write; None where it is nothing that is known here.
+
+    Known are DeepSpeed's ZeRO-1, 2 and 3 (`save_checkpoint`, and `accelerator.save_state` over it), FSDP's sharded and
+    full state dicts, any folder of torch.distributed.checkpoint, and whole models as safetensors or `.bin`; in the folder
+    itself, or one level down. No pickle is read but through `toolkit.checkpoints.importers.restricted_unpickler`.
+
+    Raises:
+        CheckpointError: for a checkpoint that is known and cannot be taken: not whole, several models or steps, a name or
+            a symbolic link that leads out of the folder, or a pickle that asks for more than the list allows.
+    """
+    if not folder.is_dir():
+        return None
+    opens = _known(folder, folder)
+    if opens is not None:
+        return opens()
+    below = (path for path in sorted(folder.iterdir()) if path.is_dir() and not _OPTIMIZER.fullmatch(path.name))
+    found = {path: opens for path in below if (opens := _known(path, folder)) is not None}
+    if len(found) > 1:
+        names = ", ".join(path.name for path in list(found)[:4])
+        raise CheckpointError(f"{folder} holds several checkpoints or models: {names}. Give the one that you want.")
+    return next((opens() for opens in found.values()), None)
+
+
+def _known(folder: Path, root: Path) -> Callable[[], Weights] | None:
+    """What opens a folder, by the names of its files. Only where they say that it is a checkpoint is anything else looked at."""
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    split = next((name for name in names if _RANKS.fullmatch(name)), None)
+    if not (names & {"latest", METADATA, *WHOLE} or is_zero(names) or split):
+        return None
+    files = {name: path for name, path in listing(inside(folder, root), root).items() if path.is_file()}
+    if "latest" in files:
+        return partial(open_zero, _latest(folder, files["latest"]), root)
+    if is_zero(files):
+        return partial(open_zero, folder, root)
+    if METADATA in files:
+        return partial(open_dcp, folder, root)
+    if split:
+        raise CheckpointError(
+            f"{folder / split} is one rank's part, and nothing says how the parts fit: expected SHARDED_STATE_DICT "
+            "through torch.distributed.checkpoint, or FULL_STATE_DICT. Save it again as one of these."
+        )
+    others = [name for name in files if _OTHERS.fullmatch(name)]
+    if others:
+        raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give a folder with one.")
+    return partial(open_whole, folder, whole_files(files))
+
+
+def _latest(folder: Path, pointer: Path) -> Path:
+    """The folder that DeepSpeed's `latest` names."""
+    with telling(f"{pointer} is no name of a folder"), pointer.open(encoding="utf-8") as file:
+        tag = file.read(1024).strip()
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    if tag not in names:
+        raise CheckpointError(
+            f"{pointer} names {tag!r}: expected a folder beside it, written by DeepSpeed's save_checkpoint. "
+            "Copy that folder there, or give it itself."
+        )
+    others = sorted(name for name in names if _OTHERS.fullmatch(name))
+    if others:
+        raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give the folder of one.")
+    return folder / tag

@@ -1,0 +1,234 @@
+"""The only place where a pickle is read: both unpicklers build what is on a list, and refuse everything else by its name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.checkpoints.importers.weights import telling
+from toolkit.core.errors import CheckpointError
+
+DEEPSPEED = frozenset(
+    {
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+)
+"""Allowed in .pt and .bin files beside what torch's own `weights_only` unpickler builds (tensors, dtypes, plain containers)."""
+
+DCP = frozenset(
+    {
+        "pathlib.Path",
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.Path",  # Python 3.13 moved them
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "torch.distributed.checkpoint.metadata.MetadataIndex",
+        "torch.distributed.checkpoint.metadata.StorageMeta",
+        "torch.distributed.checkpoint.metadata.TensorProperties",
+        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+    }
+)
+"""Allowed in a `.metadata` file beside `torch.Size`, torch's dtypes and `collections.OrderedDict`."""
+
+NESTED = 10_000
+"""Tuples within a tuple, each counted as often as it stands there: the hash of a dictionary's key visits all of them, with a
+stack that overflows, and tuples that share their parts make of 60 instructions 2⁶⁰ visits."""
+
+_LEGACY = 5
+"""Pickles at the beginning of a file that torch wrote before it wrote zip files."""
+
+_ZIP = b"PK\x03\x04"
+_LOCK = threading.RLock()
+"""torch's list of safe globals belongs to the process."""
+
+
+class Inert:
+    """Stands for an allowed class of somebody else: it keeps what it was made of, and nothing of that class runs."""
+
+    args: tuple[Any, ...]
+    """What it was called with."""
+    state: Any
+    """What it was then given: an instance's fields."""
+
+    def __new__(cls, *args: Any) -> Inert:
+        """Keep the arguments."""
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        """Nothing more: the arguments are kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _stand_in(path: str) -> type[Inert]:
+    return type(path, (Inert,), {})
+
+
+@contextmanager
+def only_listed() -> Iterator[None]:
+    """Within, `torch.load(weights_only=True)` allows torch's own list and `DEEPSPEED`, whatever this process added before."""
+    from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+
+    with _LOCK:
+        before = get_safe_globals()
+        clear_safe_globals()
+        add_safe_globals([(_stand_in(path), path) for path in DEEPSPEED])
+        try:
+            yield
+        finally:
+            clear_safe_globals()
+            add_safe_globals(before)
+
+
+@contextmanager
+def refusing(path: Path | str) -> Iterator[None]:
+    """Say which file and class was refused, or why the file cannot be read.
+
+    Raises:
+        CheckpointError: for every exception that is none yet.
+    """
+    with telling(f"{path} cannot be read"):
+        try:
+            yield
+        except Exception as error:
+            text = str(error)
+            named = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
+            if named:
+                raise _refused(path, named[1]) from None
+            if other := re.search(r"Unsupported operand (\d+)", text):
+                raise CheckpointError(
+                    f"{path} holds pickle's instruction {other[1]}, which no checkpoint is read with (torch.save's own protocol, "
+                    "2, has none such), and nothing of it was run. If you trust the file, write it again with torch.save."
+                ) from None
+            # torch's message is a page of advice, to load with the whole of pickle among it; the reason is one line.
+            reason = re.search(r"WeightsUnpickler error: (.+)", text) or re.search(r"(.+?) In PyTorch 2\.6", text)
+            if reason:
+                raise pickle.UnpicklingError(reason[1]) from None
+            raise
+
+
+def _refused(path: Path | str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} asks for {name!r}, which is not on the list of what a checkpoint may hold, and nothing of it was run. "
+        "If you trust the file, write the checkpoint again without that object where it was made."
+    )
+
+
+def load(path: Path) -> Any:
+    """What `torch.save` wrote, its tensors mapped from the file rather than read.
+
+    Raises:
+        CheckpointError: for a class that is not on the list, by its name, and for a file that is cut short or no such file.
+    """
+    import torch
+
+    with refusing(path), only_listed():
+        with path.open("rb") as file:
+            mapped = file.read(len(_ZIP)) == _ZIP
+            file.seek(0)
+            for _ in range(0 if mapped else _LEGACY):
+                check_tuples(file)
+        if mapped:  # by the reader that torch itself finds the pickle with
+            check_tuples(io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def load_metadata(path: Path) -> Any:
+    """DCP's `.metadata` as `Inert` records, whose types are named by the classes that they stand for.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    with refusing(path):
+        data = path.read_bytes()
+        check_tuples(io.BytesIO(data))
+        return _Records(path, io.BytesIO(data)).load()
+
+
+def check_tuples(file: IO[bytes]) -> None:
+    """Refuse a pickle with tuples that are nested beyond `NESTED`, by its instructions alone; reads up to its end.
+
+    Raises:
+        UnpicklingError: for such a tuple, and for what is no pickle.
+    """
+    stack: list[int] = []  # of each value how many tuples are in it
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            _follow(opcode, argument, stack, marks, memo)
+            if stack and stack[-1] > NESTED:
+                raise pickle.UnpicklingError(f"it nests more than {NESTED:,} tuples")
+    except (ValueError, IndexError, KeyError) as error:
+        raise pickle.UnpicklingError(f"it is no pickle ({error})") from None
+
+
+def _follow(
+    opcode: pickletools.OpcodeInfo, argument: Any, stack: list[int], marks: list[int], memo: dict[int, int]
+) -> None:
+    """What an instruction does to the stack, as far as tuples go."""
+    name, before = opcode.name, len(opcode.stack_before)
+    if name == "MARK":
+        marks.append(len(stack))
+    elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        memo[len(memo) if name == "MEMOIZE" else int(argument)] = stack[-1]
+    elif name in ("GET", "BINGET", "LONG_BINGET"):
+        stack.append(memo[int(argument)])
+    elif name == "DUP":
+        stack.append(stack[-1])
+    else:
+        marked = pickletools.markobject in opcode.stack_before
+        if name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+            return
+        first = marks.pop() if marked else len(stack) - before
+        inside = sum(stack[first:])
+        del stack[max(0, first - (opcode.stack_before.index(pickletools.markobject) if marked else 0)) :]
+        tuples = name.startswith("TUPLE") or name in ("EMPTY_TUPLE", "FROZENSET")
+        stack += [1 + inside if tuples else 0] * len(opcode.stack_after)
+
+
+class _Records(pickle.Unpickler):
+    """Builds containers, sizes, dtypes and inert records; the records' types are this load's own, so nothing outlives it."""
+
+    def __init__(self, path: Path, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._path = path
+        self._made: dict[str, type[Inert]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        import collections
+
+        import torch
+
+        path = f"{module}.{name}"
+        if path == "collections.OrderedDict":
+            return collections.OrderedDict
+        if path == "torch.Size":
+            return torch.Size
+        # Not `getattr`, on which torch imports modules of its own by name.
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if path not in DCP:
+            raise _refused(self._path, path)
+        return self._made.setdefault(path, _stand_in(path))

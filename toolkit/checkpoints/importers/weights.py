@@ -1,0 +1,161 @@
+"""What every foreign checkpoint is to a reader: whole tensors by the model's own parameter names, one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model's tensors in a foreign checkpoint; none is read before it is asked for."""
+
+    kind: str
+    """What was found: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By the model's own parameter names, persistent buffers too. Of tied weights one name may be all there is."""
+    dtypes: Mapping[str, str]
+    """torch's names. float32 where the checkpoint holds fp32 masters."""
+    read: Callable[[str], torch.Tensor]
+    """As `tensor`, unchecked."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor whole, contiguous, on the host. It may share memory with the mapped file: copy before writing into it.
+
+        Raises:
+            CheckpointError: where its bytes cannot be read, or are not what the checkpoint said.
+        """
+        found = self.read(name).contiguous()
+        if tuple(found.shape) != self.shapes[name]:
+            raise CheckpointError(
+                f"{name} has the shape {tuple(found.shape)}, but the {self.kind} says {self.shapes[name]}. Copy it again."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as a format found it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], torch.Tensor]
+
+
+def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights:
+    """Tensors under their model's own names, without what wrappers put there.
+
+    Raises:
+        CheckpointError: where there is none, where one is empty, and where two become one name.
+    """
+    if not entries:
+        raise CheckpointError(f"{folder} ({kind}) holds no tensor of a model. Give the folder that holds the model's.")
+    empty = [name for name, entry in entries.items() if 0 in entry.shape]
+    if empty:
+        raise CheckpointError(
+            f"{folder} ({kind}) holds tensors of size zero: {_few(empty)}. They were saved before they were gathered; "
+            "save the checkpoint again with every rank taking part."
+        )
+    wrapped = all(name.startswith("module.") for name in entries)
+    named: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        own = _WRAPPERS.sub("", name.removeprefix("module.") if wrapped else name)
+        if own in named:
+            raise CheckpointError(f"{folder} ({kind}) holds {own!r} twice, once as {name!r}: expected one model.")
+        named[own] = entry
+    return Weights(
+        kind=kind,
+        shapes={name: entry.shape for name, entry in named.items()},
+        dtypes={name: entry.dtype for name, entry in named.items()},
+        read=lambda name: named[name].read(),
+    )
+
+
+def listing(folder: Path, root: Path) -> dict[str, Path]:
+    """What lies in a folder, by name.
+
+    Raises:
+        CheckpointError: for a symbolic link that leads out of `root`.
+    """
+    found = {path.name: path for path in sorted(folder.iterdir())}
+    for path in found.values():
+        inside(path, root)
+    return found
+
+
+def inside(path: Path, root: Path) -> Path:
+    """The path itself, where it stays in `root` when every symbolic link is followed.
+
+    Raises:
+        CheckpointError: where it does not.
+    """
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(root)):
+        raise CheckpointError(
+            f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only what lies in it. "
+            "Copy the file there, if it belongs to it."
+        )
+    return path
+
+
+def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
+    """The files that a Hugging Face index names, in order.
+
+    Raises:
+        CheckpointError: for an index that is none, one that names what is no file beside it, and a missing file.
+    """
+    with telling(f"{index} is no index of weights"):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}: expected the name of a file in the same folder.")
+    require(names, files, index.parent)
+    return [files[name] for name in names]
+
+
+def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
+    """Every name is a file that is there.
+
+    Raises:
+        CheckpointError: naming the first that are not.
+    """
+    missing = [name for name in names if name not in files or not files[name].is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(names)} files: {_few(missing)}. "
+            "Copy them there, or take another checkpoint."
+        )
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Say what was being read, whatever it is that a broken or crafted file makes a library raise.
+
+    Raises:
+        CheckpointError: for every exception that is none yet.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        first = (str(error).strip() or "no message").splitlines()[0]
+        raise CheckpointError(f"{what}: {type(error).__name__}: {first}. Copy it again, or take another.") from None
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

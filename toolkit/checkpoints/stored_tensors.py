@@ -1,0 +1,167 @@
+"""`opened()`: a checkpoint's tensors on disk, read by box. Only what is needed is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.checkpoints.layout import GENERATOR, WEIGHT, Region
+from toolkit.checkpoints.manifest import Manifest, file_name
+from toolkit.core.errors import CheckpointError
+from toolkit.engines.shards import (
+    Box,
+    Part,
+    box_elements,
+    box_shape,
+    copy,
+    flat_boxes,
+    intersect,
+    uncovered,
+    whole_box,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+PARTS = 16
+"""Parts of one tensor that one rank writes, at the most: a tensor that packs two matrices has two."""
+
+
+class StoredTensors:
+    """The tensors in a checkpoint's files, whatever layout they were written in."""
+
+    def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Any]) -> None:
+        """Read the keys of `files`, open safetensors files by name.
+
+        Raises:
+            CheckpointError: for a key that is not valid, or that does not fit the manifest.
+        """
+        self.path, self.manifest, self._files = path, manifest, files
+        self._stored: dict[tuple[str, str], list[tuple[Region, Any]]] = {}
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for name, file in files.items():
+            for key in file.keys():  # noqa: SIM118  not a dictionary
+                if key.startswith(f"{GENERATOR}:"):
+                    continue
+                try:
+                    region = Region.parse(key, file.get_slice(key).get_shape())
+                    _check_inside(region, manifest)
+                    counts[name, region.name, region.kind] += 1
+                    if counts[name, region.name, region.kind] > PARTS:
+                        raise ValueError(f"the file holds more than {PARTS} parts of it")
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{path / name}: {key!r} names no part of a tensor of this checkpoint: {error}. "
+                        "This toolkit did not write it. Take another checkpoint."
+                    ) from error
+                self._stored.setdefault((region.name, region.kind), []).append((region, file))
+        for (tensor, kind), stored in self._stored.items():
+            stored.sort(key=lambda part: (part[0].box, part[0].start))
+            elements = box_elements(whole_box(manifest.tensors[tensor][kind]["shape"]))
+            if sum(region.length for region, _ in stored) > elements:
+                raise CheckpointError(f"{path} holds a part of {kind} of {tensor} twice. Take another checkpoint.")
+
+    def read(self, name: str, kind: str, targets: Iterable[Part]) -> None:
+        """Copy the values of boxes of a tensor into views of their shapes.
+
+        Raises:
+            CheckpointError: if the files lack a part of them. Nothing is written then.
+        """
+        targets = list(targets)
+        for box, _ in targets:
+            self._check_held(name, kind, box)
+        for target in targets:
+            copy(self._parts(name, kind, target[0]), [target])
+
+    def whole(self, name: str, kind: str = WEIGHT) -> torch.Tensor:
+        """Return one tensor put together, in its own shape and dtype.
+
+        Raises:
+            CheckpointError: if the files lack a part of it.
+        """
+        import torch
+
+        about = self.manifest.tensors[name][kind]
+        box = whole_box(about["shape"])
+        self._check_held(name, kind, box)  # before memory is allocated: the manifest may be a stranger's
+        tensor = torch.empty(box_shape(box), dtype=getattr(torch, about["dtype"]))
+        copy(self._parts(name, kind, box), [(box, tensor)])
+        return tensor
+
+    def generators(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return the states of the random generators of one of the ranks that wrote."""
+        file = self._files[file_name(rank)]
+        names = [key for key in file.keys() if key.startswith(f"{GENERATOR}:")]  # noqa: SIM118
+        return {name.partition(":")[2]: file.get_tensor(name) for name in names}
+
+    def _check_held(self, name: str, kind: str, box: Box) -> None:
+        holes = uncovered(box, (part for region, _ in self._stored.get((name, kind), ()) for part in _boxes(region)))
+        if holes:
+            raise CheckpointError(
+                f"{self.path} lacks {kind} of {name} from {[offset for offset, _ in holes[0]]} on, a box of shape "
+                f"{list(box_shape(holes[0]))}. Take another checkpoint."
+            )
+
+    def _parts(self, name: str, kind: str, box: Box) -> Iterator[Part]:
+        """Yield what the files hold of a box."""
+        for region, file in self._stored.get((name, kind), ()):
+            for part in _boxes(region):
+                shared = intersect(part, box)
+                if shared is not None:
+                    yield shared, _read(region, file, shared)
+
+
+def _check_inside(region: Region, manifest: Manifest) -> None:
+    """Check that a region lies inside a tensor of the manifest.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    about = manifest.tensors.get(region.name, {}).get(region.kind)
+    if about is None:
+        raise ValueError("the manifest has no such tensor")
+    shape = about["shape"]
+    if len(shape) != len(region.box) or any(o + n > size for (o, n), size in zip(region.box, shape, strict=True)):
+        raise ValueError(f"its box reaches beyond the shape {shape}")
+
+
+def _boxes(region: Region) -> Iterator[Box]:
+    """Yield the boxes that make up a region."""
+    for box, _ in flat_boxes(region.box, region.start, region.length):
+        yield box
+
+
+def _read(region: Region, file: Any, box: Box) -> torch.Tensor:
+    """Return a box inside a stored region: a slice per dimension, or a view of the smallest flat range that holds it."""
+    from_origin = [offset - origin for (offset, _), (origin, _) in zip(box, region.box, strict=True)]
+    sizes = box_shape(box)
+    stored: torch.Tensor
+    if region.whole:
+        slices = tuple(slice(first, first + size) for first, size in zip(from_origin, sizes, strict=True))
+        stored = file.get_slice(region.key)[slices] if slices else file.get_tensor(region.key)
+        return stored
+    strides = list(accumulate(reversed(box_shape(region.box)[1:]), mul, initial=1))[::-1]
+    first = sum(map(mul, from_origin, strides))
+    last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    stored = file.get_slice(region.key)[first - region.start : last + 1 - region.start]
+    return stored.as_strided(sizes, strides)
+
+
+@contextlib.contextmanager
+def opened(path: Path, manifest: Manifest) -> Iterator[StoredTensors]:
+    """Open a checkpoint's files, mapped: only what is asked for is read."""
+    from safetensors import SafetensorError, safe_open
+
+    with contextlib.ExitStack() as stack:
+        names = [name for name in manifest.files if name.endswith(".safetensors")]
+        try:
+            files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} holds a file that is no safetensors file: {error}. Take another.") from error
+        yield StoredTensors(path, manifest, files)

@@ -1,0 +1,88 @@
+"""Where results go: files that are checked before hours of work, JSON, standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.display import Shown
+from toolkit.core.errors import ToolkitError
+from toolkit.core.redaction import redact_all
+
+
+@contextlib.contextmanager
+def quiet(target: str | None) -> Iterator[None]:
+    """With `--json -` standard output belongs to the JSON: what this process and its children print goes to the other."""
+    if target != "-":
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def check_target(target: str | None, flag: str) -> None:
+    """Before hours of work: whether its result can be written."""
+    if target is None or target == "-":
+        return
+    folder = Path(target).absolute().parent
+    if Path(target).is_dir():
+        why = "it is a folder"
+    elif Path(target).is_file() or Path(target).is_symlink():
+        raise ToolkitError(f"{flag} {target}: it exists. Remove it, name another file, or - for standard output.")
+    elif not folder.is_dir():
+        why = f"there is no folder {folder}"
+    else:
+        why = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written"
+    if why:
+        raise ToolkitError(f"{flag} {target}: {why}. Name a file in a folder that exists, or - for standard output.")
+
+
+def write_config(path: Path, content: dict[str, Any], flag: str) -> None:
+    """An Accelerate config file. Somebody's own file is not written over."""
+    import yaml
+
+    text = yaml.safe_dump(content)
+    if path.is_file() and path.read_bytes() != text.encode():
+        raise ToolkitError(f"{path} exists and says something else. Remove it, or name another file with {flag}.")
+    if not path.is_file():
+        write(path, text)
+
+
+def write(path: Path, text: str) -> None:
+    """A new file, and the folders above it; a device or a pipe takes it, too.
+
+    Raises:
+        ToolkitError: where it cannot be written, or a file has come there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w" if path.exists() and not path.is_file() else "x") as file:
+            file.write(text)
+    except OSError as error:
+        raise ToolkitError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def show(result: Shown | dict[str, Any], target: str | None) -> None:
+    """A result on standard output and, as JSON, where `--json` says."""
+    value = redact_all(result.to_dict() if isinstance(result, Shown) else result)
+    if target is not None:
+        text = json.dumps(value, indent=2) + "\n"
+        if target == "-":
+            print(text, end="")
+        else:
+            write(Path(target), text)
+    if isinstance(result, Shown) and target != "-":
+        print(result)
+    sys.stdout.flush()

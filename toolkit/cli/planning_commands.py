@@ -1,0 +1,161 @@
+"""What is known before a run: `doctor`, `describe`, `forecast`, `timeline`, `precisions`, `plan`, `config`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.output import check_target, show, write_config
+from toolkit.config.flags import from_dict, given, read_assignments
+from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown
+from toolkit.core.errors import ToolkitError
+
+
+def doctor(flags: argparse.Namespace) -> Shown:
+    """What works on this machine, what does not and why."""
+    from toolkit.diagnosis import examine
+
+    return examine(compile_ops=flags.compile)
+
+
+def describe(flags: argparse.Namespace) -> Shown:
+    """What a model is, without reading its weights."""
+    from toolkit.models import describe
+
+    return describe(flags.model, trust_remote_code=flags.trust_remote_code)
+
+
+def forecast(flags: argparse.Namespace) -> Shown:
+    """What a run will take, before it is launched: bytes of the fullest rank, by part and phase."""
+    from toolkit.forecasting import forecast
+    from toolkit.forecasting.diffs import contrast
+    from toolkit.forecasting.memory_advice import changed
+    from toolkit.models import describe
+
+    spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
+    strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
+    beside = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {"ranks": flags.processes}
+    change = read_assignments(flags.against or "", Strategy, Loop, alone="sharding")
+    other, batch = changed(strategy, loop, change)
+    found = forecast(spec, strategy, flags.hardware, loop, **beside)
+    if not flags.against:
+        return found
+    return contrast(found, forecast(spec, other, flags.hardware, batch, **beside))
+
+
+def timeline(flags: argparse.Namespace) -> Shown:
+    """A step phase by phase: bytes by part as forecast and, with --run, as a run measured them."""
+    from toolkit.forecasting.finished_run import read_seen
+    from toolkit.forecasting.timelines import timeline
+    from toolkit.models import describe
+
+    # What is not said is the run's own, where there is one.
+    seen = read_seen(flags.run) if flags.run else None
+    strategy, loop = (seen.strategy, seen.loop) if seen else (Strategy(), Loop())
+    model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
+    return timeline(
+        model,
+        from_dict(Strategy, {**dataclasses.asdict(strategy), **given(flags, Strategy)}),
+        flags.hardware,
+        from_dict(Loop, {**dataclasses.asdict(loop), **given(flags, Loop)}),
+        ranks=flags.processes,
+        one_document=flags.one_document,
+        run=flags.run,
+    )
+
+
+def precisions(flags: argparse.Namespace) -> Shown:
+    """Who keeps what in which dtype, stage by stage, under several shardings; with --run beside what its audit found."""
+    from toolkit.forecasting.dtype_reports import precisions
+    from toolkit.models import describe
+
+    model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
+    found = strategies(flags, "ddp,zero3,fsdp")
+    return precisions(model, found, flags.hardware, ranks=flags.processes, run=flags.run)
+
+
+def plan(flags: argparse.Namespace) -> Shown:
+    """Every strategy for this model, machine and global batch: the fastest that fits first, and why others do not."""
+    from toolkit.config.run_config import EMBEDDED
+    from toolkit.forecasting import plan
+    from toolkit.models import describe
+
+    check_target(flags.write, "--write")
+    found = plan(
+        describe(flags.model, trust_remote_code=flags.trust_remote_code),
+        flags.hardware,
+        global_batch=flags.global_batch,
+        strategy=from_dict(Strategy, given(flags, Strategy)),
+        loop=from_dict(Loop, given(flags, Loop)),
+        one_document=flags.one_document,
+        allow_unquantized=flags.allow_unquantized,
+    )
+    if flags.write:
+        try:
+            write_config(Path(flags.write), found.config(), "--write")
+        except ToolkitError:
+            show(found, flags.json)  # what was found is not lost with the file
+            raise
+        print(found.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
+        print(
+            f"Add --data and --steps: without them it trains on the embedded text for {Loop().steps} steps.",
+            file=sys.stderr,
+        )
+    return found
+
+
+def config(flags: argparse.Namespace) -> dict[str, Any]:
+    """Write the Accelerate config file that a strategy is, or all of them."""
+    import yaml
+
+    from toolkit.devices.machine import hardware
+    from toolkit.engines.base import engine_of
+    from toolkit.engines.job import default_ranks
+
+    if flags.all:
+        written = {}
+        for name, strategy in catalog().items():
+            written[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
+            write_config(Path(flags.all, f"{name}.yaml"), written[name], "--all")
+        return written
+    strategy = from_dict(Strategy, given(flags, Strategy))
+    ranks = flags.processes
+    if ranks is None:
+        ranks = default_ranks(strategy, hardware()) * flags.nodes
+    _check_file(strategy, ranks, flags.nodes)
+    content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
+    if flags.output:
+        write_config(Path(flags.output), content, "--output")
+    elif flags.json != "-":
+        print(yaml.safe_dump(content), end="")
+    return content
+
+
+def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
+    """Refuse what no machine could run: a config file may be for another one than this."""
+    from toolkit.devices.machine import hardware
+    from toolkit.engines.job import resolve
+
+    for name, value in (("processes", ranks), ("nodes", nodes)):
+        if value < 1:
+            raise ToolkitError(f"{name} {value}: expected at least 1.")
+    if ranks % nodes:
+        raise ToolkitError(f"processes {ranks}: expected a multiple of {nodes} nodes, since each runs as many.")
+    open_ones = dataclasses.replace(strategy, precision="auto", attention="auto")
+    resolve(open_ones, Loop(), None, ranks, hardware("1x H100-80GB").device)
+
+
+def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
+    """One for each of the shardings that `--sharding` lists, or of these."""
+    fields = given(flags, Strategy)
+    words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
+    groups = fields.pop("dp_replicate", 2)
+    return [
+        from_dict(Strategy, {**fields, "sharding": word, "dp_replicate": groups if SHARDINGS[word].hybrid else 1})
+        for word in words
+    ]

@@ -1,0 +1,196 @@
+"""Runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.flags import flag, from_dict, given, spell, to_flags
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown
+from toolkit.core.errors import RunError, ToolkitError
+from toolkit.core.redaction import MARK
+
+if TYPE_CHECKING:
+    from toolkit.launcher.targets import Target
+
+
+def train(flags: argparse.Namespace) -> dict[str, Any]:
+    """Train a model, in processes of its own."""
+    from toolkit.config.run_config import Recipe
+    from toolkit.devices.machine import hardware
+    from toolkit.engines.base import engine_of
+    from toolkit.launcher import Care, persevere
+    from toolkit.reports import reported
+    from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
+    from toolkit.run_folder.run_lock import new_token
+    from toolkit.training.preflight import get_ready
+    from toolkit.training.setup import choose_ranks, print_default
+
+    care = from_dict(Care, given(flags, Care))
+    if flags.resume:
+        if not flags.run_dir:
+            raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
+        if Path(flags.run_dir, "run.json").exists():
+            return _resume(Path(flags.run_dir), flags)
+    recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
+    strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
+    ranks = choose_ranks([strategy], machine, flags.processes)
+    check_new(flags.run_dir)
+    environ = get_ready(recipe, strategy, loop, ranks, machine.device).handed_over
+    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
+    with enter(path, token=new_token()) as folder, reported(path):
+        print_default(ranks, machine, flags.processes)
+        if flags.resume:
+            print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
+        first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        again = [*first, "--resume"]
+        persevere(folder, "toolkit.finetune", first, again, config, environ=environ, timeout=recipe.timeout, care=care)
+    return _result(path)
+
+
+def launch(flags: argparse.Namespace) -> Shown:
+    """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
+    from toolkit.devices.machine import hardware
+    from toolkit.launcher.run_handle import Run
+    from toolkit.launcher.run_script import hold_session
+    from toolkit.launcher.targets import Target, named
+    from toolkit.run_folder.folder import RUNS, check_new, new_path
+    from toolkit.training.setup import choose_ranks, print_default
+
+    strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
+    if flags.sha256:
+        target = Target(kind="function", name=flags.target, sha256=flags.sha256)
+    else:
+        target = named(flags.target, flags.arguments)
+    if ours := [word for word in flags.arguments if word in OURS]:
+        print(f"{', '.join(ours)} goes to {target.name}: flags of the toolkit stand before it", file=sys.stderr)
+    ranks = choose_ranks([strategy], machine, flags.processes)
+    check_new(flags.run_dir)
+    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
+    print_default(ranks, machine, flags.processes)
+    hold_session(path, target, strategy, ranks, machine)
+    return Run(path)
+
+
+def runs(flags: argparse.Namespace) -> Shown:
+    """The runs in a folder, the newest first: how far each is, and how it ended."""
+    from toolkit.launcher import runs
+
+    return runs(flags.root)
+
+
+def watch(flags: argparse.Namespace) -> Shown:
+    """Show a run until it ends; Ctrl-C ends the watching alone."""
+    from toolkit.launcher import attach
+
+    return attach(flags.run).wait()
+
+
+def stop(flags: argparse.Namespace) -> Shown:
+    """End a run's step, publish a checkpoint, and leave no process."""
+    from toolkit.launcher import attach
+
+    return attach(flags.run).stop()
+
+
+def resume(flags: argparse.Namespace) -> dict[str, Any]:
+    """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
+    return _resume(Path(flags.run), flags)
+
+
+def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
+    from toolkit.config.run_config import Recipe
+    from toolkit.devices.machine import hardware
+    from toolkit.engines.base import engine_of
+    from toolkit.launcher import Care, persevere
+    from toolkit.launcher.trust import target_of
+    from toolkit.reports import reported
+    from toolkit.run_folder.folder import enter, read_run_json
+    from toolkit.run_folder.run_lock import new_token
+    from toolkit.training.preflight import get_ready
+    from toolkit.training.resumption import continued, finished
+    from toolkit.training.setup import check_ranks
+
+    was, machine = read_run_json(path), hardware()
+    ranks = was["ranks"] if flags.processes is None else flags.processes
+    if target := target_of(was):
+        return _resume_own(
+            path, target, from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)}), ranks, flags
+        )
+    for name in ("target", "trust_target"):
+        if getattr(flags, name, None):
+            raise RunError(f"{flag(name)}: {path} is a run of the recipe, and of no target. Leave it out.")
+    care = from_dict(Care, given(flags, Care))
+    new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
+    recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
+    strategy = from_dict(Strategy, fields)
+    if said := finished(path, was, loop):
+        asked = {**new[Recipe], **new[Loop], **{name: getattr(strategy, name) for name in new[Strategy]}}
+        if other := _otherwise(was, {**asked, "processes": flags.processes}):
+            raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave such flags out.")
+        print(said, file=sys.stderr)
+        return _result(path)
+    check_ranks(machine, ranks)
+    environ = get_ready(recipe, strategy, loop, ranks, machine.device).handed_over
+    with enter(path, resume=True, token=new_token()) as folder, reported(path):
+        again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        persevere(folder, "toolkit.finetune", again, again, config, environ=environ, timeout=recipe.timeout, care=care)
+    return _result(path)
+
+
+def _resume_own(
+    path: Path, target: Target, strategy: Strategy, ranks: int, flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Run a script, module or function again in its folder; it goes on from what it saved itself."""
+    from toolkit.config.run_config import Recipe
+    from toolkit.devices.machine import hardware
+    from toolkit.launcher import Care
+    from toolkit.launcher.run_handle import Run
+    from toolkit.launcher.run_script import hold_session
+    from toolkit.launcher.targets import Target, named
+    from toolkit.launcher.trust import check_target
+    from toolkit.run_folder.folder import look
+
+    if asked := [flag(name) for owner in (Recipe, Loop, Care) for name in given(flags, owner)]:
+        raise RunError(f"{', '.join(asked)}: only the recipe takes such flags, and {path} is a run of {target.name}.")
+    words = shlex.split(getattr(flags, "target", None) or "")
+    if words and flags.sha256:
+        target = Target(kind="function", name=words[0], sha256=flags.sha256)
+    elif words:
+        target = named(words[0], words[1:])
+    else:
+        target = check_target(look(path), target, getattr(flags, "trust_target", None))
+    hold_session(path, target, strategy, ranks, hardware(), resume=True)
+    return Run(path).to_dict()
+
+
+OURS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in dataclasses.fields(Strategy))}
+"""Flags of `launch`."""
+
+CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")
+"""Flags that say how a run is looked after, and nothing of what it trains."""
+
+
+def _otherwise(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What was asked anew, and is otherwise than the run was, in words."""
+    before = {**was["recipe"], **was["loop"], **was["strategy"], "processes": was["ranks"]}
+    return [
+        f"{flag(name)} {value} (it was {before.get(name)})"
+        for name, value in now.items()
+        if name not in CARE and value not in (None, "auto", before.get(name)) and MARK not in str(before.get(name))
+    ]
+
+
+def _result(path: Path) -> dict[str, Any]:
+    from toolkit.comparison import read_run
+
+    return dataclasses.asdict(read_run(path))

@@ -1,0 +1,199 @@
+"""The same work under several strategies, in one table: what each engine took, and whether the losses agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import to_flags
+from toolkit.config.parallelism import resolve_parallelism
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.tables import PRECISIONS
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import read_events, read_json
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes
+from toolkit.devices.machine import Hardware
+from toolkit.engines.base import engine_of
+from toolkit.launcher import supervise
+from toolkit.reports import reported, throughput
+from toolkit.run_folder.folder import check_place, enter, new_path, read_run_json
+from toolkit.run_folder.run_lock import new_token
+from toolkit.training.preflight import get_ready
+from toolkit.training.setup import choose_ranks, print_default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One strategy's run."""
+
+    sharding: str
+    strategy: Mapping[str, Any]
+    engine: str
+    """Class of the prepared model."""
+    ranks: int
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    tokens_per_second: float
+    """Global, from the median step after the fifth."""
+    parameter_bytes_per_rank: tuple[int, ...]
+    measured: Mapping[str, Any] | None
+    forecast: Mapping[str, Any] | None
+    run: str
+    """The run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Shown):
+    """The same model, data, order and global batch under several strategies."""
+
+    model: str
+    data: str
+    results: tuple[Result, ...]
+
+    def difference(self, result: Result) -> float:
+        """The largest relative difference of a step's loss from the first strategy's."""
+        pairs = list(zip(result.losses, self.results[0].losses, strict=True))
+        if any(loss is None for pair in pairs for loss in pair):  # fp16 overflowed, and events say null
+            return float("inf")
+        return max(abs(mine - first) / abs(first) for mine, first in pairs)
+
+    def agrees(self, result: Result) -> bool:
+        """Whether it is within what the precision allows."""
+        return self.difference(result) <= PRECISIONS[str(result.strategy["precision"])].agreement
+
+    def tables(self) -> list[Table]:
+        """How fast and how true each was, and what each took beside its forecast."""
+        rows = [
+            (
+                result.sharding,
+                result.engine,
+                result.ranks,
+                f"{result.tokens_per_second:,.0f}",
+                f"{result.losses[0]:.4f}",
+                f"{result.losses[-1]:.4f}",
+                f"{'yes' if self.agrees(result) else 'NO'} ({self.difference(result):.0e})",
+            )
+            for result in self.results
+        ]
+        columns = ("sharding", "engine", "ranks", "tokens/s", "first loss", "last loss", "agree")
+        notes = ("agree: the largest relative difference of a step's loss from the first row's.",)
+        title = f"model {self.model}, data {self.data}"
+        return [Table(title=title, columns=columns, rows=rows, notes=notes), self._memory()]
+
+    def _memory(self) -> Table:
+        seen = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
+        rows = []
+        for result in self.results:
+            phases = result.measured["phases"] if result.measured else {}
+            foretold = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
+            rows.append(
+                (
+                    result.sharding,
+                    format_bytes(max(result.parameter_bytes_per_rank)),
+                    _beside(result.measured["peak_bytes"] if result.measured else 0, foretold["peak_bytes"]),
+                    *(_beside(phases.get(name, 0), foretold["phases"].get(name)) for name in seen),
+                )
+            )
+        notes = (
+            "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
+            "x: what was forecast before the launch, as a multiple of what was measured.",
+        )
+        columns = ("sharding", "parameters", "peak", *seen)
+        return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
+
+
+def _beside(measured: int, foretold: int | None) -> str:
+    """Measured bytes, and the forecast as a multiple of them."""
+    if not measured:
+        return "–"
+    return format_bytes(measured) + (f" x {foretold / measured:.2f}" if foretold else "")
+
+
+def compare(
+    recipe: Recipe,
+    strategies: Sequence[Strategy],
+    loop: Loop,
+    *,
+    machine: Hardware,
+    root: Path,
+    processes: int | None = None,
+) -> Comparison:
+    """Train under each strategy in turn, in processes of its own, from the same weights, over the same global batches.
+
+    A strategy with fewer data-parallel ranks (`none` has one) accumulates, so that all have one global batch.
+
+    Args:
+        recipe: model and data.
+        strategies: each is run once.
+        loop: what a step is, on `processes` ranks.
+        machine: from `hardware()`.
+        root: folder under which each run gets one.
+        processes: of every strategy but `none`; None: the largest of their defaults, which is printed.
+
+    Raises:
+        ToolkitError: before any process starts, for whatever one of the runs could not do.
+    """
+    ranks = choose_ranks(strategies, machine, processes)
+    counts = [1 if strategy.single_process else ranks for strategy in strategies]
+    sizes = [resolve_parallelism(*pair).dp_size for pair in zip(strategies, counts, strict=True)]
+    most = ranks if 1 in counts else max(sizes)
+    plans = []
+    for strategy, count, size in zip(strategies, counts, sizes, strict=True):
+        if most % size:
+            raise StrategyError(
+                f"sharding {strategy.sharding!r} has {size} data-parallel ranks, which do not divide {most}: the strategies "
+                "cannot have one global batch. Choose another --processes."
+            )
+        plans.append((strategy, dataclasses.replace(loop, accumulation=loop.accumulation * most // size), count))
+    check_place(root)
+    environs = [get_ready(recipe, *plan, machine.device).handed_over for plan in plans]
+    print_default(ranks, machine, processes)
+    results = tuple(_run(recipe, *plan, root, environ) for plan, environ in zip(plans, environs, strict=True))
+    return Comparison(model=recipe.model, data=recipe.data, results=results)
+
+
+def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path, environ: Mapping[str, str]) -> Result:
+    path = new_path(root, strategy.sharding)
+    recipe = dataclasses.replace(recipe, save_every=0, save_seconds=0.0)  # what is compared is the training
+    with enter(path, token=new_token()) as folder, reported(path):
+        arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        supervise(folder, "toolkit.finetune", arguments, config, environ=environ, timeout=recipe.timeout)
+    return read_run(path)
+
+
+def read_run(path: Path) -> Result:
+    """A finished run's folder as a row of the comparison.
+
+    Raises:
+        RunError: where it is none, or its files do not say what a run's do.
+    """
+    about = read_run_json(path)
+    steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
+    try:
+        return _result(path, about, read_json(path / "memory.json"), steps)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
+
+
+def _result(path: Path, about: Mapping[str, Any], memory: Any, steps: Sequence[Mapping[str, Any]]) -> Result:
+    return Result(
+        sharding=about["strategy"]["sharding"],
+        strategy=about["strategy"],
+        engine=memory["audits"][0]["engine"],
+        ranks=about["ranks"],
+        losses=tuple(event["loss"] for event in steps),
+        grad_norms=tuple(event["grad_norm"] for event in steps),
+        tokens_per_second=throughput(steps) or 0.0,
+        parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
+        measured=memory["measured"],
+        forecast=memory["forecast"],
+        run=str(path),
+    )

@@ -1,0 +1,203 @@
+"""The fields of dataclasses as command-line flags, and back. Whatever a field is called, its flag is called."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import field
+from typing import Any, TypeVar
+
+from toolkit.core.display import Table
+from toolkit.core.errors import StrategyError, nearest
+
+Owner = TypeVar("Owner")
+
+
+def amount(default: Any, told: str) -> Any:
+    """A dataclass field with what its flag's help says."""
+    return field(default=default, metadata={"help": told})
+
+
+def choice(default: str, values: Collection[str], told: str, later: tuple[str, ...] = ()) -> Any:
+    """A field that takes one of `values`; those in `later` have a name already and nothing behind it yet."""
+    return field(default=default, metadata={"help": told, "values": values, "later": later})
+
+
+def check_choices(owner: Any) -> None:
+    """Refuse a value that a `choice` of this dataclass does not know, or that is not available yet.
+
+    Raises:
+        StrategyError: with the nearest known value.
+    """
+    for f in dataclasses.fields(owner):
+        known, value = f.metadata.get("values"), getattr(owner, f.name)
+        if known and value not in known:
+            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, known)} Known: {', '.join(known)}.")
+        if value in f.metadata.get("later", ()):
+            raise StrategyError(f"{f.name} {value!r} is not available yet.")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no whole number of at least `least`.
+
+    Raises:
+        StrategyError: with the name and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise StrategyError(f"{name} {value!r}: expected a whole number of at least {least}.")
+
+
+def fields_table(title: str, owner: Any) -> Table:
+    """Return the fields of a dataclass and their values."""
+    rows = [
+        (f.name, "open" if getattr(owner, f.name) is None else getattr(owner, f.name))
+        for f in dataclasses.fields(owner)
+    ]
+    return Table(title=title, columns=("field", "value"), rows=rows)
+
+
+def flag(name: str) -> str:
+    """A field's flag: `"micro_batch"` → `"--micro-batch"`."""
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose flags are written out whole, and whose mistakes are one sentence.
+
+    Raises:
+        StrategyError: for a flag or value that is not known, in place of a usage text and the interpreter's end.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise StrategyError(f"{message}. See `{self.prog} --help`.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Of a word that has to be one of several, the nearest is named."""
+        if action.choices is not None and value not in action.choices:
+            known = ", ".join(map(str, action.choices))
+            what = action.metavar or action.dest
+            near = nearest(value, action.choices)
+            raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {known}. See `{self.prog} --help`.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = nearest(unknown[0], self._option_string_actions)
+            raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
+        return found, unknown
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, *owners: type[Any], without: tuple[str, ...] = (), default: str = ""
+) -> None:
+    """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing.
+
+    `default`: what help says of one that is not given, where that is not the field's own default.
+    """
+    for owner in owners:
+        group = parser.add_argument_group(owner.__name__)
+        kinds = typing.get_type_hints(owner)
+        for f in dataclasses.fields(owner):
+            if f.name in without:
+                continue
+            kind, later = _plain(kinds[f.name]), f.metadata.get("later", ())
+            values = [value for value in f.metadata.get("values", ()) if value not in later]
+            told = f"{f.metadata['help']} (default: {default or _default(f)})"
+            if not f.metadata["help"]:  # no engine runs it yet: the flag exists, so that its refusal says so
+                told = argparse.SUPPRESS
+            if kind is bool:
+                group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
+            else:
+                shown = "|".join(values) if values else kind.__name__.upper()
+                group.add_argument(flag(f.name), type=kind, metavar=shown, help=told)
+
+
+def _plain(kind: Any) -> type[Any]:
+    """The type of a field that may be left open: `float | None` → `float`."""
+    if isinstance(kind, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    found: type[Any] = kind
+    return found
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    return "open" if f.default is None else str(f.default)
+
+
+def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
+    """The fields of `owner` that were given as flags, with their values."""
+    found = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def to_flags(*owners: Any) -> list[str]:
+    """The shortest command line that says the same: only fields that differ from their defaults."""
+    return spell({name: value for owner in owners for name, value in differing(owner).items()})
+
+
+def differing(owner: Any) -> dict[str, Any]:
+    """The fields of a dataclass whose values are not their defaults."""
+    found = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
+    return {name: value for name, (value, default) in found.items() if value != default}
+
+
+def spell(values: Mapping[str, Any]) -> list[str]:
+    """A command line that gives these fields these values."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(flag(name))
+        elif value is False:
+            words.append("--no-" + flag(name).removeprefix("--"))
+        elif str(value).startswith("-"):
+            words.append(f"{flag(name)}={value}")
+        else:
+            words += [flag(name), str(value)]
+    return words
+
+
+def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any]:
+    """Fields of dataclasses from words: `"sharding=fsdp,micro_batch=8"`; a word without `=` is the value of `alone`.
+
+    Raises:
+        StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
+    """
+    kinds = {name: _plain(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
+    found: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = word.rpartition("=")
+        name = name.strip().removeprefix("--").replace("-", "_") if equals else alone
+        if name not in kinds:
+            raise StrategyError(f"{text!r}: there is no field {name!r}.{nearest(name, kinds)}")
+        try:
+            found[name] = kinds[name](value.strip())
+        except ValueError:
+            raise StrategyError(f"{name} {value!r}: expected {kinds[name].__name__}.") from None
+    return found
+
+
+def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
+    """A Strategy or Loop from JSON.
+
+    Raises:
+        StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
+    """
+    known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
+    kinds = typing.get_type_hints(owner)
+    for name, value in values.items():
+        if name not in known:
+            raise StrategyError(
+                f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
+            )
+        kind = _plain(kinds[name])
+        right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
+        if not right and not (value is None and kind != kinds[name]):
+            raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
+    return owner(**values)

@@ -1,0 +1,127 @@
+"""`Parallelism`: how many ranks lie along each dimension, and where each rank is. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.config.strategy import SHARDINGS, Strategy
+from toolkit.core.errors import StrategyError
+
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Dimensions of the mesh, the outermost first. Ranks of one `tp` group are neighbours, on one node where they can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """A rank's place on every dimension, each from 0."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    dp_rank: int
+    """Its place among all `dp_size` data-parallel ranks: which rows it reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Ranks along every dimension: `ranks = pp × dp_replicate × dp_shard × cp × tp`."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Groups that each hold a whole copy."""
+    dp_shard: int = 1
+    """Ranks that share one copy."""
+    cp: int = 1
+    """Ranks that share a sequence."""
+    tp: int = 1
+    """Ranks that share each matrix product."""
+    ep: int = 1
+    """Ranks that share the experts, over the same ranks as `dp_shard × cp × tp`."""
+
+    @property
+    def ranks(self) -> int:
+        """The world size."""
+        return math.prod(getattr(self, name) for name in ORDER)
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which FSDP and ZeRO shard."""
+        return self.dp_shard * self.cp
+
+    @property
+    def loss_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.dp_size * self.cp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of a rank.
+
+        Raises:
+            ValueError: for a rank that does not exist.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank}: expected 0 to {self.ranks - 1}")
+        place, rest = {}, rank
+        for name in reversed(ORDER):
+            rest, place[name] = divmod(rest, getattr(self, name))
+        return Coordinates(**place, dp_rank=place["dp_replicate"] * self.dp_shard + place["dp_shard"])
+
+    def first_rank(self, dp_rank: int) -> int:
+        """The first rank that reads the rows of a data-parallel rank."""
+        return dp_rank * self.cp * self.tp
+
+    def loss_ranks(self) -> range:
+        """One rank of each `tp` and `pp` group: together they have every token once."""
+        return range(0, self.ranks // self.pp, self.tp)
+
+
+def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
+    """Divide the ranks among the dimensions: what the strategy does not fix is data parallel.
+
+    Raises:
+        StrategyError: for a number of ranks that the strategy cannot divide.
+    """
+    fixed = {"pp": strategy.pp, "cp": strategy.cp, "tp": strategy.tp}
+    product = math.prod(fixed.values())
+    if ranks % product:
+        named = ", ".join(f"{name} {size}" for name, size in fixed.items() if size > 1)
+        raise StrategyError(f"{named} does not divide {_count(ranks)}. Choose a multiple of {product} processes.")
+    data = ranks // product
+    kind = SHARDINGS[strategy.sharding].data_parallel
+    _check_data_parallel(strategy, kind, data, product)
+    replicate = data if kind == "replicate" else strategy.dp_replicate
+    return Parallelism(**fixed, ep=strategy.ep, dp_replicate=replicate, dp_shard=data // replicate)
+
+
+def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int) -> None:
+    """Refuse a number of data-parallel ranks that the sharding cannot divide; `product`: ranks of each of them."""
+    word, ranks = strategy.sharding, _count(data * product)
+    if kind == "none" and data != 1:
+        one = "one process" if product == 1 else _count(product)
+        choose = "1 process" if product == 1 else f"{product} processes"
+        other = "ddp" if product == 1 else "fsdp"
+        raise StrategyError(f"sharding {word!r} is {one}; got {ranks}. Choose sharding {other!r}, or {choose}.")
+    if kind == "replicate" and data < 2:
+        raise StrategyError(
+            f"sharding {word!r} needs at least {_count(2 * product)}; got {data * product}. "
+            f"Choose sharding 'none', or {2 * product} processes."
+        )
+    groups = strategy.dp_replicate
+    if kind == "hybrid" and (data % groups or data < 2 * groups):
+        raise StrategyError(
+            f"sharding {word!r} with dp_replicate {groups} needs groups of at least 2 ranks each; got {ranks}. "
+            f"Choose {2 * groups * product} processes, or sharding 'fsdp'."
+        )
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -1,0 +1,70 @@
+"""`Recipe`: the model, the data, and what a run saves and watches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.config.flags import amount
+from toolkit.core.errors import StrategyError
+
+EMBEDDED = "embedded"
+"""The name of the model and of the data that are used where none are named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, and on what."""
+
+    model: str = amount(EMBEDDED, "Hub id, folder, or the embedded 5M-parameter Llama")
+    """A Hub id or a folder with weights."""
+    trust_remote_code: str | None = amount(
+        None, "run the model's own code, of this full commit (of a folder: this sha256)"
+    )
+    """As `describe` takes it. A run's folder alone never says it: resuming needs the flag again."""
+    data: str = amount(EMBEDDED, "text, JSONL, folder, dataset, or the embedded text")
+    """As `data.find_source` says."""
+    eval_data: str | None = amount(None, "data whose loss is reported")
+    """Evaluated every `eval_every` steps, and at the end."""
+    eval_every: int = amount(0, "steps between evaluations; 0: at the end alone")
+    """In optimizer steps."""
+    mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
+    """Plain text has no prompts."""
+    chat_template: str | None = amount(None, "a Jinja file, where the tokenizer has none")
+    """In place of the tokenizer's own."""
+    text_column: str = amount("text", "column of JSONL and dataset rows that holds a text")
+    """Of JSONL and dataset rows."""
+    packing: bool = amount(True, "several documents a row, where the model keeps them apart")
+    """Otherwise one document a row, padded."""
+    tracker: str | None = amount(None, "tensorboard, trackio, wandb, …; several by commas")
+    """Accelerate's trackers by name."""
+    memory_window: bool = amount(True, "measure peaks on a CPU through the third step")
+    """On CUDA measuring costs nothing and is always on."""
+    allow_unquantized: bool = amount(False, "QLoRA with most weights unquantized")
+    """Where fused experts stay in the compute dtype."""
+    save: bool = amount(True, "save and check the trained model at the end")
+    """Into the run's folder, `export/`."""
+    save_every: int = amount(0, "steps between checkpoints; 0: by time alone")
+    """In optimizer steps."""
+    save_seconds: float = amount(1800.0, "seconds between checkpoints; 0: by steps alone")
+    """Whichever comes first. Where both are 0 there are no checkpoints at all."""
+    keep: int = amount(2, "complete checkpoints to keep")
+    """The newest ones."""
+    workers: int = amount(0, "processes that a rank loads its batches in; 0: none")
+    """Order and values do not depend on it."""
+    timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung")
+    """Of a rank's heartbeat, and of every rank in a collective that waits for another."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("eval_every", 0), ("save_every", 0), ("keep", 1), ("workers", 0)):
+            if getattr(self, name) < least:
+                raise StrategyError(f"{name} {getattr(self, name)}: expected a whole number of at least {least}.")
+        if not (math.isfinite(self.save_seconds) and self.save_seconds >= 0):
+            raise StrategyError(f"save_seconds {self.save_seconds}: expected a number of at least 0.")
+        if not (math.isfinite(self.timeout) and self.timeout >= 1):
+            raise StrategyError(f"timeout {self.timeout}: expected at least 1 second; a rank beats once a second.")
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the run writes any: also at its end, and where it is stopped."""
+        return bool(self.save_every or self.save_seconds)

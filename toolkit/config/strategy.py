@@ -1,0 +1,244 @@
+"""`Strategy`: how a model is trained, and the table of shardings. Imports no library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.flags import amount, check_choices, check_count, choice, fields_table
+from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import StrategyError, nearest
+
+OFFLOADS = ("none", "optimizer", "cpu", "nvme", "superoffload")
+ADAPTERS = ("none", "lora", "dora", "qlora", "qlora8")
+PRECISION_WORDS = ("auto", *PRECISIONS, "fp8")
+ATTENTION_WORDS = ("auto", *ATTENTIONS)
+ACTIVATION_CHECKPOINTINGS = ("full", "none", "selective")
+OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
+
+LATER: dict[str, tuple[str, ...]] = {
+    "offload": ("nvme", "superoffload"),
+    "precision": ("fp8",),
+    "activation_checkpointing": ("selective",),
+    "optimizer": ("adamw8bit", "adafactor"),
+}
+"""Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
+
+LATER_SIZES = ("cp", "ep", "pp")
+"""Dimensions that no engine has yet: no flag, and no help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """A row of the table: a sharding word, the engine that runs it, and the values that it supports of each field."""
+
+    word: str
+    engine: str
+    """The module in `toolkit.engines`, or the name that an engine from elsewhere is registered under."""
+    shards: str
+    """What each rank holds only a part of, in words."""
+    aliases: tuple[str, ...] = ()
+    """What FSDP1 calls it."""
+    offload: tuple[str, ...] = ("none",)
+    adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
+    precision: tuple[str, ...] = ("auto", *PRECISIONS)
+    data_parallel: str = "shard"
+    """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
+    smaller: tuple[str, ...] = ("fsdp", "zero3")
+    """Shardings that hold less on a rank, the one that holds least first."""
+    usual: bool = False
+    """Whether it stands for its engine where one sharding of each engine is shown."""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether it needs `dp_replicate` of at least 2, which no other sharding takes."""
+        return self.data_parallel == "hybrid"
+
+
+SHARDINGS: dict[str, Sharding] = {
+    row.word: row
+    for row in (
+        Sharding(
+            word="none", engine="ddp", shards="nothing, one process", adapter=ADAPTERS, data_parallel="none", smaller=()
+        ),
+        Sharding(
+            word="ddp",
+            engine="ddp",
+            shards="nothing, every rank holds all",
+            aliases=("NO_SHARD",),
+            adapter=ADAPTERS,
+            data_parallel="replicate",
+            usual=True,
+        ),
+        Sharding(word="zero1", engine="deepspeed", shards="optimizer states", offload=("none", "optimizer")),
+        Sharding(word="zero2", engine="deepspeed", shards="optimizer states, gradients", offload=("none", "optimizer")),
+        Sharding(
+            word="zero3",
+            engine="deepspeed",
+            shards="optimizer states, gradients, parameters",
+            offload=("none", "optimizer", "cpu"),
+            smaller=(),
+            usual=True,
+        ),
+        Sharding(
+            word="fsdp",
+            engine="fsdp",
+            shards="optimizer states, gradients, parameters",
+            aliases=("FULL_SHARD",),
+            offload=("none", "cpu"),
+            smaller=(),
+            usual=True,
+        ),
+        Sharding(
+            word="fsdp_grad_op",
+            engine="fsdp",
+            shards="optimizer states, gradients; parameters between steps",
+            aliases=("SHARD_GRAD_OP",),
+            offload=("none", "cpu"),
+        ),
+        Sharding(
+            word="hsdp",
+            engine="fsdp",
+            shards="all as fsdp inside a group, groups replicate",
+            aliases=("HYBRID_SHARD",),
+            offload=("none", "cpu"),
+            data_parallel="hybrid",
+        ),
+    )
+}
+
+
+def usual_shardings() -> list[str]:
+    """One sharding of each engine, in the order of the table."""
+    first: dict[str, str] = {}
+    for row in sorted(SHARDINGS.values(), key=lambda row: not row.usual):
+        first.setdefault(row.engine, row.word)
+    return [word for word in SHARDINGS if word in first.values()]
+
+
+def sharding_word(word: str) -> str:
+    """The sharding that a word or an alias names, in any case: `"FULL_SHARD"` → `"fsdp"`.
+
+    Raises:
+        StrategyError: for an unknown word, with the nearest known one.
+    """
+    key = str(word).strip().lower()
+    if key in SHARDINGS:
+        return key
+    names = {alias.lower(): row.word for row in SHARDINGS.values() for alias in row.aliases}
+    if key in names:
+        return names[key]
+    aliases = [alias.upper() for alias in names]
+    raise StrategyError(
+        f"sharding {word!r} is unknown.{nearest(key, [*SHARDINGS, *aliases])} Known: {', '.join(SHARDINGS)}; "
+        f"aliases: {', '.join(aliases)}."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(Shown):
+    """How a model is trained. The same words in Python, the shell, JSON and YAML.
+
+    Raises:
+        StrategyError: for a value that is unknown or not available yet, and for a combination that no engine can run.
+    """
+
+    sharding: str = choice("none", SHARDINGS, "who holds what; FSDP1's names are aliases")
+    offload: str = choice(
+        "none", OFFLOADS, "what lives in host memory between its uses; cpu: parameters too", LATER["offload"]
+    )
+    adapter: str = choice("none", ADAPTERS, "what is trained: all weights (none), or a PEFT adapter over frozen ones")
+    precision: str = choice(
+        "auto",
+        PRECISION_WORDS,
+        "auto: bf16 where it is native, else fp16 on a GPU, fp32 on a CPU; bf16 and fp16 keep fp32 masters",
+        LATER["precision"],
+    )
+    attention: str = choice(
+        "auto", ATTENTION_WORDS, "auto: the best that is installed and works for this dtype and device"
+    )
+    activation_checkpointing: str = choice(
+        "full",
+        ACTIVATION_CHECKPOINTINGS,
+        "full: recompute each layer in the backward",
+        LATER["activation_checkpointing"],
+    )
+    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
+    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp")
+    cp: int = amount(1, "")
+    ep: int = amount(1, "")
+    pp: int = amount(1, "")
+    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that")
+    lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sharding", sharding_word(self.sharding))
+        check_choices(self)
+        for name in (*LATER_SIZES, "tp", "dp_replicate", "lora_rank"):
+            check_count(name, getattr(self, name))
+        for name in LATER_SIZES:
+            if getattr(self, name) > 1:
+                raise StrategyError(f"{name} {getattr(self, name)} is not available yet.")
+        self._check_table()
+
+    def _check_table(self) -> None:
+        row = SHARDINGS[self.sharding]
+        for name in ("offload", "adapter", "precision"):
+            value, supported = getattr(self, name), getattr(row, name)
+            if value not in supported:
+                able = [word for word, other in SHARDINGS.items() if value in getattr(other, name)]
+                raise StrategyError(
+                    f"sharding {self.sharding!r} cannot run with {name} {value!r}: it runs with "
+                    f"{', '.join(supported)}. {name} {value!r} runs with sharding {', '.join(able)}."
+                )
+        if row.hybrid and self.dp_replicate < 2:
+            raise StrategyError(
+                f"sharding {self.sharding!r} needs dp_replicate of at least 2, the number of groups that each hold a "
+                f"whole sharded copy; got {self.dp_replicate}. Try dp_replicate 2, or sharding 'fsdp' for one group."
+            )
+        if not row.hybrid and self.dp_replicate > 1:
+            raise StrategyError(
+                f"dp_replicate {self.dp_replicate} belongs to sharding 'hsdp', not to {self.sharding!r}. "
+                "Choose sharding 'hsdp', or leave dp_replicate at 1."
+            )
+
+    @property
+    def engine(self) -> str:
+        """The module in `toolkit.engines` that runs it."""
+        return SHARDINGS[self.sharding].engine
+
+    @property
+    def label(self) -> str:
+        """Sharding and tensor parallelism in a word or three: `fsdp`, `fsdp, tp 2`."""
+        return self.sharding if self.tp == 1 else f"{self.sharding}, tp {self.tp}"
+
+    @property
+    def single_process(self) -> bool:
+        """Whether it runs in one process."""
+        return self.least_ranks == 1
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks on which every dimension does something."""
+        data = {"none": 1, "hybrid": 2 * self.dp_replicate}.get(SHARDINGS[self.sharding].data_parallel, 2)
+        return data * self.tp * self.cp * self.pp
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the frozen weights are stored in 4 or 8 bits."""
+        return self.adapter in ("qlora", "qlora8")
+
+    def tables(self) -> list[Table]:
+        return [fields_table("Strategy", self)]
+
+
+def catalog() -> dict[str, Strategy]:
+    """One Strategy for each sharding and each offload that it supports, by the name of its file in `accelerate_configs/`."""
+    return {
+        row.word + (f"_offload_{offload}" if offload != "none" else ""): Strategy(
+            sharding=row.word, offload=offload, dp_replicate=2 if row.hybrid else 1
+        )
+        for row in SHARDINGS.values()
+        for offload in row.offload
+        if offload not in LATER["offload"]
+    }

@@ -1,0 +1,285 @@
+"""Files that a kill, a full disk or a power cut leaves whole: JSON, and events line by line; read as a stranger's may be.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.core.errors import RunError
+from toolkit.core.redaction import redact_all
+
+LIMIT = 16 * 2**20
+"""Bytes of the longest JSON that is read, of which Python makes objects of 400 MiB at most: a run's files have thousands."""
+
+DRAFT = ".tmp"
+"""How names of drafts end."""
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, flushed to the disk with its name; through no link that somebody put there."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}{DRAFT}")
+    created = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(created, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder to the disk: the names in it, too, survive a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read. For a pipe or a device, which somebody may have put into its place, nobody waits.
+
+    Raises:
+        OSError: where it cannot be read, or is no regular file.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(opened, "rb")
+
+
+def leads_out(path: Path, folder: Path) -> Path | None:
+    """Where a link leads that leaves its folder; None of any other. The Hub's cache links into the repository's own blobs."""
+    real, inside = (Path(os.path.realpath(one)) for one in (path, folder))  # `resolve` raises for links in a circle
+    above = [one for one in (inside, *inside.parents) if one.parent.name == "snapshots"]
+    roots = [inside, *(one.parents[1] / "blobs" for one in above)]
+    return None if any(root in real.parents for root in roots) else real
+
+
+def read_json(path: Path, *, finite: bool = True) -> Any:
+    """The JSON in a file; `finite` as in `parse_json`.
+
+    Raises:
+        OSError: where it cannot be read.
+        ValueError: for what `parse_json` refuses, and for more than `LIMIT` bytes.
+    """
+    return parse_json(read_limited(path, LIMIT), finite=finite)
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """A regular file's bytes.
+
+    Raises:
+        OSError: where it cannot be read, or is no regular file.
+        ValueError: for more than `limit` bytes.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has more than {limit:,} bytes")
+        return file.read(size)  # no more is asked for: a rank whose memory has run out reads run.json, too
+
+
+def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
+    """JSON; with `finite` of numbers alone that 64 bits can hold, as this package writes it.
+
+    Raises:
+        ValueError: for other numbers, for what is no JSON, and for what is nested too deeply.
+    """
+    try:
+        if not finite:
+            return json.loads(data)
+        return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_fields(found: Any, kinds: Mapping[str, Any]) -> None:
+    """Refuse what is no JSON object, or has a field of another type; fields that it does not have are the caller's.
+
+    Args:
+        found: what a file says.
+        kinds: name → type, or union of types; a bool is no number.
+
+    Raises:
+        ValueError: naming the field, its value, and what was expected.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, found {spelled(found)}")
+    for name, kind in kinds.items():
+        if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool) > (kind is bool)):
+            wanted = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"{name} is {spelled(found[name])}, expected {wanted}")
+
+
+def spelled(value: Any) -> str:
+    """A value in a message: its first 40 characters."""
+    text = str(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def at_home(path: str | Path) -> Path:
+    """A path whose `~` is a home; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
+def _int(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        raise ValueError(f"the number {digits[:20]}… has more than 64 bits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"the number {digits[:20]} is not finite")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all. Numbers that are not finite become null, secrets `[redacted]`.
+
+    Raises:
+        RunError: where the disk does not take it.
+    """
+    text = json.dumps(_finite(redact_all(value)), indent=2, allow_nan=False) + "\n"
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise unwritable(path, len(text.encode()), error.strerror or str(error)) from error
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line of JSON in one write: whoever reads sees it whole, and a killed process leaves it.
+
+    Raises:
+        RunError: where the disk takes only a part of it, which is taken back, or nothing.
+    """
+    data = (json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode()
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            written = os.write(file, data)
+            if written == len(data):
+                return
+            os.ftruncate(file, os.lseek(file, 0, os.SEEK_CUR) - written)
+            why = "the disk is full"
+        finally:
+            os.close(file)
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise unwritable(path, len(data), why)
+
+
+FIGURES: Mapping[str, Any] = {
+    "step": int, "steps": int | float, "attempt": int, "loss": float | int | None, "eval_loss": float | int | None,
+    "grad_norm": float | int | None, "lr": float | int | None, "seconds": float | int, "tokens": float | int | None,
+    "samples": str, "skipped": bool, "bytes": list,
+    "stall_seconds": float | int, "write_seconds": float | int,
+}  # fmt: skip
+"""Fields of a line in `events.jsonl`, and in `checkpoints.jsonl`, where `bytes` are those of a checkpoint; `tk.log` adds others."""
+
+LINE = 2**20
+"""Bytes of the longest line in them."""
+
+
+def parse_event(line: bytes) -> dict[str, Any]:
+    """A line of `events.jsonl` or `checkpoints.jsonl`.
+
+    Raises:
+        ValueError: for one that is too long, no JSON object, or has fields of other types.
+    """
+    if len(line) > LINE:
+        raise ValueError(f"it has {len(line):,} bytes, expected {LINE:,} at most")
+    event: dict[str, Any] = parse_json(line)
+    check_fields(event, {**FIGURES, "bytes": int} if isinstance(event, dict) and "checkpoint" in event else FIGURES)
+    missing = [name for name in ("step", "seconds") if "loss" in event and name not in event]
+    if missing or event.get("step", 0) < 0:
+        raise ValueError(f"it has no {missing[0]}" if missing else f"step {event['step']} is below 0")
+    ranks = event.get("bytes")
+    for rank in ranks if isinstance(ranks, list) else ():
+        check_fields(rank, dict.fromkeys(rank, int | None) if isinstance(rank, dict) else {})
+    return event
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The lines of `events.jsonl`. A torn last line, as a killed process leaves it, does not count.
+
+    Raises:
+        RunError: for any other line that no run writes, with its number, and for a file that cannot be read.
+    """
+    events: list[dict[str, Any]] = []
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE + 2), b""), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    events.append(parse_event(line))
+                except ValueError as error:
+                    if not line.endswith(b"\n") and len(line) <= LINE:
+                        break
+                    raise RunError(f"{path}, line {number}: {error}. Repair or remove the line.") from error
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
+    return events
+
+
+def last_step(path: Path) -> int:
+    """The last step in `events.jsonl`; 0 before the first."""
+    return max((int(event.get("step", 0)) for event in read_events(path)), default=0)
+
+
+def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the lines up to `step`, drop later ones and a torn last one. What is kept comes back.
+
+    Raises:
+        RunError: as `read_events`, and where the disk does not take them.
+    """
+    if not path.exists():
+        return []
+    kept = [event for event in read_events(path) if event.get("step", 0) <= step]
+    data = "".join(json.dumps(event) + "\n" for event in kept).encode()
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise unwritable(path, len(data), error.strerror or str(error)) from error
+    return kept
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def unwritable(path: Path, needed: int, why: str) -> RunError:
+    """For a file that the disk does not take, with the bytes that are needed and free."""
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f" ({needed:,} bytes are needed, {shutil.disk_usage(path.parent).free:,} are free)"
+    return RunError(f"{path} cannot be written: {why}{free}. Make room, then go on with `toolkit resume`.")

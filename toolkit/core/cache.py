@@ -1,0 +1,81 @@
+"""Where what can be made again is kept, and what this user did here: below `$XDG_CACHE_HOME` and `$XDG_STATE_HOME`.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from toolkit.core.atomic_io import at_home, write_whole
+from toolkit.core.errors import ToolkitError
+
+
+def cache_folder(*parts: str) -> Path:
+    """A folder of the cache, made where it does not exist.
+
+    Raises:
+        ToolkitError: where it cannot be made.
+    """
+    return _made("the cache", "XDG_CACHE_HOME", Path(".cache"), parts)
+
+
+def state_folder(*parts: str) -> Path:
+    """A folder for what this user did on this machine, made where it does not exist. Nobody else may look into it.
+
+    Raises:
+        ToolkitError: where it cannot be made.
+    """
+    return _made("the folder of states", "XDG_STATE_HOME", Path(".local", "state"), parts)
+
+
+def _made(what: str, variable: str, default: Path, parts: tuple[str, ...]) -> Path:
+    root = Path(os.environ.get(variable, ""))
+    if not root.is_absolute():  # then it does not count (specifications.freedesktop.org/basedir-spec)
+        root = at_home("~") / default
+    folder = root.joinpath("accelerate-toolkit", *parts)
+    try:
+        (root / "accelerate-toolkit").mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ToolkitError(
+            f"{what} {folder} cannot be made: {error.strerror}. Set {variable} to a folder that can be written."
+        ) from error
+    return folder
+
+
+def cache_file(kind: str, key: bytes) -> Path:
+    """Where what was made from `key` is kept, under the versions of the libraries that made it.
+
+    Raises:
+        ToolkitError: where the cache cannot be made.
+    """
+    versions = [_version(name) for name in ("accelerate-toolkit", "torch", "transformers", "accelerate")]
+    versions.append(source_digest(Path(__file__).parent))
+    digest = hashlib.sha256(key + repr(versions).encode()).hexdigest()[:32]
+    return cache_folder(kind) / f"{digest}.json"
+
+
+TRACING = ("model", "forecasting", "engines", "adapting.py", "reading.py", "tables.py", "strategy.py")
+"""The folders and files that describe and trace."""
+
+
+@lru_cache(maxsize=4)
+def source_digest(package: Path) -> str:
+    """sha256 of the code that describes and traces: results of an older state of it are not found again."""
+    parts = [package / name for name in TRACING]
+    files = [path for part in parts for path in ([part] if part.is_file() else sorted(part.rglob("*.py")))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+_version = lru_cache(metadata.version)
+"""Asked for every forecast of a plan."""
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache whole: others may read or write it meanwhile."""
+    write_whole(path, text.encode())

@@ -1,0 +1,114 @@
+"""What goes wrong, as types. Every message names the value, what was expected, and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+import traceback
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from toolkit.core.redaction import redact, visible
+
+T = TypeVar("T")
+
+_MEMORY_MESSAGES = re.compile(
+    r"can't allocate memory|not enough memory|CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA malloc|std::bad_alloc",
+    re.IGNORECASE,
+)
+
+
+class ToolkitError(Exception):
+    """A user's mistake or a machine's limit. The shell prints the message alone and exits with `exit_code`."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        """The message, without secrets, and without what a terminal would obey."""
+        return visible(redact(super().__str__()))
+
+    def _render_traceback_(self) -> list[str]:
+        """In IPython: the line that asked, and the message. What would stand between are frames of this package."""
+        cells = ("<ipython-input", "ipykernel_")
+        asked = [one for one in traceback.extract_tb(self.__traceback__) if any(mark in one.filename for mark in cells)]
+        line = [f"----> {asked[-1].line}"] if asked and asked[-1].line else []
+        return [*line, f"{type(self).__name__}: {self}"]
+
+
+class StrategyError(ToolkitError):
+    """A `Strategy` or `Loop` that cannot be: a wrong value, or a combination that nothing can run."""
+
+
+class StrategyMismatch(ToolkitError):
+    """What was built is not what was asked for: engine, world size, bytes, dtypes or tied weights."""
+
+    exit_code = 1
+
+
+class ModelError(ToolkitError):
+    """A model that cannot be found, described or loaded."""
+
+
+class DataError(ToolkitError):
+    """Data that cannot be read: names file, line and reason."""
+
+
+class RunError(ToolkitError):
+    """A run that cannot start or go on: its folder, its lock, or a rank that died."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that cannot be written, found or taken."""
+
+
+class OtherFormat(CheckpointError):
+    """A checkpoint that another version of the toolkit wrote."""
+
+
+class NotFinite(RunError):
+    """A loss, norm or update that is not finite. The weights are those of the step before."""
+
+    exit_code = 1
+
+
+class OutOfMemory(RunError):
+    """A rank needed more memory than there is: the figures, and the smallest change that could fit."""
+
+    exit_code = 1
+
+
+class MissingLibrary(ToolkitError):
+    """A library or kernel that was asked for and is not installed, or does not work here."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'zero3'?"`, or nothing where no known word is near."""
+    spelled = {str(one).lower(): one for one in known}
+    found = difflib.get_close_matches(str(word).lower(), spelled, n=1, cutoff=0.5)
+    return f" Did you mean {spelled[found[0]]!r}?" if found else ""
+
+
+def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:
+    """`find(*arguments)`, or `default` where that raises: an unknown part of a message never costs the message."""
+    try:
+        return find(*arguments)
+    except Exception:
+        return default
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that it came from, says that an allocation failed, on a device or on the host."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
+    return any(
+        isinstance(one, MemoryError)
+        or type(one).__name__ == "OutOfMemoryError"  # torch's
+        or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
+        or (isinstance(one, RuntimeError) and bool(_MEMORY_MESSAGES.search(str(one))))
+        for one in chain
+    )

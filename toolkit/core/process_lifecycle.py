@@ -1,0 +1,227 @@
+"""Ranks die with their launcher, and what they print is kept. Standard library only, for before any heavy import."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.core import redaction
+
+LAUNCHER = "TOOLKIT_LAUNCHER"
+"""The environment variable in which our launcher leaves its process id for its ranks."""
+
+LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+"""Variables of which every launcher sets one: torchrun the first, `accelerate launch` of one process the second."""
+
+_OURS = "set by accelerate-toolkit"
+SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
+"""What keeps a child from importing files of the folder that it is started in; any word does. A user's own setting stays."""
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_POLL_SECONDS = 0.5
+
+_forks_arranged = False
+_parent_of_forks: int | None = None
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Be killed when the process that started this one ends, however it ends. Call it first, in the main thread.
+
+    Linux does it by `prctl(PR_SET_PDEATHSIG)`; elsewhere a thread looks twice a second. A parent that was gone before
+    the call ends this process at once. The signal comes when the *thread* that forked ends: torch elastic and
+    `accelerate launch` fork in their main thread. What this process's main thread forks later (a DataLoader's workers)
+    dies with it, too. Started by hand, without a launcher, a process stays its own master and nothing is done.
+
+    Args:
+        parent: the process id of the parent, where the caller knows it; otherwise what our launcher left in `LAUNCHER`.
+    """
+    named = os.environ.pop(LAUNCHER, None)  # it is no business of what this process starts
+    if parent is None and named is not None:
+        parent = int(named)
+    if parent is None and not any(name in os.environ for name in LAUNCHED):
+        return
+    found = os.getppid()
+    _watch(found)
+    if found != parent if parent is not None else not _launches(found):
+        _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
+    _arrange_forks()
+
+
+def leave_safe_path() -> None:
+    """Take `SAFE_PATH` out of the environment: what the user's code starts is not ours."""
+    if os.environ.get("PYTHONSAFEPATH") == _OURS:
+        del os.environ["PYTHONSAFEPATH"]
+
+
+def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
+    """From now on keep in `log` what this process prints, libraries and crashes included.
+
+    Under a supervisor rank 0 is shown too, both streams on standard output, and the other ranks are not; without one
+    (a bare `accelerate launch`) everybody prints as before. Secrets are redacted on the way, by a process of its own, so
+    that the last words of a killed rank are kept.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if os.isatty(1):  # a progress bar asks the terminal for its width, and will find a pipe
+        os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
+    _flush()
+    if supervised and rank != 0:
+        kept = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(kept, 1)
+        os.close(kept)
+        redact_streams(1, 2)
+    elif supervised:
+        redact_streams(1, 2, log=log)
+    else:
+        redact_streams(1, log=log)
+        redact_streams(2, log=log)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+
+
+def _watch(parent: int) -> None:
+    if _ask_kernel():
+        return
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=look, name="die-with-parent", daemon=True).start()
+
+
+def _ask_kernel() -> bool:
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    unused = ctypes.c_ulong(0)
+    done: int = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), unused, unused, unused)
+    return done == 0
+
+
+def _launches(pid: int) -> bool:
+    """Whether `pid` looks like a launcher, and not like the init or reaper that inherits a dead one's children.
+
+    A launcher has the module or script that it starts on its command line, as this process has; one that was called
+    from Python has not, but runs Python and is not process 1.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return sys.platform != "linux" and pid != 1
+    own = sys.orig_argv[1:]
+    started = own[own.index("-m") + 1] if "-m" in own[:-1] else next((word for word in own if word[:1] != "-"), "")
+    return started in words or (pid != 1 and "python" in os.path.basename(words[0]))
+
+
+def _arrange_forks() -> None:
+    """Forked children ask for the same. One that another thread forks must not: it would die with that thread."""
+    global _forks_arranged
+    if _forks_arranged:
+        return
+    _forks_arranged = True
+    main, forking = threading.get_ident(), os.getpid()
+
+    def before() -> None:
+        nonlocal forking
+        forking = os.getpid()
+
+    def in_child() -> None:
+        if threading.get_ident() == main:
+            _watch(forking)
+            if os.getppid() != forking:
+                os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+@contextlib.contextmanager
+def forks_die_with_parent() -> Iterator[None]:
+    """Whatever a library forks meanwhile dies with this process, and a signal ends it without this process's handlers."""
+    global _parent_of_forks
+    if _parent_of_forks is None:
+        os.register_at_fork(after_in_child=_in_fork)
+    _parent_of_forks = os.getpid()
+    try:
+        yield
+    finally:
+        _parent_of_forks = 0
+
+
+def _in_fork() -> None:
+    if _parent_of_forks:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
+        _watch(_parent_of_forks)
+        if os.getppid() != _parent_of_forks:
+            os._exit(1)
+
+
+class StopSignal:
+    """SIGTERM and SIGINT as a wish: noted, so that a step can end and a checkpoint be published, and obeyed then.
+
+    Every further one is ignored meanwhile: launchers send one after a terminal has. Used as a context in the main thread.
+    """
+
+    number: int | None = None
+    """The first signal that came."""
+    listening = False
+
+    def _note(self, number: int, _: object) -> None:
+        self.number = self.number or number
+
+    def __enter__(self) -> StopSignal:
+        """Listen."""
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.listening = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Listen no more: a signal ends the process again as it did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def redact_streams(*streams: int, log: Path | None = None) -> None:
+    """Send file descriptors through `redacting`, on to where the first of them went (and to `log`), until this process ends."""
+    before = [os.dup(stream) for stream in streams]
+    command = [sys.executable, "-I", "-S", redaction.__file__, *([str(log)] if log else [])]
+    # A session of its own: the signals that stop a rank's group must not stop what writes down its last words.
+    passing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
+    assert passing.stdin is not None
+    for stream in streams:
+        os.dup2(passing.stdin.fileno(), stream)
+    passing.stdin.close()
+
+    def restore() -> None:
+        _flush()
+        for stream, target in zip(streams, before, strict=True):
+            os.dup2(target, stream)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child may hold the pipe open
+            passing.wait(1)
+
+    atexit.register(restore)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _end(why: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"toolkit: {why}.\n".encode())
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""This machine, and the catalog of GPUs."""

@@ -1,0 +1,93 @@
+"""GPUs that can be named where there are none: what each holds, and how fast it is by its data sheet and by measurement."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from toolkit.core.errors import ToolkitError, nearest
+from toolkit.core.units import GiB
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU of the catalog. Speeds are a data sheet's peaks, dense; bandwidths in GB/s, one direction of a link."""
+
+    gib: float
+    """Total memory, as CUDA reports it."""
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None of AMD's."""
+    tflops_half: float
+    """bf16, or fp16 where there is no bf16, by tensor cores that add up in fp32."""
+    tflops_fp32: float
+    """fp32 without TF32, which torch leaves off."""
+    memory: float
+    """Bandwidth of the GPU's own memory."""
+    peer: float
+    """To another GPU of the node: NVLink, or PCIe where there is none."""
+    host: float
+    """PCIe, to the host."""
+    network: float
+    """To another node, each GPU's share of `machine`'s."""
+    host_gib: int
+    """Host memory for each GPU of `machine`."""
+    machine: str
+    measured_half: float | None = None
+    """What its fastest matrix product was seen to reach, in the unit of `tflops_half`; None where no source was found."""
+    sustained: float = 0.8
+    """Of the fastest product's speed, what a training step's products reach."""
+
+
+CARDS = {
+    "T4": Card(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
+    "V100-16GB": Card(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge"),
+    "V100-32GB": Card(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge"),
+    "RTX-3090": Card(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
+    "RTX-4090": Card(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
+    "RTX-5090": Card(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
+    "L4": Card(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge", sustained=0.55),
+    "A10G": Card(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
+    "L40S": Card(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
+    "A100-40GB": Card(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
+    "A100-80GB": Card(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
+    "H100-80GB": Card(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55),
+    "H200-141GB": Card(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55),
+    "B200-180GB": Card(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
+    "MI300X-192GB": Card(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
+}
+"""Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
+and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
+product (Turing, Volta, GA102, Ada and Blackwell architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of
+the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs. Fastest products:
+T4, Jia et al. 2019 (arXiv:1903.07486); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench; A100, H100, MI300X,
+github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip. Hopper's sustained share:
+by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes; the B200's is taken as the same. The T4's,
+by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
+
+
+def card_key(name: str, word: str) -> str:
+    """The catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"` → `"H100-80GB"`.
+
+    Raises:
+        ToolkitError: for a name that is not in the catalog, with the nearest, or that is several's.
+    """
+    plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct)[\s-]+", "", word.strip(), flags=re.IGNORECASE)
+    plain = re.sub(r"[\s_]+", "-", plain).lower()
+    known = {key.lower(): key for key in CARDS}
+    matching = [key for low, key in known.items() if low == plain or low.startswith(f"{plain}-")]
+    if len(matching) > 1:
+        raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
+    if not matching:
+        raise ToolkitError(f"hardware {name!r} is unknown.{nearest(plain, CARDS)} Known: cpu, {', '.join(CARDS)}.")
+    return matching[0]
+
+
+def card_of(driver: str, total_bytes: int) -> Card | None:
+    """The card for what a driver calls it (`"NVIDIA A100-SXM4-80GB"`), by name and nearest memory; None where there is none."""
+    words = set(re.split(r"[\s_-]+", driver.upper()))
+    found = [
+        card
+        for key, card in CARDS.items()
+        if all(part in words for part in re.sub(r"-\d+GB$", "", key).upper().split("-"))
+    ]
+    return min(found, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)

@@ -1,0 +1,312 @@
+"""What a model is trained on: `hardware()` → `Hardware`, this machine or a named one. No torch, no CUDA context."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import MissingLibrary, ToolkitError
+from toolkit.core.units import GiB, format_bytes
+from toolkit.devices.gpu_catalog import CARDS, Card, card_key, card_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or one machine's processor shared by its ranks."""
+
+    kind: str
+    """`cpu` or `cuda`."""
+    name: str
+    total_bytes: int
+    free_bytes: int
+    dtypes: tuple[str, ...]
+    """Precisions that it computes natively: of `fp32`, `bf16`, `fp16`."""
+    attentions: tuple[str, ...]
+    """Attention kernels that are installed and run on it, best first; after them those that are only taken by name."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None on a CPU and on AMD's GPUs."""
+    card: Card | None = None
+    """What the catalog knows of its speed; None where it does not know the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware(Shown):
+    """Equal devices on equal nodes."""
+
+    device: Device
+    count: int
+    """Devices of a node; on `cpu` the number of ranks that are asked for."""
+    nodes: int = 1
+    host_bytes: int
+    """Memory of a node's host, total."""
+    host_free_bytes: int
+    notes: tuple[str, ...] = ()
+    """What was assumed, and what is there and not used, each as one sentence."""
+
+    @property
+    def ranks(self) -> int:
+        """One rank a device."""
+        return self.count * self.nodes
+
+    def tables(self) -> list[Table]:
+        """The figures of the device and its host."""
+        device = self.device
+        layout = f"{self.count} a node, {self.nodes} nodes" if self.nodes > 1 else f"{self.count}"
+        capability = [("compute capability", "{}.{}".format(*device.capability))] if device.capability else []
+        rows = [
+            ("device", f"{device.name} ({device.kind})"),
+            ("ranks" if device.kind == "cpu" else "devices", layout),
+            ("device memory", f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"),
+            *capability,
+            ("native precisions", ", ".join(device.dtypes)),
+            ("attention kernels", ", ".join(device.attentions)),
+            ("host memory", f"{format_bytes(self.host_bytes)}, {format_bytes(self.host_free_bytes)} free"),
+        ]
+        return [Table(title="Hardware", columns=("figure", "value"), rows=rows, notes=self.notes)]
+
+
+def hardware(name: str | None = None) -> Hardware:
+    """This machine, or a named one.
+
+    Args:
+        name: `"cpu"`, `"2x cpu"` (ranks that share this host), `"T4"`, `"8x H100-80GB"`, `"2 nodes x 8x A100-80GB"`.
+            Left out: this machine's visible GPUs, or its processor where there are none, or where torch is a CPU build.
+
+    Raises:
+        ToolkitError: for a name that is not in the catalog, with the nearest; for a GPU whose driver does not answer.
+        MissingLibrary: where there are GPUs, and the library that counts them is not installed.
+    """
+    return _here() if name is None else _named(name)
+
+
+def torch_build() -> str | None:
+    """What the installed torch was built for: `"cpu"`, `"cuda 13.0"`, `"rocm 7.1"`; None without torch. No import."""
+    found = importlib.util.find_spec("torch")
+    version = Path(found.origin).with_name("version.py") if found and found.origin else None
+    if version is None or not version.is_file():
+        return None
+    text = version.read_text(encoding="utf-8")
+    for word, key in (("cuda", "cuda"), ("rocm", "hip")):
+        if number := re.search(rf"^{key}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return f"{word} {number[1]}"
+    return "cpu"
+
+
+def host_memory() -> tuple[int, int]:
+    """Total and available bytes of this host: physical memory, or what this process's control group leaves of it."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limits = cgroup_memory(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min([memory.total, *(total for total, _ in limits)]), min([memory.available, *(free for _, free in limits)])
+
+
+def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
+    """Limit and free bytes of every control group above this process that has a limit, of version 1 or 2.
+
+    Args:
+        root: where control groups are mounted.
+        own: the file that says which are this process's. A container often sees another path than the one written here:
+            what does not exist is passed over, and the root, which is then its own, is always looked at.
+    """
+    files = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    found = []
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in files:
+            continue
+        maximum, current, cache = files[controllers]
+        inside = Path(path.lstrip("/"))
+        for folder in (root / controllers / part for part in (inside, *inside.parents)):
+            if (folder / maximum).is_file() and (limit := (folder / maximum).read_text().strip()) != "max":
+                pages = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+                # Pages of files that nobody uses are given back on demand.
+                used = int((folder / current).read_text()) - (int(pages[1]) if pages else 0)
+                found.append((int(limit), int(limit) - used))
+    return found
+
+
+# This machine ---------------------------------------------------------------------------------------------------------
+
+
+def _here() -> Hardware:
+    total, free = host_memory()
+    build = torch_build() or "not installed"
+    notes: tuple[str, ...] = ()
+    try:
+        gpus = _gpus()
+    except ToolkitError as error:
+        if build.startswith("cuda"):
+            raise
+        gpus, notes = [], (str(error),)
+    if gpus and not build.startswith("cuda"):
+        what = (
+            f"{len(gpus)} x {gpus[0].name} cannot be used: torch here is {'a CPU build' if build == 'cpu' else build}."
+        )
+        gpus, notes = [], (f"{what} Install one for CUDA from pytorch.org.",)
+    if not gpus:
+        return Hardware(device=_cpu(total, free), count=1, host_bytes=total, host_free_bytes=free, notes=notes)
+    if len({gpu.name for gpu in gpus}) > 1:
+        names = ", ".join(gpu.name for gpu in gpus)
+        notes = (f"The GPUs differ ({names}): each counts as the one with the least free memory.",)
+    least = min(gpus, key=lambda gpu: gpu.free_bytes)
+    return Hardware(device=least, count=len(gpus), host_bytes=total, host_free_bytes=free, notes=notes)
+
+
+def _cpu(total: int, free: int) -> Device:
+    """bf16 runs on every CPU, fp16 (under DeepSpeed) where oneDNN has it. FlexAttention has no backward there."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed asks, is true with either.
+    half = ("fp16",) if re.search(r"\b(avx512_fp16|avx_ne_convert)\b", text) else ()
+    name = model[1] if model else platform.processor() or platform.machine()
+    return Device(
+        kind="cpu", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32", *half), attentions=("sdpa", "eager")
+    )
+
+
+def _gpus() -> list[Device]:
+    """The GPUs that CUDA would show this process, by NVML: no CUDA context is made.
+
+    Raises:
+        ToolkitError: where there is a GPU and the driver does not answer.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = Path("/dev/nvidia0").exists()
+    if chosen == "":
+        return []
+    try:
+        import pynvml
+    except ImportError:
+        if there:
+            raise MissingLibrary("GPUs cannot be counted without nvidia-ml-py: `pip install nvidia-ml-py`.") from None
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if there:
+            raise ToolkitError(_driver(error)) from None
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        known = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        found = []
+        for uuid in visible(list(known), chosen):
+            part = known[uuid] if uuid in known else pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            whole = part if uuid in known else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+            memory, name = pynvml.nvmlDeviceGetMemoryInfo(part), _text(pynvml.nvmlDeviceGetName(part))
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
+            total, free = int(memory.total), int(memory.free)
+            found.append(_cuda(name, total, free, (major, minor), card_of(name, total), named=False))
+        return found
+    except pynvml.NVMLError as error:
+        raise ToolkitError(_driver(error)) from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _driver(error: Exception) -> str:
+    return (
+        f"the NVIDIA driver does not answer: {error}. `nvidia-smi` should list the GPUs; restart after an update. "
+        "To train on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
+    """UUIDs of the devices that `CUDA_VISIBLE_DEVICES` leaves, in its order.
+
+    An entry is an index, the beginning of a `GPU-` UUID, or a whole `MIG-` UUID. As in CUDA, the first entry that names
+    nothing ends the list (CUDA C++ Programming Guide, "Environment Variables").
+    """
+    if chosen is None:
+        return list(uuids)
+    found: list[str] = []
+    for entry in (word.strip() for word in chosen.split(",")):
+        if entry.isdigit():
+            matching = list(uuids[int(entry) : int(entry) + 1])
+        elif entry.startswith("MIG-"):
+            matching = [entry]
+        else:
+            matching = [uuid for uuid in uuids if entry.startswith("GPU-") and uuid.startswith(entry)]
+        if len(matching) != 1:
+            break
+        found += matching
+    return found
+
+
+# A named one ----------------------------------------------------------------------------------------------------------
+
+
+def _named(name: str) -> Hardware:
+    number = r"(\d+)\s*"
+    parts = re.fullmatch(rf"(?:{number}nodes?\s*x\s*)?(?:{number}x\s*)?(\S.*?)", name.strip(), re.IGNORECASE)
+    if parts is None:
+        raise ToolkitError(f"hardware {name!r}: expected a name such as '8x H100-80GB' or '2 nodes x 8x A100-80GB'.")
+    nodes, count, word = int(parts[1] or 1), int(parts[2] or 1), parts[3]
+    if nodes < 1 or count < 1:
+        raise ToolkitError(f"hardware {name!r}: expected at least one device on at least one node.")
+    if word.lower() == "cpu":
+        total, free = host_memory()
+        return Hardware(device=_cpu(total, free), count=count, nodes=nodes, host_bytes=total, host_free_bytes=free)
+    key = card_key(name, word)
+    card = CARDS[key]
+    size, host = int(card.gib * GiB), card.host_gib * count * GiB
+    note = f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
+    return Hardware(
+        device=_cuda(key, size, size, card.capability, card, named=True),
+        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(note,),
+    )  # fmt: skip
+
+
+# What a device can do -------------------------------------------------------------------------------------------------
+
+
+def _cuda(
+    name: str, total: int, free: int, capability: tuple[int, int] | None, card: Card | None, *, named: bool
+) -> Device:
+    """bf16 is native from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide, Compute Capabilities).
+
+    AMD's have no such number; those of the catalog compute both.
+    """
+    number = capability or (8, 0)
+    half = (("bf16",) if number >= (8, 0) else ()) + (("fp16",) if number >= (7, 0) else ())
+    flash = {"flash_attention_3": number[0] == 9, "flash_attention_2": number >= (8, 0)}
+    runs = [kernel for kernel, able in flash.items() if able]
+    here = [kernel for kernel in runs if _installed(kernel)]
+    # What is not installed here may be on a machine that is only named. It stands behind: nothing takes it unasked.
+    elsewhere = [kernel for kernel in runs if named and kernel not in here]
+    return Device(
+        kind="cuda", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32", *half),
+        attentions=(*here, "sdpa", "eager", *elsewhere, "flex"), capability=capability, card=card,
+    )  # fmt: skip
+
+
+def _installed(kernel: str) -> bool:
+    """As transformers' `is_flash_attn_2_available` and `is_flash_attn_3_available` ask, without importing torch."""
+    from importlib import metadata
+
+    from packaging.version import Version
+
+    module, distribution, least = {
+        "flash_attention_2": ("flash_attn", "flash-attn", "2.3.3"),
+        "flash_attention_3": ("flash_attn_interface", "flash-attn-3", "3"),
+    }[kernel]
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec(module) is not None and Version(version) >= Version(least)

@@ -1,0 +1,247 @@
+"""Adapters over frozen weights: PEFT's LoRA and DoRA, and bitsandbytes' 4 and 8 bits beneath them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.config.strategy import Strategy
+from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
+from toolkit.core.units import format_count
+from toolkit.engines.base import engine_of, kept_dtype
+from toolkit.engines.job import Job
+from toolkit.engines.states import adapted, quantizable
+from toolkit.models import ModelSpec
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+MOST_UNQUANTIZED = 0.5
+"""Over this share of unquantized weights QLoRA is refused: it would save little of what it is asked for."""
+
+
+def unquantized_share(spec: ModelSpec) -> float:
+    """The share of all weights, by elements, that stays as it is: embeddings, norms, head, fused experts."""
+    linear = {f"{name}.weight" for name in quantizable(spec)}
+    return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in linear) / spec.elements
+
+
+def check_quantized(spec: ModelSpec, allow_unquantized: bool) -> None:
+    """Refuse QLoRA where more than half of the weights would stay unquantized. Reads nothing.
+
+    Raises:
+        ModelError: with the share, and how to go on all the same.
+    """
+    share = unquantized_share(spec)
+    if share > MOST_UNQUANTIZED and not allow_unquantized:
+        fused = spec.elements_of("expert") / spec.elements
+        why = f"fused experts, {fused:.0%}, are no linear modules" if fused else "embeddings and head are left out"
+        raise ModelError(
+            f"4 and 8 bits would leave {share:.0%} of {spec.name}'s {format_count(spec.elements)} weights "
+            f"unquantized: {why}. Choose adapter 'lora', or go on with --allow-unquantized."
+        )
+
+
+def require_libraries(job: Job) -> None:
+    """Refuse an engine or an adapter whose library is not installed.
+
+    Raises:
+        MissingLibrary: with the command that installs it.
+    """
+    for library, fix in engine_of(job.strategy).requirements(job).items():
+        if importlib.util.find_spec(library) is None:
+            raise MissingLibrary(f"sharding {job.strategy.sharding!r} needs {library}, which is not installed. {fix}")
+    require_adapter(job.strategy)
+
+
+def require_adapter(strategy: Strategy) -> None:
+    """Refuse an adapter whose library is not installed.
+
+    Raises:
+        MissingLibrary: with the command that installs it.
+    """
+    adapter = strategy.adapter
+    if adapter != "none" and importlib.util.find_spec("peft") is None:
+        raise MissingLibrary(
+            f"adapter {adapter!r} needs peft, which is not installed. Install it with `pip install peft`."
+        )
+    if strategy.quantized and importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingLibrary(
+            f"adapter {adapter!r} needs bitsandbytes, which is not installed. "
+            "Install it with `pip install 'accelerate-toolkit[qlora]'`, or choose adapter 'lora'."
+        )
+
+
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes, where it is installed, before PEFT or transformers do: without the compiled kernel from the Hub.
+
+    On a CPU with AVX512-BF16 it would fetch one and run it where the library `kernels` is installed (bitsandbytes 0.50,
+    backends/cpu/ops.py:242). Nothing of ours uses that kernel: see `keep_packing`.
+    """
+    if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
+        return
+    modules: dict[str, Any] = sys.modules
+    known = modules.get("kernels")
+    modules["kernels"] = None  # importing it raises ImportError, which bitsandbytes bears
+    try:
+        importlib.import_module("bitsandbytes")
+    finally:
+        del modules["kernels"]
+        if known is not None:
+            modules["kernels"] = known
+
+
+def quantization(job: Job) -> BitsAndBytesConfig | None:
+    """4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (Dettmers et al. 2022)."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if job.strategy.quantized:
+        import_bitsandbytes()
+    compute = getattr(torch, job.compute_dtype)
+    if job.strategy.adapter == "qlora":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+            # Engines shard floating parameters only, and cast them to this dtype: any other would be destroyed.
+            bnb_4bit_quant_storage=compute,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if job.strategy.adapter == "qlora8" else None
+
+
+def packed(model: nn.Module) -> dict[str, int]:
+    """The modules whose weights are quantized, and how many weights each had before they were packed."""
+    return {
+        name: child.in_features * child.out_features
+        for name, child in model.named_modules()
+        if type(getattr(child, "weight", None)).__name__ in ("Params4bit", "Int8Params")
+    }
+
+
+def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
+    """Freeze a model and put an adapter on it, equal on every rank and under every engine.
+
+    The base keeps its dtypes: PEFT's own `prepare_model_for_kbit_training` would cast what is not packed to fp32. First
+    values are rounded to the compute dtype, so that engines which train on a rounded copy begin where the others do.
+
+    Raises:
+        StrategyError: where PEFT would adapt something else than was asked.
+    """
+    import torch
+
+    strategy, spec = job.strategy, cast("ModelSpec", job.spec)
+    asked = adapted(spec, strategy.lora_targets)
+    with _seeded_by_name(model, job.loop.seed):
+        made = attach(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
+    compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(compute).to(kept)
+    return made
+
+
+@contextlib.contextmanager
+def _seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
+    """Draw an adapter's first values of each module from (seed, name): a rank that holds some modules draws as one with all.
+
+    PEFT draws on the CPU, whatever the device (peft/tuners/lora/layer.py `reset_lora_parameters`).
+    """
+    import torch
+
+    import_bitsandbytes()
+    from peft.tuners.lora import LoraLayer
+
+    names = {id(module): name for name, module in model.named_modules()}
+    reset = LoraLayer.reset_lora_parameters
+
+    def seeded(layer: Any, *arguments: Any, **named: Any) -> None:
+        text = f"{seed} {names[id(layer.get_base_layer())]}"
+        drawn_from = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        torch.default_generator.manual_seed(drawn_from)
+        reset(layer, *arguments, **named)
+
+    with torch.random.fork_rng(devices=[]):
+        LoraLayer.reset_lora_parameters = seeded
+        try:
+            yield
+        finally:
+            LoraLayer.reset_lora_parameters = reset
+
+
+def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
+    """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
+
+    Raises:
+        StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer, and where it
+            would adapt others in their place.
+    """
+    import_bitsandbytes()
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        use_dora=adapter == "dora",
+        target_modules=targets,
+        task_type=TaskType.CAUSAL_LM if kind == "causal" else TaskType.SEQ_2_SEQ_LM,
+    )
+    with warnings.catch_warnings():
+        # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            made = cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
+        except ValueError as error:
+            leaves = ",".join(sorted({name.rpartition(".")[2] for name in targets}))
+            raise StrategyError(
+                f"lora_targets: PEFT takes not all of {leaves}: {error} Choose --lora-targets among the others."
+            ) from error
+    _check_adapted(made, targets)
+    return made
+
+
+def _check_adapted(model: nn.Module, asked: list[str]) -> None:
+    """PEFT turns some names of linear modules into a mixture's fused experts, and adapts those instead.
+
+    Raises:
+        StrategyError: with the names that it leaves alone.
+    """
+    found = {
+        name.removeprefix("base_model.model.")
+        for name, child in model.named_modules()
+        if len(getattr(child, "lora_A", ()))
+    }
+    if found != set(asked):
+        lost = sorted({name.rpartition(".")[2] for name in set(asked) - found})
+        left = sorted({name.rpartition(".")[2] for name in asked} - set(lost))
+        raise StrategyError(
+            f"lora_targets: PEFT adapts fused experts in the place of {', '.join(lost)}. "
+            f"Choose --lora-targets {','.join(left)}."
+        )
+
+
+def read_dtype(job: Job) -> str:
+    """torch's name of the dtype that weights are read in: as the engine will hold them; frozen ones in the compute dtype."""
+    return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights, which it does on a CPU with AVX512-BF16.
+
+    `Linear4bit.forward` does it in eval mode without gradients: it overwrites the weight and computes in bf16. A sharded
+    weight then trains wrong, and logits differ by 1e-2 from those of training (bitsandbytes 0.50, nn/modules.py).
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

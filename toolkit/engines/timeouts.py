@@ -1,0 +1,139 @@
+"""How ranks wait for each other: in a collective up to a limit, for the work of rank 0 as long as it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from toolkit.core import errors
+from toolkit.core.errors import ToolkitError
+from toolkit.run_folder.heartbeat import EVERY, show_waiting
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+T = TypeVar("T")
+
+POLL = 0.1
+"""Seconds between two looks at the store, at most."""
+
+_calls = itertools.count()
+
+
+def patience(seconds: float) -> timedelta:
+    """A timeout for a process group.
+
+    A millisecond more than asked: Accelerate leaves out what equals its own default for NCCL (600 s), and torch's for
+    gloo, 1800 s, would come in its place.
+    """
+    return timedelta(seconds=seconds, milliseconds=1)
+
+
+def handlers(timeout: timedelta | None) -> list[InitProcessGroupKwargs]:
+    """What tells Accelerate; nothing where torch's own default is meant."""
+    from accelerate.utils import InitProcessGroupKwargs
+
+    return [] if timeout is None else [InitProcessGroupKwargs(timeout=timeout)]
+
+
+def limit_all(timeout: timedelta) -> None:
+    """Give every process group of this rank the same timeout: those that an engine made for itself have torch's default."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    if dist.is_initialized():
+        for group in c10d._world.pg_map:
+            c10d._set_pg_timeout(timeout, group)
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its result on every rank, however long that takes. A collective.
+
+    The other ranks poll the process group's store. They are in no collective, so no time limit runs. Rank 0 counts in
+    the store while it works, and the others give up when the count stands still for the process group's time limit.
+
+    Args:
+        accelerator: of all ranks.
+        work: returns what JSON can hold. Its collectives would hang.
+
+    Raises:
+        ToolkitError: on every rank, where `work` raises one. Any other exception ends rank 0 alone, as it is.
+        TimeoutError: on the other ranks, where rank 0 gives no sign of life.
+    """
+    if accelerator.num_processes == 1:
+        return work()
+    import torch.distributed as dist
+
+    store, number = dist.distributed_c10d._get_default_store(), next(_calls)
+    alive, done = f"toolkit/{number}/alive", f"toolkit/{number}/done"
+    result: Any = None
+    failed: ToolkitError | None = None
+    with show_waiting(main=accelerator.is_main_process):
+        if accelerator.is_main_process:
+            with ticking(lambda: store.add(alive, 1)):
+                try:
+                    result = work()
+                except ToolkitError as error:
+                    failed = error
+            store.set(done, json.dumps([result, failed and [type(failed).__name__, str(failed)]]))
+        else:
+            result, told = json.loads(wait_for(store, alive, done, limit_of(accelerator)))
+            failed = told and getattr(errors, told[0], ToolkitError)(told[1])
+    if failed is not None:
+        raise failed
+    accelerator.wait_for_everyone()  # rank 0 may hold the store, and must not end before the others have read it
+    return result  # type: ignore[no-any-return]
+
+
+def wait_for(store: Any, alive: str, done: str, limit: float) -> bytes:
+    """The value of the key `done`, once it is there.
+
+    Raises:
+        TimeoutError: where the counter `alive` stands still for `limit` seconds.
+    """
+    count, silent, pause = -1, 0.0, 0.001
+    while not store.check([done]):
+        now = store.add(alive, 0)
+        count, silent = (count, silent + pause) if now == count else (now, 0.0)
+        if silent > limit:
+            raise TimeoutError(f"timed out after {limit:g} s without a sign of life from rank 0, which works alone")
+        time.sleep(pause)
+        pause = min(2 * pause, POLL)
+    found: bytes = store.get(done)
+    return found
+
+
+def limit_of(accelerator: Accelerator) -> float:
+    """Seconds that a collective may take."""
+    import torch.distributed as dist
+
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(accelerator.device)
+    limit: timedelta = backend.options._timeout
+    return limit.total_seconds()
+
+
+@contextlib.contextmanager
+def ticking(tick: Callable[[], object]) -> Iterator[None]:
+    """Call `tick` once a second from a thread, so that others see that this process works."""
+    stop = threading.Event()
+
+    def run() -> None:
+        # Where it fails, the others see no sign of life, and say so.
+        with contextlib.suppress(OSError, RuntimeError):
+            while not stop.wait(EVERY):
+                tick()
+
+    thread = threading.Thread(target=run, name="toolkit-tick", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,122 @@
+"""An adapter out of a checkpoint: on its own, as PEFT saves it, or merged into the base that it was trained over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.config.flags import from_dict
+from toolkit.config.parallelism import Parallelism
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import RunError
+from toolkit.devices.machine import hardware
+from toolkit.engines.adapters import adapt, packed
+from toolkit.engines.job import Job
+from toolkit.exporters.base_weights import Held, Source
+from toolkit.exporters.reload import reopen_adapter
+from toolkit.exporters.results import SavedTensor
+from toolkit.exporters.verification import attention_of, logits, relative_error
+from toolkit.models import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+
+def job_of(source: Source, spec: ModelSpec) -> Job:
+    """What the checkpoint's run trained, as one process on this host would: its engine and its kernel are not needed."""
+    assert source.manifest is not None
+    was = source.manifest.strategy
+    kept = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
+    return Job(
+        strategy=Strategy(**kept, attention=attention_of(spec)),
+        loop=from_dict(Loop, source.manifest.loop),
+        spec=spec,
+        parallelism=Parallelism(),
+        device=hardware().device,
+    )
+
+
+def trained_over(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:
+    """The base with the checkpoint's adapter on it, which computes in fp32 as PEFT lets a loaded one do.
+
+    Args:
+        base: from `read_base`, or a skeleton.
+        job: of the adapter.
+        source: the checkpoint.
+        dtype: torch's name of the one to round the adapter to first, or None.
+
+    Raises:
+        RunError: where its tensors are not this adapter's.
+    """
+    import torch
+
+    model = adapt(job, base)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    weights = source.weights
+    if {name: tuple(p.shape) for name, p in trainable.items()} != dict(weights.shapes):
+        raise RunError(f"{source.path} holds another adapter than {job.strategy.adapter} on this model puts there.")
+    for name, parameter in trainable.items():
+        if parameter.device.type != "meta":
+            tensor = weights.tensor(name)
+            parameter.data = (tensor.to(getattr(torch, dtype)) if dtype else tensor).float()
+    return cast("PeftModel", model.eval())
+
+
+def write_adapter(model: PeftModel, source: Source, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. What each tensor on the disk has to be."""
+    import torch
+
+    weights = source.weights
+    state = {name: weights.tensor(name).to(getattr(torch, dtype or weights.dtypes[name])) for name in weights.shapes}
+    model.save_pretrained(folder, state_dict=dict(state))
+    return planned_adapter(model, state)
+
+
+def planned_adapter(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
+    """What PEFT's `save_pretrained` has to write of a state: its names on the disk, and the bytes."""
+    from peft import get_peft_model_state_dict
+
+    return {
+        name: SavedTensor.of(tensor)
+        for name, tensor in get_peft_model_state_dict(model, state_dict=dict(state)).items()
+    }
+
+
+def compare_adapter(base: Any, wanted: torch.Tensor, folder: Path, spec: ModelSpec) -> float:
+    """The logits' error of a saved adapter, opened by PEFT over the base again."""
+    return relative_error(logits(reopen_adapter(base, folder), spec), wanted)
+
+
+def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
+    """The base's weights with the adapter's merged into them by PEFT. Takes the model apart.
+
+    Args:
+        model: from `trained_over`; a quantized base is dequantized first, for it is over that that it was trained.
+        job: of the adapter.
+        source: the checkpoint.
+        dtype: torch's name of the one that they will be saved in: where it is fp32, they are merged in that.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    base = model.unload()
+    assert job.spec is not None
+    # transformers quantizes the transpose of such a module's weight.
+    turned = {
+        f"{name}.weight"
+        for name in packed(base)
+        if issubclass(getattr(base.get_submodule(name), "source_cls", object), Conv1D)
+    }
+    if job.strategy.quantized:
+        base = base.dequantize(getattr(torch, job.compute_dtype))
+    if dtype == "float32":
+        base = base.float()
+    gc.collect()
+    whole = trained_over(base, job, source, None).merge_and_unload(safe_merge=True)
+    # What text does not pass is taken from its source: the base's may have gone through 4 bits.
+    trained = ((name, p.detach()) for name, p in whole.named_parameters() if job.spec.trains(name))
+    return Held({name: tensor.T if name in turned else tensor for name, tensor in trained})

@@ -1,0 +1,226 @@
+"""Where an export's tensors come from: one of our checkpoints, a folder of another's, or the model that was trained from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit.checkpoints import Manifest, complete, problems, read_manifest
+from toolkit.checkpoints.identity import ADAPTER_FIELDS
+from toolkit.checkpoints.layout import WEIGHT
+from toolkit.checkpoints.manifest import NAME, listed, misplaced
+from toolkit.checkpoints.stored_tensors import StoredTensors, opened
+from toolkit.config.flags import from_dict
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import CheckpointError, ModelError, RunError, StrategyError
+from toolkit.core.units import dtype_name
+from toolkit.engines.shards import BUFFER
+from toolkit.models import ModelSpec, require_weights
+from toolkit.models.hf_loading import auto_class, without_engine
+
+if TYPE_CHECKING:
+    import torch
+
+_SAID = {
+    "strategy": ("sharding", "precision", *ADAPTER_FIELDS),
+    "loop": ("micro_batch", "accumulation", "seq_len", "optimizer", "lr", "warmup", "seed"),
+    "identity": ("data",),
+}
+"""What a manifest has to say: what decides what its tensors are, and what the model card tells."""
+
+
+class Weights(Protocol):
+    """Whole tensors by canonical name, each put together when it is asked for."""
+
+    @property
+    def kind(self) -> str:
+        """What holds them, in a few words."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole tensors."""
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """torch's names."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, in its own shape and dtype, in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is exported."""
+
+    path: Path
+    weights: Weights
+    manifest: Manifest | None
+    """None where it is no checkpoint of ours."""
+    skipped: tuple[str, ...] = ()
+    """A sentence for every newer checkpoint that could not be taken."""
+
+    @property
+    def adapter(self) -> str:
+        """As `Strategy.adapter`."""
+        return str(self.manifest.strategy["adapter"]) if self.manifest else "none"
+
+
+class CheckpointWeights:
+    """The trained weights of one of our checkpoints: masters if there are any. Of a whole model the buffers too."""
+
+    kind = "checkpoint"
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+        kinds = (WEIGHT, BUFFER) if stored.manifest.strategy["adapter"] == "none" else (WEIGHT,)
+        tensors = stored.manifest.tensors.items()
+        self._kinds = {name: kind for name, about in tensors for kind in kinds if kind in about}
+        found = {name: stored.manifest.tensors[name][kind] for name, kind in self._kinds.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(about["shape"]) for name, about in found.items()}
+        self.dtypes: Mapping[str, str] = {name: about["dtype"] for name, about in found.items()}
+        self.buffers = frozenset(name for name, kind in self._kinds.items() if kind == BUFFER)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Put together from the ranks' files."""
+        return self._stored.whole(name, self._kinds[name])
+
+
+class Held:
+    """Tensors that are in memory already."""
+
+    kind = "memory"
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.dtypes: Mapping[str, str] = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor itself."""
+        return self._tensors[name].cpu()
+
+
+class Origin:
+    """The model that was trained from, read for what no checkpoint holds: buffers and weights that are never trained."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._whole: Any = None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """From its files where they use the model's own names; else transformers reads it whole, once.
+
+        Raises:
+            ModelError: where it has no weights, or lacks this one.
+        """
+        from safetensors import safe_open
+
+        for path in require_weights(self.spec):
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118  not a dictionary
+                    kept: torch.Tensor = file.get_tensor(name)
+                    return kept
+        if self._whole is None:
+            with without_engine():
+                read = auto_class(self.spec).from_pretrained
+                self._whole = read(self.spec.source, trust_remote_code=self.spec.runs_code, use_safetensors=True)
+        found = self._whole.state_dict().get(name)
+        if found is None:
+            raise ModelError(f"model {self.spec.name!r} has no tensor {name}. Give the model that was trained from.")
+        tensor: torch.Tensor = found
+        return tensor
+
+
+@contextlib.contextmanager
+def opened_source(path: Path) -> Iterator[Source]:
+    """A run's newest sound checkpoint, one checkpoint, or a folder of DeepSpeed's or Accelerate's.
+
+    Raises:
+        RunError: for a folder without any; for a checkpoint whose hashes do not hold (`CheckpointError`).
+    """
+    if not path.is_dir():
+        raise RunError(f"{path}: there is no such folder. Give a run's folder, or a checkpoint in it.")
+    skipped: tuple[str, ...] = ()
+    if (path / NAME).exists() or path.name.startswith("step-"):
+        wrong = problems(path)
+        if wrong:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong[:3])}. {_others(path)}")
+    elif (path / "run.json").exists() or complete(path / "checkpoints"):
+        path, skipped = _newest(path)
+    else:
+        yield _foreign(path)
+        return
+    manifest = read_manifest(path)
+    _check_said(path, manifest)
+    with opened(path, manifest) as stored:
+        yield Source(path=path, weights=CheckpointWeights(stored), manifest=manifest, skipped=skipped)
+
+
+def _check_said(path: Path, manifest: Manifest) -> None:
+    """Refuse a manifest that is in order, as its sha256 says, and does not say what an export needs."""
+    wrong = [
+        f"{part} has no {name}"
+        for part, names in _SAID.items()
+        for name in names
+        if name not in getattr(manifest, part)
+    ]
+    try:
+        from_dict(Strategy, manifest.strategy)
+        from_dict(Loop, manifest.loop)
+    except StrategyError as error:
+        wrong.append(str(error).removesuffix("."))
+    identity = manifest.identity
+    for name, value, kind in (
+        ("loop lr", manifest.loop.get("lr", 0.0), int | float),
+        ("identity data", identity.get("data", ""), str),
+        ("identity model", identity.get("model"), str | None),
+        ("identity source", identity.get("source"), str | None),
+        ("identity base", identity.get("base"), dict | None),
+    ):
+        if not isinstance(value, kind):
+            wrong.append(f"{name} is {json.dumps(value)[:40]}")
+    wrong += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
+    if wrong:
+        raise CheckpointError(f"{path / NAME} cannot be exported from: {'; '.join(wrong[:3])}. {_others(path)}")
+
+
+def _others(damaged: Path) -> str:
+    others = [path for path in complete(damaged.parent) if path != damaged]
+    return f"Take another: {others[0]}." if others else "There is no other beside it."
+
+
+def _newest(run: Path) -> tuple[Path, tuple[str, ...]]:
+    skipped: list[str] = []
+    for path in listed(run / "checkpoints"):
+        wrong = misplaced(path) or problems(path)
+        if not wrong:
+            return path, tuple(skipped)
+        skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")
+    fix = (
+        f"What the run itself saved at its end is in {run / 'export'}."
+        if (run / "export").is_dir()
+        else f"Go on with it: `toolkit resume {run} --save-every N`, which writes one every N steps and at the end."
+    )
+    raise RunError(f"{run} has no checkpoint that can be exported{''.join(f'; {line}' for line in skipped)}. {fix}")
+
+
+def _foreign(path: Path) -> Source:
+    from toolkit.checkpoints.importers import open_foreign
+
+    weights = open_foreign(path)
+    if weights is None:
+        raise RunError(
+            f"{path} holds nothing that can be exported: no run of ours (run.json), no checkpoint of ours ({NAME}), "
+            "and no folder of DeepSpeed's or Accelerate's. Give one of these."
+        )
+    if any(".lora_" in name for name in weights.shapes):
+        raise RunError(
+            f"{path} ({weights.kind}) holds an adapter in a folder that does not say which one: rank, alpha and base are "
+            "missing. Adapters are exported from this toolkit's own checkpoints."
+        )
+    return Source(path=path, weights=weights, manifest=None)

@@ -1,0 +1,295 @@
+"""What was trained, from the engine that holds it: gathered under every one of them, saved, reopened and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.checkpoints.layout import Region
+from toolkit.core.errors import RunError, is_out_of_memory
+from toolkit.core.units import BYTES_OF
+from toolkit.devices.machine import host_memory
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared
+from toolkit.engines.shards import MASTER, PARAMETER, Part, Shard, copy, parts, whole_box
+from toolkit.engines.timeouts import on_main
+from toolkit.exporters.adapters import planned_adapter
+from toolkit.exporters.base_weights import Origin
+from toolkit.exporters.model_card import rows_of, write_card
+from toolkit.exporters.model_files import planned_model
+from toolkit.exporters.publication import drafted
+from toolkit.exporters.reload import reopen
+from toolkit.exporters.results import (
+    NO_ROOM,
+    OTHER_KERNELS,
+    PROBE_TOKENS,
+    TOLERANCE,
+    Export,
+    SavedTensor,
+    beyond,
+    headers,
+    load_line,
+    not_compared,
+)
+from toolkit.exporters.verification import attention_of, check_files, check_tied, relative_error
+from toolkit.models import copy_code, copy_processor
+from toolkit.models.hf_loading import quiet_bars
+
+if TYPE_CHECKING:
+    import torch
+
+
+def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTensor]:
+    """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format. A collective.
+
+    Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers one tensor at a time, into host
+    memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all; what was there
+    before is replaced by them.
+
+    Returns:
+        On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
+    """
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    adapter = prepared.job.strategy.adapter != "none"
+    spec = prepared.job.spec
+    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
+    state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
+    if not adapter:
+        known = set(module.state_dict())
+        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
+    planned: dict[str, SavedTensor] = {}
+
+    def write() -> None:
+        if spec is not None and not adapter:
+            origin = Origin(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
+            state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in wanted})
+        with quiet_bars(True, shown=False):
+            planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
+            _write(prepared, module, tokenizer, state, folder)
+
+    on_main(prepared.accelerator, write)
+    return planned
+
+
+def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any], folder: Path) -> None:
+    spec = prepared.job.spec
+    if prepared.job.strategy.adapter == "none":
+        # Training switches the cache off; whoever loads the result to generate wants what the checkpoint said.
+        cached = spec.config.get("use_cache", True) if spec else True
+        module.config.use_cache = module.config.get_text_config().use_cache = cached
+        module.config.dtype = next(iter(state.values())).dtype
+    with drafted(folder, replace=True) as draft:
+        module.save_pretrained(draft, state_dict=state)
+        if prepared.job.strategy.adapter == "none":
+            module.config.use_cache = module.config.get_text_config().use_cache = False
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        if spec and prepared.job.strategy.adapter == "none":
+            copy_code(spec, draft)
+            copy_processor(spec, draft)
+
+
+def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Whole tensors by name, on rank 0's host memory; None on other ranks, which send what they hold. A collective.
+
+    Masters where an engine keeps them, else parameters. One tensor is in flight at a time.
+    """
+    from accelerate.utils import gather_object
+
+    mine: dict[tuple[str, str], list[Shard]] = {}
+    for shard in engine_of(prepared.job.strategy).shards(prepared):
+        if shard.name in wanted:
+            mine.setdefault((shard.name, shard.kind), []).append(shard)
+    held = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in mine.items()}
+    about = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in mine.items()}
+    every: list[tuple[dict[Any, list[Region]], dict[Any, Any]]] = gather_object([(held, about)])
+    known = {key: value for _, found in every for key, value in found.items()}
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    for name in (name for name, _ in module.named_parameters() if name in wanted):
+        key = (name, MASTER if (name, MASTER) in known else PARAMETER)
+        yield name, _assemble(prepared, mine.get(key, []), [held.get(key, []) for held, _ in every], *known[key])
+
+
+def _assemble(
+    prepared: Prepared, mine: list[Shard], plan: list[list[Region]], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Put one tensor together on rank 0 from the regions that each rank holds. Equal regions (replicas) are sent once."""
+    import torch
+    import torch.distributed as dist
+
+    rank, device = prepared.accelerator.process_index, prepared.accelerator.device
+    senders: dict[Region, tuple[int, int]] = {}
+    for owner, regions in enumerate(plan):
+        for index, region in enumerate(regions):
+            senders.setdefault(region, (owner, index))
+    if rank != 0:
+        for owner, index in senders.values():
+            if owner == rank:
+                dist.send(mine[index].tensor.reshape(-1).contiguous().to(device), 0)
+        return None
+
+    def received() -> Iterator[Part]:
+        for region, (owner, index) in senders.items():
+            if owner == 0:
+                yield from parts(mine[index])
+            else:
+                values = torch.empty(region.stored_shape, dtype=dtype, device=device)
+                dist.recv(values.view(-1), owner)
+                yield from parts(Shard(region.name, region.kind, shape, region.box, region.start, values))
+
+    whole = torch.empty(shape, dtype=dtype)
+    copy(received(), [(whole_box(shape), whole)])
+    return whole
+
+
+def verify(
+    prepared: Prepared,
+    folder: Path,
+    planned: Mapping[str, SavedTensor],
+    batch: Mapping[str, torch.Tensor],
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> Export | None:
+    """Compare the saved files with the trained model; rank 0 gets the result, the others None. A collective.
+
+    The bytes decide. Where they are right and the folder does not open in transformers or PEFT, the result warns and says
+    why. Where only the logits of the reopened model differ, the result says by how much. What passes gets its model card.
+
+    Args:
+        prepared: the trained model.
+        folder: where `save` wrote.
+        planned: what `save` returned.
+        batch: a batch of the training data; its first row's first tokens are the probe.
+        about: more rows of the model card: data, versions.
+
+    Raises:
+        RunError: for files whose bytes are not the trained model's, and for an opened model that lacks keys, has keys too
+            many, or whose tied weights came untied.
+    """
+    accelerator = prepared.accelerator
+    probe = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items()}
+    prepared.model.eval()
+    trained = engine_of(prepared.job.strategy).logits(prepared, probe).float().cpu()
+    prepared.model.train()
+    result: list[Export] = []
+
+    def check() -> None:
+        try:
+            check_files(folder, planned)
+            error, notes = _compare(prepared, folder, probe, trained)
+        except RunError as wrong:
+            raise RunError(f"the saved model in {folder} is not what was trained: {wrong}. Do not use it.") from wrong
+        result.append(_result(prepared, folder, error, notes, about or {}))
+
+    on_main(accelerator, check)
+    return result[0] if result else None
+
+
+def _compare(
+    prepared: Prepared, folder: Path, probe: Mapping[str, torch.Tensor], trained: torch.Tensor
+) -> tuple[float | None, tuple[str, ...]]:
+    """The logits' error on rank 0, and notes: how it was measured, or why it was not.
+
+    They are computed on rank 0's device where the model fits there a second time, else on the host.
+
+    Raises:
+        RunError: for an opened model that lacks keys, has keys too many, or whose tied weights came untied.
+    """
+    place = _place(prepared)
+    if place is None:
+        return None, (NO_ROOM,)
+    job = _opened_as(prepared.job, place)
+    assert job.spec is not None
+    try:
+        with quiet_bars(True, shown=False):
+            model = reopen(job, folder)
+        if job.strategy.adapter == "none":
+            check_tied(model, job.spec)
+    except RunError:
+        raise
+    except Exception as problem:  # transformers and PEFT refuse a folder with exceptions of every type
+        lacks = isinstance(problem, ImportError) or is_out_of_memory(problem)
+        return None, (not_compared(problem, folder, opened=lacks),)
+    try:
+        here = {name: tensor.to(place) for name, tensor in probe.items()}
+        error = _error(job, model.to(place), here, trained)
+    except Exception as problem:  # a kernel or memory that this machine lacks
+        return None, (not_compared(problem, folder, opened=True),)
+    limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
+    if job is prepared.job and place.type == prepared.accelerator.device.type:
+        return error, beyond(error, limit)
+    how = f"Logits were compared on the {place.type} with {attention}; the model was trained on the "
+    how += f"{prepared.accelerator.device.type} with {prepared.job.strategy.attention}."
+    return error, (how, *beyond(error, OTHER_KERNELS * limit))
+
+
+def _place(prepared: Prepared) -> torch.device | None:
+    """Where there is memory for the whole model a second time, with a fifth to spare; it is read on the host first."""
+    import torch
+
+    job = prepared.job
+    device: torch.device = prepared.accelerator.device
+    assert job.spec is not None
+    each = 1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]
+    needed = 1.2 * each * job.spec.elements
+    if host_memory()[1] <= needed:
+        return None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device)[0] > needed:
+            return device
+        if job.strategy.quantized:  # bitsandbytes would quantize on the device
+            return None
+    return torch.device("cpu")
+
+
+def _opened_as(job: Job, place: torch.device) -> Job:
+    """The same job, with an attention kernel that computes in this place."""
+    assert job.spec is not None
+    if place.type == "cuda" or job.strategy.attention in ("sdpa", "eager"):
+        return job
+    return dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=attention_of(job.spec)))
+
+
+def _result(
+    prepared: Prepared, folder: Path, error: float | None, notes: tuple[str, ...], about: Mapping[str, Any]
+) -> Export:
+    """What was saved, with its model card written."""
+    job = prepared.job
+    saved = headers(folder)
+    adapter = job.strategy.adapter != "none"
+    assert job.spec is not None
+    strategy, loop = dataclasses.asdict(job.strategy), dataclasses.asdict(job.loop)
+    rows = {**rows_of(strategy, loop, parallelism=job.parallelism, steps=job.loop.steps), **about}
+    what = "adapter" if adapter else "model"
+    write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=notes, error=error)
+    return Export(
+        folder=str(folder),
+        adapter=adapter,
+        tensors=len(saved),
+        size_bytes=sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in saved),
+        logits_error=error,
+        load=load_line(job.spec, job.spec.source, str(folder), adapter=job.strategy.adapter),
+        notes=notes,
+    )
+
+
+def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor) -> float:
+    import torch
+
+    # DDP computes under autocast on fp32 weights, the other engines on weights that are cast.
+    half = job.precision.mixed
+    autocast = engine_of(job.strategy).autocast_dtype(job) is not None
+    compute = getattr(torch, job.compute_dtype)
+    if half and not autocast:
+        # Parameters alone: no engine casts buffers, and rotary frequencies in half precision turn into other angles.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute)
+    device = next(model.parameters()).device.type
+    with torch.no_grad(), torch.autocast(device, compute) if autocast else nullcontext():
+        found = model(**probe, use_cache=False).logits.float().cpu()
+    return relative_error(found, trained)

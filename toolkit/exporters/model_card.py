@@ -1,0 +1,116 @@
+"""The model card: what was exported, from what it was trained and with what, and how it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints import Manifest
+from toolkit.config.parallelism import Parallelism
+from toolkit.config.run_config import EMBEDDED
+from toolkit.config.strategy import Strategy
+from toolkit.core.atomic_io import at_home
+from toolkit.core.display import Table
+from toolkit.core.redaction import redact
+from toolkit.exporters.results import load_line, logits_text
+from toolkit.models import ModelSpec
+
+
+def write_card(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    what: str,
+    trained: str,
+    rows: Mapping[str, Any],
+    notes: Sequence[str],
+    error: float | None,
+) -> None:
+    """Write `README.md`, with the header that the Hugging Face Hub reads. It names no path of this machine.
+
+    Args:
+        folder: of the export.
+        spec: of the model that was trained.
+        what: `model`, `adapter` or `merged model`.
+        trained: the adapter that was trained, as in Strategy.
+        rows: what it was trained with; those that are None are left out.
+        notes: sentences about the export.
+        error: of the logits on the probe.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    adapter, base = what == "adapter", base_name(spec)
+    on_hub = spec.source is not None and base == spec.name != EMBEDDED
+    header = ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        base_model=base if on_hub else None,
+        base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
+        pipeline_tag="text-generation" if spec.kind == "causal" else None,
+        tags=["accelerate-toolkit", *(["lora"] if adapter else [])],
+    )
+    load = load_line(spec, base, "this folder", adapter=trained if adapter else "none")
+    auto = next(word for word in load.replace("(", ".").split(".") if word.startswith("AutoModel"))
+    bits = ", BitsAndBytesConfig" if "BitsAndBytesConfig" in load else ""
+    imports = [f"from transformers import {auto}{bits}", *(["from peft import PeftModel"] if adapter else [])]
+    table = Table(columns=("what", "value"), rows=[(name, value) for name, value in rows.items() if value is not None])
+    text = table.text()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # no cell ends the block
+    parts = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {what.capitalize()} trained from {base}",
+        f"{spec.architecture}, {spec.elements:,} parameters.",
+        *notes,
+        "## How it was trained",
+        f"{fence}text\n{text}\n{fence}",
+        "## How to load it",
+        "```python\n" + "\n".join([*imports, "", f"model = {load}"]) + "\n```",
+        f"Checked when it was saved. Logits on a probe batch against the trained model: {logits_text(error)}.",
+    ]
+    ModelCard(redact("\n\n".join(parts) + "\n")).save(folder / "README.md")
+
+
+def base_name(spec: ModelSpec) -> str:
+    """The Hub id of the model that was trained from, or the last part of its folder's name; no whole path."""
+    if spec.name == EMBEDDED or not os.path.exists(at_home(spec.name)):
+        return spec.name
+    source = spec.source or spec.name
+    return Path(source).name if at_home(source).is_dir() else source
+
+
+def rows_of(
+    strategy: Mapping[str, Any], loop: Mapping[str, Any], *, parallelism: Parallelism, steps: int
+) -> dict[str, Any]:
+    """What something was trained with, but for data and versions; `strategy` and `loop` as their dataclasses' fields."""
+    default = dataclasses.asdict(Strategy())
+    fields = [f"{name} {value}" for name, value in strategy.items() if value != default[name] and name != "sharding"]
+    batch = loop["micro_batch"] * loop["accumulation"] * parallelism.dp_size
+    return {
+        "strategy": ", ".join([f"sharding {strategy['sharding']} on {parallelism.ranks} rank(s)", *fields]),
+        "steps": steps,
+        "global batch": f"{batch} sequences of {loop['seq_len']} tokens",
+        "optimizer": f"{loop['optimizer']}, learning rate {loop['lr']:g}, {loop['warmup']} steps of warmup",
+        "seed": loop["seed"],
+    }
+
+
+def told_of(manifest: Manifest) -> dict[str, Any]:
+    """The same of a checkpoint, with what else its manifest says."""
+    identity = manifest.identity
+    return {
+        **rows_of(
+            manifest.strategy, manifest.loop, parallelism=Parallelism(**manifest.parallelism), steps=manifest.step
+        ),
+        "data": f"fingerprint {identity['data']}",
+        "base revision": (identity.get("base") or {}).get("revision"),
+        "versions": spelled(manifest.versions),
+        "checkpoint written": manifest.written,
+    }
+
+
+def spelled(versions: Mapping[str, str | None]) -> str | None:
+    """Libraries with their versions, those that are installed."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or None

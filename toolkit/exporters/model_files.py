@@ -1,0 +1,224 @@
+"""A whole model's files, written a shard at a time: neither the model nor its state is in memory as a whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.errors import ModelError, RunError
+from toolkit.core.units import BYTES_OF, dtype_name
+from toolkit.exporters.base_weights import Origin, Weights
+from toolkit.exporters.results import SavedTensor
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import LONG, auto_class, freeze
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARD_BYTES = 5 * 10**9
+"""Of a file at most, which is what is in memory at once, with one layer beside it: the Hub's own recommendation."""
+
+
+def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model on the meta device, with the configs that its export gets: as its source says, with the pad token."""
+    import torch
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(spec).from_config(config, trust_remote_code=spec.runs_code)
+    freeze(model, spec)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(spec.source)
+    except OSError:  # it has none, and transformers has made one from its config
+        assert model.generation_config is not None
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+class Complete:
+    """Every tensor that a model keeps, by the name that it is saved under: the trained ones, and what stayed as it was."""
+
+    kind = "model"
+
+    def __init__(self, weights: Weights, model: PreTrainedModel, spec: ModelSpec) -> None:
+        """`model`: the skeleton.
+
+        Raises:
+            RunError: where `weights` lack a tensor, hold one of another shape, or one that the model does not know.
+            ModelError: where what is not trained has to be read from the model's source, and that has it not.
+        """
+        self._weights, origin = weights, Origin(spec)
+        self._held: dict[str, str] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+        tied = {group[0]: group for group in spec.tied}
+        # Of our checkpoints; some are a script's own, which the model does not know.
+        saved: frozenset[str] = getattr(weights, "buffers", frozenset())
+        known = {*parameters, *buffers, *saved}
+        wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in known]
+        for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
+            meta = parameters[name] if name in parameters else buffers[name]
+            held = next((known for known in tied.get(name, (name,)) if known in weights.shapes), None)
+            if held is None and name in parameters and meta.requires_grad:
+                wrong.append(f"{name} is missing")
+            elif held is None:
+                self._kept[name] = origin.tensor(name)
+            elif tuple(weights.shapes[held]) != tuple(meta.shape):
+                wrong.append(f"{name} has the shape {list(weights.shapes[held])}, expected {list(meta.shape)}")
+            elif held in saved:
+                self._kept[name] = _buffer(weights, origin, held)
+            else:
+                self._held[name] = held
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise RunError(
+                f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(wrong[:3])}{more}. "
+                "Name the model that was trained with --model."
+            )
+        self.trained: frozenset[str] = frozenset(self._held)
+        kept = self._kept.items()
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            **{name: tuple(weights.shapes[held]) for name, held in self._held.items()},
+            **{name: tuple(tensor.shape) for name, tensor in kept},
+        }
+        self.dtypes: Mapping[str, str] = {
+            **{name: weights.dtypes[held] for name, held in self._held.items()},
+            **{name: dtype_name(tensor.dtype) for name, tensor in kept},
+        }
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """From where it is."""
+        return self._kept[name] if name in self._kept else self._weights.tensor(self._held[name])
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype that most elements have."""
+        counts: dict[str, int] = {}
+        for name in self.trained:
+            counts[self.dtypes[name]] = counts.get(self.dtypes[name], 0) + math.prod(self.shapes[name])
+        return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _buffer(weights: Weights, origin: Origin, name: str) -> torch.Tensor:
+    """A buffer of the checkpoint; the source's own if training only rounded it."""
+    import torch
+
+    value = weights.tensor(name)
+    try:
+        own = origin.tensor(name)
+    except ModelError:  # a config and a tokenizer are enough of a source
+        return value
+    return own if own.shape == value.shape and torch.equal(own.to(value.dtype), value) else value
+
+
+def saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> dict[str, str]:
+    """The dtype that each tensor is saved in: its own, or what is asked for, but for those that transformers keeps in fp32."""
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
+    if dtype is None:
+        return dict(weights.dtypes)
+    plan = list(model._get_dtype_plan(getattr(torch, dtype)))
+    kept = build_glob_alternation(plan)[0].search if plan else lambda name: None
+    return {name: own if name not in weights.trained or kept(name) else dtype for name, own in weights.dtypes.items()}
+
+
+def saved_bytes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> int:
+    """What the weights will take on the disk."""
+    found = saved_dtypes(model, weights, dtype).items()
+    return sum(math.prod(weights.shapes[name]) * BYTES_OF[one] for name, one in found)
+
+
+def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
+    """What `save_pretrained` has to write of a state: transformers' names on the disk, and the bytes; a layer at a time."""
+    import torch
+
+    kept = {name: tensor for name, tensor in state.items() if name not in (model._keys_to_ignore_on_save or ())}
+    metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in kept.items()}
+    return {
+        name: SavedTensor.of(tensor)
+        for group in _groups(model, metas)
+        for name, tensor in _on_disk(model, {name: kept[name] for name in group}).items()
+    }
+
+
+def write_model(model: PreTrainedModel, weights: Complete, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
+    """Write a model's config and its weights, as `save_pretrained` would. What each tensor on the disk has to be.
+
+    Tensors get the names and shapes that they have on the disk (one expert a tensor, say) by transformers' own
+    conversion, one repeated layer at a time. Only where a conversion joins several layers is the model held whole.
+
+    Args:
+        model: the skeleton.
+        weights: of the model.
+        dtype: torch's name of the one to save in, or None for their own.
+        folder: that exists.
+    """
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    from tqdm import tqdm
+    from transformers.dynamic_module_utils import custom_object_save
+
+    dtypes = {name: getattr(torch, one) for name, one in saved_dtypes(model, weights, dtype).items()}
+    metas = {
+        name: torch.empty(weights.shapes[name], dtype=dtypes[name], device="meta") for name in _saved(model, weights)
+    }
+    groups = _groups(model, metas)
+    parts = [_on_disk(model, {name: metas[name] for name in group}) for group in groups]
+    # Of a view the size of its whole storage would be counted.
+    shapes = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
+    layout = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
+    made: dict[str, torch.Tensor] = {}
+    written: dict[str, SavedTensor] = {}
+    waiting = iter(tqdm(groups, desc="writing", unit="layer", disable=model.num_parameters() < LONG))
+    for file, names in layout.filename_to_tensors.items():
+        while not made.keys() >= set(names):
+            made |= _on_disk(model, {name: weights.tensor(name).to(dtypes[name]) for name in next(waiting)})
+        tensors = {name: made.pop(name).contiguous() for name in names}
+        written |= {name: SavedTensor.of(tensor) for name, tensor in tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        del tensors
+    if layout.is_sharded:
+        about = {"total_parameters": model.num_parameters(), **layout.metadata}
+        index = json.dumps({"metadata": about, "weight_map": layout.tensor_to_filename}, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
+    model.config.dtype, model.config.architectures = dtype or weights.dtype, [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    return written
+
+
+def _saved(model: PreTrainedModel, weights: Complete) -> list[str]:
+    """All but what the class says it makes anew whenever it is loaded."""
+    return [name for name in weights.shapes if name not in (model._keys_to_ignore_on_save or ())]
+
+
+def _on_disk(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Any] = revert_weight_conversion(model, tensors)
+    return found
+
+
+def _groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Names that are converted together: a repeated layer's, or all of them where a conversion joins more than that."""
+    found: dict[str, list[str]] = {}
+    for name in metas:
+        layer = re.match(r"(.*?\.\d+)\.", name)
+        found.setdefault(layer[1] if layer else name, []).append(name)
+
+    def shapes(groups: Iterator[list[str]]) -> dict[str, Any]:
+        parts = (_on_disk(model, {name: metas[name] for name in group}) for group in groups)
+        return {name: meta.shape for part in parts for name, meta in part.items()}
+
+    return list(found.values()) if shapes(iter(found.values())) == shapes(iter([list(metas)])) else [list(metas)]

@@ -1,0 +1,246 @@
+"""`export()`: from a checkpoint to Hugging Face files, without the engine that wrote it and without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.checkpoints import identify
+from toolkit.checkpoints.identity import check_same
+from toolkit.config.flags import from_dict
+from toolkit.config.run_config import EMBEDDED
+from toolkit.config.strategy import Strategy
+from toolkit.config.tables import PRECISIONS
+from toolkit.core.atomic_io import at_home
+from toolkit.core.errors import ModelError, RunError, ToolkitError
+from toolkit.core.units import BYTES_OF, format_bytes
+from toolkit.exporters.adapters import compare_adapter, job_of, merged, trained_over, write_adapter
+from toolkit.exporters.base_weights import Source, Weights, opened_source
+from toolkit.exporters.model_card import told_of, write_card
+from toolkit.exporters.model_files import Complete, saved_bytes, skeleton, write_model
+from toolkit.exporters.publication import check_room, check_target, drafted
+from toolkit.exporters.reload import read_base
+from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, beyond, headers, load_line
+from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
+from toolkit.models import ModelSpec, copy_code, copy_processor, describe, require_weights
+from toolkit.models.hf_loading import quiet_bars
+from toolkit.models.hub import cached
+from toolkit.models.tokenizer import load_tokenizer
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+INT8 = 5e-2
+"""As `TOLERANCE`, of what was trained over an 8-bit base, whose forward rounds activations too (Dettmers et al. 2022)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    source: Source
+    spec: ModelSpec
+    dtype: str | None
+    """torch's name; None leaves it as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    what: str
+    error: float | None
+    notes: tuple[str, ...] = ()
+
+
+def export(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    model: str | None = None,
+    trust_remote_code: str | None = None,
+) -> Export:
+    """Write what a checkpoint holds as Hugging Face files, open them again, and compare them with the checkpoint.
+
+    A whole model becomes safetensors with config and tokenizer, an adapter what PEFT saves. `folder` appears whole and
+    checked, or not at all. While it is written one file (5 GB) and one layer are in memory; while it is checked one whole
+    model, and where there is no room for that the result says that logits were not compared.
+
+    Args:
+        source: a run's folder, whose newest sound checkpoint is taken; one checkpoint; or a folder that DeepSpeed or
+            Accelerate wrote, of which `model` says what it is.
+        folder: a new or an empty one.
+        merge: merge an adapter into its base, which is then in memory once.
+        dtype: `fp32`, `bf16` or `fp16`; otherwise the checkpoint's own, and merged the one that the base had in training.
+        model: folder or Hub id of the model that was trained from; otherwise what the checkpoint names.
+        trust_remote_code: as `describe` takes it.
+
+    Raises:
+        RunError: where there is nothing to export, no place for it, or what was written is not what was trained.
+        CheckpointError: for a checkpoint that is damaged, or was trained from another model or base.
+        ModelError: for a model or tokenizer that cannot be read.
+    """
+    source, folder = at_home(source), at_home(folder)
+    if dtype is not None and dtype not in DTYPES:
+        raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
+    check_target(folder, source)
+    with opened_source(source) as found, quiet_bars(True, shown=False):
+        if merge and found.adapter == "none":
+            raise RunError(f"{found.path} holds a whole model, and merging is for adapters. Leave --merge out.")
+        asked = _Asked(
+            source=found,
+            spec=_described(found, model, trust_remote_code),
+            dtype=PRECISIONS[dtype].compute if dtype else None,
+        )
+        make = _whole if found.adapter == "none" else _merged if merge else _adapter
+        with drafted(folder) as draft:
+            made = make(asked, draft)
+            rows = told_of(found.manifest) if found.manifest else {"checkpoint": found.weights.kind}
+            trained = found.adapter
+            write_card(
+                draft, asked.spec, what=made.what, trained=trained, rows=rows, notes=made.notes, error=made.error
+            )
+    return _result(asked, made, folder)
+
+
+def _result(asked: _Asked, made: _Made, folder: Path) -> Export:
+    saved, adapter = headers(folder), made.what == "adapter"
+    return Export(
+        folder=str(folder),
+        adapter=adapter,
+        tensors=len(saved),
+        size_bytes=sum(BYTES_OF[dtype] * elements for _, dtype, elements in saved),
+        logits_error=made.error,
+        load=load_line(asked.spec, asked.spec.source, str(folder), adapter=asked.source.adapter if adapter else "none"),
+        checkpoint=str(asked.source.path),
+        step=asked.source.manifest.step if asked.source.manifest else None,
+        notes=(*asked.source.skipped, *made.notes),
+    )
+
+
+def _described(source: Source, model: str | None, trust: str | None) -> ModelSpec:
+    """The model that was trained from, which has to be the checkpoint's own."""
+    identity = source.manifest.identity if source.manifest else {}
+    own = str(source.path) if (source.path / "config.json").is_file() else None
+    name = model or identity.get("source") or identity.get("model") or own
+    if name is None:
+        raise RunError(
+            f"{source.path} ({source.weights.kind}) does not say of what model it is. Name the folder or Hub id of the model "
+            "that was trained from, for its config and tokenizer, with --model."
+        )
+    here = name if model or name == EMBEDDED or os.path.exists(at_home(name)) else _in_cache(source, name)
+    try:
+        spec = dataclasses.replace(describe(here, trust_remote_code=trust), name=name)
+    except ModelError as error:
+        if model or Path(name).exists():
+            raise
+        raise ModelError(f"{error} Or say where the model is now with --model.") from error
+    if spec.source is None:  # a config and a tokenizer are enough, where all weights are in the checkpoint
+        if name == EMBEDDED:
+            raise ModelError(
+                "model 'embedded' has no folder yet: `toolkit.training.preflight.embedded_model()` makes and names it."
+            )
+        path = at_home(here)
+        spec = dataclasses.replace(spec, source=str(path if path.is_dir() else path.parent))
+    if identity.get("model") == EMBEDDED:
+        spec = dataclasses.replace(spec, name=EMBEDDED)
+    if source.manifest:
+        if source.adapter != "none" or spec.frozen:
+            require_weights(spec)
+        strategy = from_dict(Strategy, source.manifest.strategy)
+        check_same(identify(spec, strategy, identity["data"]), identity, source.path)
+    return spec
+
+
+def _in_cache(source: Source, name: str) -> str:
+    """The cached folder of a model on the Hub that a manifest names: it may be a stranger's, and nothing is fetched for it.
+
+    Raises:
+        ModelError: where it is not in the cache.
+    """
+    found = cached(name)
+    if found is None:
+        raise ModelError(
+            f"{source.path} was trained from model {name!r}, which is not on this machine, and nothing is downloaded because a "
+            f"checkpoint names it. Add --model {shlex.quote(name)} to fetch it from the Hub, or --model FOLDER."
+        )
+    return str(found)
+
+
+def _whole(asked: _Asked, draft: Path) -> _Made:
+    weights = _write(asked, asked.source.weights, asked.dtype, draft)
+    dtype, notes = asked.dtype or weights.dtype, []
+    if dtype not in TOLERANCE:
+        raise RunError(
+            f"{asked.source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype."
+        )
+    if dtype != weights.dtype:
+        notes.append(f"Saved in {dtype}; the checkpoint holds {weights.dtype}. Logits were compared in {dtype}.")
+    error = compare_whole(asked.spec, weights, draft, dtype)
+    return _Made(what="model", error=error, notes=(*notes, *_second(error, TOLERANCE[dtype])))
+
+
+def _second(error: float | None, limit: float) -> tuple[str, ...]:
+    """What logits say of an export whose bytes are the checkpoint's: they come second, and remove nothing."""
+    return (NO_ROOM,) if error is None else beyond(error, limit)
+
+
+def _merged(asked: _Asked, draft: Path) -> _Made:
+    spec, source = asked.spec, asked.source
+    job = job_of(source, spec)
+    dtype = asked.dtype or job.compute_dtype
+    wide = max(dtype, job.compute_dtype, key=lambda one: BYTES_OF[one])
+    if not fits(spec, wide):
+        raise RunError(
+            f"merging needs memory for {spec.name} in {wide}, {format_bytes(1.2 * BYTES_OF[wide] * spec.elements)}, and "
+            "there is less. Export the adapter without --merge, or merge on a larger machine."
+        )
+    model = trained_over(read_base(job, on_host=True), job, source, None)
+    wanted = logits(model, spec)
+    _write(asked, merged(model, job, source, dtype), dtype, draft)
+    del model
+    found, _ = logits_of(spec, draft, dtype)
+    error = relative_error(found, wanted)
+    coarse = min(dtype, job.compute_dtype, key=lambda one: (BYTES_OF[one], one != "bfloat16"))
+    limit = INT8 if source.adapter == "qlora8" else TOLERANCE[coarse]
+    if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
+        raise RunError(
+            f"the export of {source.path} was removed, for it is not what was trained: its logits differ by "
+            f"{error:.1e} relative, more than {limit:.0e}."
+        )
+    bits = {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter)
+    notes = [f"The {source.adapter} adapter is merged into its base by PEFT, in {dtype}."]
+    if bits:
+        notes.append(
+            f"The base is the {bits} one that the adapter was trained over, dequantized: its weights are not those of the "
+            "model that was trained from."
+        )
+    return _Made(what="merged model", error=error, notes=tuple(notes))
+
+
+def _adapter(asked: _Asked, draft: Path) -> _Made:
+    spec, source = asked.spec, asked.source
+    job, tokenizer = job_of(source, spec), load_tokenizer(spec)
+    real = fits(spec, job.compute_dtype)
+    base = read_base(job, on_host=True) if real else skeleton(spec, tokenizer)
+    model = trained_over(base, job, source, asked.dtype)
+    wanted = logits(model, spec) if real else None
+    planned = write_adapter(model, source, asked.dtype, draft)
+    tokenizer.save_pretrained(draft)
+    check_files(draft, planned)
+    error = None if wanted is None else compare_adapter(model.unload(), wanted, draft, spec)
+    return _Made(what="adapter", error=error, notes=_second(error, TOLERANCE[job.compute_dtype]))
+
+
+def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> Complete:
+    """A whole model's files, checked one by one."""
+    tokenizer = load_tokenizer(asked.spec)
+    model = skeleton(asked.spec, tokenizer)
+    complete = Complete(weights, model, asked.spec)
+    check_room(draft, saved_bytes(model, complete, dtype))
+    planned = write_model(model, complete, dtype, draft)
+    tokenizer.save_pretrained(draft)
+    copy_code(asked.spec, draft)
+    copy_processor(asked.spec, draft)
+    check_files(draft, planned)
+    return complete

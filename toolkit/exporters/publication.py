@@ -1,0 +1,111 @@
+"""An export appears whole or not at all: written beside, flushed to the disk, then given its name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.core.atomic_io import sync_folder
+from toolkit.core.errors import RunError
+from toolkit.core.units import format_bytes
+
+
+def check_target(folder: Path, source: Path) -> None:
+    """Refuse a place that holds something, or that lies among the checkpoints. Writes nothing.
+
+    Raises:
+        RunError: with what is there.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file: expected a new or an empty folder. Choose another with -o.")
+    if folder.is_dir() and (found := next(folder.iterdir(), None)):
+        raise RunError(
+            f"{folder} is not empty (it has {found.name}): expected a new or an empty folder. "
+            "Choose another with -o, or remove it."
+        )
+    kept = source.resolve()
+    if (kept / "run.json").exists():
+        kept = kept / "checkpoints"
+    elif kept.parent.name == "checkpoints":
+        kept = kept.parent
+    if folder.resolve().is_relative_to(kept):
+        raise RunError(f"{folder} lies among the checkpoints in {kept}. Choose another place with -o.")
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse to begin what does not fit on the disk.
+
+    Raises:
+        RunError: with the bytes that are needed and free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunError(
+            f"the disk of {folder.parent} is too full for the export: {format_bytes(needed)} ({needed:,} bytes) are "
+            f"needed, {format_bytes(free)} ({free:,} bytes) are free. Make room, or choose another disk with -o."
+        )
+
+
+@contextlib.contextmanager
+def drafted(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` where all went well, and is removed where it did not.
+
+    Args:
+        folder: a new or an empty one; its parents are made.
+        replace: take the place of what is there, once the draft is whole. Killed between the two names, the next call
+            finds what was there as `.NAME.old`, and gives it its name back.
+
+    Raises:
+        RunError: where it cannot be made, or something has come into its place.
+    """
+    final = folder.absolute()
+    old = final.with_name(f".{final.name}.old")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if replace:  # in a run's folder: what lies there is the run's
+            _put_back(old, final)
+            for left in final.parent.glob(f".{final.name}.*.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+        draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
+        draft.mkdir()
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error.strerror}. Choose another place.") from error
+    try:
+        yield draft
+        _flush(draft)
+        try:
+            if replace and final.exists():
+                final.rename(old)
+            draft.rename(final)
+        except OSError as error:
+            raise RunError(f"{folder} cannot be put in place: {error.strerror}. Choose another place.") from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        if replace:
+            _put_back(old, final)
+        raise
+    sync_folder(final.parent)
+    if replace:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back(old: Path, final: Path) -> None:
+    """Give what was moved aside its name again, or remove it where its place is taken."""
+    if old.exists() and not final.exists():
+        old.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Everything in a folder, at any depth, and the folder itself, to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        elif path.is_dir():
+            sync_folder(path)
+    sync_folder(folder)

@@ -1,0 +1,158 @@
+"""`Export`: what was saved, and how it was checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.core.display import Shown, Table
+from toolkit.core.units import dtype_name, format_bytes
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import auto_class
+from toolkit.models.hub import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+PROBE_TOKENS = 64
+"""Length of the batch on which the saved model has to say what the trained one says."""
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
+
+OTHER_KERNELS = 10
+"""Times the tolerance, where the saved model computes on another device or with another attention kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Shown):
+    """What was saved, and how it was checked."""
+
+    folder: str
+    adapter: bool
+    """Whether it is an adapter, to be loaded over its base model."""
+    tensors: int
+    size_bytes: int
+    """Of the safetensors files."""
+    logits_error: float | None
+    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None where they were not compared: `notes` say why."""
+    load: str
+    """The Python that loads it."""
+    checkpoint: str | None = None
+    """The folder that it was made from; None where a running engine held it."""
+    step: int | None = None
+    """Of the checkpoint, where that says it."""
+    notes: tuple[str, ...] = ()
+    """What was skipped or converted, and how logits were compared, a sentence each."""
+
+    def tables(self) -> list[Table]:
+        what = "adapter" if self.adapter else "model"
+        step = f", after step {self.step}" if self.step is not None else ""
+        rows = [
+            ("folder", self.folder),
+            *([("made from", f"{self.checkpoint}{step}")] if self.checkpoint else []),
+            ("holds", f"{what}, {self.tensors} tensors, {format_bytes(self.size_bytes)}"),
+            ("logits against the trained model", logits_text(self.logits_error)),
+            ("load it with", self.load),
+        ]
+        return [Table(title="Saved and checked", columns=("what", "value"), rows=rows, notes=self.notes)]
+
+
+BITS = {
+    "qlora": "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True)",
+    "qlora8": "BitsAndBytesConfig(load_in_8bit=True)",
+}
+"""How the base of an adapter was quantized: over other weights the adapter is another model."""
+
+
+def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -> str:
+    """The Python that loads a folder with transformers, or with PEFT over its base.
+
+    Args:
+        spec: of the model.
+        base: where the base's weights are.
+        folder: what was saved.
+        adapter: as in Strategy, where an adapter was saved; `none` for a whole model.
+    """
+    auto = auto_class(spec).__name__
+    if adapter == "none":
+        return f"{auto}.from_pretrained({folder!r})"
+    bits = f", quantization_config={BITS[adapter]}" if adapter in BITS else ""
+    return f"PeftModel.from_pretrained({auto}.from_pretrained({base!r}{bits}), {folder!r})"
+
+
+def logits_text(error: float | None) -> str:
+    """The logits' error in words."""
+    return "not compared" if error is None else f"{error:.1e} relative"
+
+
+NO_ROOM = (
+    "Logits were not compared: there is too little memory for the whole model. The saved bytes are the trained ones."
+)
+
+
+def not_compared(problem: Exception, folder: Path, *, opened: bool) -> str:
+    """A sentence for a saved model, of the trained bytes, that cannot compute here; a warning where it does not even open."""
+    reason = f"{type(problem).__name__}: {first_line(problem)}".replace(str(folder), ".")
+    if opened:
+        return f"Logits were not compared ({reason}). The saved bytes are the trained ones."
+    return (
+        f"Warning: the saved folder does not open ({reason}). The saved bytes are the trained ones; logits were not"
+        " compared."
+    )
+
+
+def beyond(error: float, limit: float) -> tuple[str, ...]:
+    """A sentence for logits that differ more than usual, of a model whose saved bytes are the trained ones."""
+    if error <= limit:
+        return ()
+    return (
+        f"The saved bytes are the trained ones, but logits differ by {error:.1e} relative; up to {limit:.0e} is usual. "
+        "The opened model computes differently, or its forward depends on state that is not saved.",
+    )
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor on the disk, or as it has to be there."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    sha256: str
+    """Of its bytes."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SavedTensor:
+        """`tensor` may lie on any device."""
+        import torch
+
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data.numpy().data).hexdigest())
+
+
+def headers(folder: Path) -> list[tuple[str, str, int]]:
+    """Name, dtype and elements of every tensor in a folder's safetensors files."""
+    return [(name, dtype, math.prod(shape)) for name, dtype, shape in shapes(folder)]
+
+
+def shapes(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of every tensor in a folder's safetensors files."""
+    return [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Of one file, from its header alone."""
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, names.get(entry["dtype"], dtype_name(entry["dtype"])), tuple(entry["shape"])

@@ -1,0 +1,160 @@
+"""Whether what was written is what was trained: first the bytes of its files, then its logits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.tables import ATTENTIONS
+from toolkit.core.errors import RunError
+from toolkit.core.units import BYTES_OF, dtype_name
+from toolkit.devices.machine import host_memory
+from toolkit.exporters.model_files import Complete
+from toolkit.exporters.reload import reopen_whole
+from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import auto_class
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
+    """Compare a folder's safetensors files with what was to be written, byte by byte; one tensor is in memory at a time.
+
+    Raises:
+        RunError: for a file that cannot be read, and for tensors that are missing, unknown, empty or different; it names
+            the first three.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    wrong, seen = [], set()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  not a dictionary
+                    seen.add(name)
+                    wrong += _faults(name, file.get_tensor(name), planned.get(name))
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{path.name} cannot be read: {error}") from error
+    wrong = [f"{name} is missing" for name in planned if name not in seen] + wrong
+    if wrong:
+        raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
+
+
+def _faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
+    """What is wrong with one tensor. One that is not finite may have been trained so: then its bytes are equal."""
+    import torch
+
+    found = SavedTensor.of(tensor)
+    if not tensor.numel():
+        return [f"{name} is of size zero"]
+    if planned is None:
+        return [f"{name} does not belong to it"]
+    if (found.dtype, found.shape) != (planned.dtype, planned.shape):
+        return [f"{name} is {found.dtype} {list(found.shape)}, expected {planned.dtype} {list(planned.shape)}"]
+    if found == planned:
+        return []
+    finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return [f"{name} has other bytes than were trained" if finite else f"{name} is not finite"]
+
+
+def check_tied(model: Any, spec: ModelSpec) -> None:
+    """What shares one tensor in the model still does.
+
+    Raises:
+        RunError: naming what does not.
+    """
+    for group in spec.tied:
+        if len({id(model.get_parameter(name)) for name in group}) > 1:
+            raise RunError(f"tied weights came untied: {', '.join(group)}")
+
+
+def compare_whole(spec: ModelSpec, weights: Complete, folder: Path, dtype: str) -> float | None:
+    """The logits' error of a saved model against the checkpoint's own tensors in the model; None where memory lacks.
+
+    One model is in memory at a time.
+
+    Raises:
+        RunError: for a model that does not open whole, or whose tied weights came untied.
+    """
+    if not fits(spec, dtype):
+        return None
+    found, dtypes = logits_of(spec, folder, dtype)
+    gc.collect()
+    reference = _assembled(spec, weights, dtype, dtypes)
+    return relative_error(found, logits(reference, spec))
+
+
+def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
+    """What a saved model says on the probe, and the dtypes that transformers opens it in.
+
+    Raises:
+        RunError: for a model that does not open whole, or whose tied weights came untied.
+    """
+    model = reopen_whole(spec, folder, dtype=dtype, attention=attention_of(spec))
+    check_tied(model, spec)
+    expected = {parameter.name: parameter.shape for parameter in spec.parameters}
+    opened = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if opened != expected:
+        raise RunError(f"parameters are others than the model's: {sorted(opened.items() ^ expected.items())[:3]}")
+    return logits(model, spec), {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
+    """What a model says on the probe: tokens drawn from a seed, as many as it takes, in fp32."""
+    import torch
+
+    length = min(PROBE_TOKENS, spec.max_positions or PROBE_TOKENS)
+    tokens = torch.randint(spec.vocab, (1, length), generator=torch.Generator().manual_seed(0))
+    probe = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if spec.kind == "seq2seq" else {})
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(**probe, use_cache=False).logits.float()
+    return found
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def attention_of(spec: ModelSpec) -> str:
+    """A kernel that needs no GPU."""
+    return "sdpa" if "sdpa" in spec.attentions else "eager"
+
+
+def fits(spec: ModelSpec, dtype: str) -> bool:
+    """Whether there is host memory for the whole model in this dtype, with a fifth to spare."""
+    gc.collect()
+    return host_memory()[1] > 1.2 * BYTES_OF[dtype] * spec.elements
+
+
+def _assembled(spec: ModelSpec, weights: Complete, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
+    """A model with the checkpoint's tensors put in by name, in the dtypes that the saved one is opened in."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+    with init_empty_weights():
+        model = auto_class(spec).from_config(
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTIONS[attention_of(spec)].transformers,
+            trust_remote_code=spec.runs_code,
+        )
+    model.tie_weights()  # `init_empty_weights` gives every name a parameter of its own
+    for name in weights.shapes:
+        owner, _, leaf = name.rpartition(".")
+        module, tensor = model.get_submodule(owner), weights.tensor(name).to(dtypes[name])
+        if leaf in module._buffers:
+            module._buffers[leaf] = tensor
+        else:
+            setattr(module, leaf, torch.nn.Parameter(tensor, requires_grad=False))
+    model.tie_weights()
+    left = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"]
+    assert not left, f"nothing was put into {left[:3]}, {dtype_name(dtype)}"
+    return model

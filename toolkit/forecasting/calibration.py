@@ -1,0 +1,109 @@
+"""One measured run corrects a forecast: bytes, what the allocator reserves, and the speed that is really reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from toolkit.core.atomic_io import read_events, read_json
+from toolkit.core.errors import RunError
+from toolkit.forecasting.timing import Timing
+from toolkit.run_folder.folder import read_run_json
+
+if TYPE_CHECKING:
+    from toolkit.forecasting.result import Forecast
+
+F = TypeVar("F", bound="Forecast")
+
+WINDOW = 3
+"""Steps that the memory window slows down, and that first allocate: they tell nothing of speed where there are others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What a run teaches."""
+
+    run: Path
+    more_bytes: int
+    """Its peak above its forecast: what no trace sees."""
+    device: str
+    """`cpu` or `cuda`."""
+    card_gib: float | None
+    """Memory by the catalog, which tells its cards apart (speeds are mended); None of a device that it does not know."""
+    reserved_ratio: float | None
+    """Reserved over allocated, at the most of each; None on CPU."""
+    operations_per_second: float
+    """Of a rank, over the whole step."""
+    slower: float | None
+    """How many times its own forecast a step took; None where that knew of no speed."""
+
+
+def read_run(path: Path) -> Lesson:
+    """What a run's `memory.json`, `events.jsonl` and `run.json` say.
+
+    Raises:
+        RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
+    """
+    read_run_json(path)
+    try:
+        memory = read_json(path / "memory.json")
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
+    forecast, measured = memory.get("forecast"), memory.get("measured")
+    if not forecast or not measured:
+        why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
+        raise RunError(f"{path} teaches nothing: {why}. Name a run that has both in its memory.json.")
+    seconds = [event["seconds"] for event in read_events(path / "events.jsonl") if "loss" in event]
+    if not seconds:
+        raise RunError(f"{path} teaches nothing: events.jsonl has no step. Name the folder of a finished run.")
+    worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
+    reserved = worst.get("reserved_bytes")
+    took, foretold = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
+    return Lesson(
+        run=path,
+        more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
+        device=forecast["hardware"]["device"]["kind"],
+        card_gib=card["gib"] if (card := forecast["hardware"]["device"]["card"]) else None,
+        reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
+        operations_per_second=forecast["operations"] / took,
+        slower=took / foretold if foretold else None,
+    )
+
+
+def calibrated(forecast: F, lesson: Lesson) -> F:
+    """The forecast with what the run took more, which is workspace, or less, which is taken from the largest part.
+
+    Raises:
+        RunError: for a run on another kind of device.
+    """
+    device = forecast.hardware.device
+    if (device.kind, device.card and device.card.gib) != (lesson.device, lesson.card_gib):
+        raise RunError(f"{lesson.run} ran on another kind of device than {device.name}. Name a run on that kind.")
+    more = lesson.more_bytes
+    peak = forecast.peak_bytes + more
+    part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
+    parts = {**forecast.parts, part: forecast.parts[part] + more}
+    if forecast.timing is not None and lesson.slower is not None:
+        seconds = forecast.timing.step_seconds * lesson.slower
+    else:
+        seconds = forecast.operations / lesson.operations_per_second
+    tokens = forecast.job.global_batch * forecast.loop.seq_len
+    mfu = forecast.timing.mfu if forecast.timing else None
+    if mfu is not None and forecast.timing is not None:
+        mfu *= forecast.timing.step_seconds / seconds
+    return dataclasses.replace(
+        forecast,
+        peak_bytes=peak,
+        parts=parts,
+        phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
+        reserved_bytes=round(peak * lesson.reserved_ratio) if lesson.reserved_ratio else None,
+        timing=Timing(step_seconds=seconds, tokens_per_second=tokens / seconds, mfu=mfu),
+        change=None,
+        changed_bytes=None,
+        unknown=(
+            f"Corrected by {lesson.run}: {more:+,} bytes, {lesson.operations_per_second:.3g} operations/s a rank.",
+        ),
+    )

@@ -1,0 +1,190 @@
+"""`contrast()` → `Contrast`: two forecasts side by side, what differs and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.core.display import Shown, Table
+from toolkit.core.drawing import Bar, bars
+from toolkit.core.units import format_bytes, format_step_seconds
+from toolkit.engines.ledger import PARTS
+from toolkit.forecasting import Forecast
+from toolkit.forecasting.reasons import explain
+from toolkit.forecasting.timing import collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One figure of both."""
+
+    what: str
+    one: float | None
+    """None where it is not known."""
+    other: float | None
+    unit: str
+    """`bytes`, `seconds`, `operations` or `tokens/s`."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The second as a multiple of the first."""
+        return self.other / self.one if self.one and self.other is not None else None
+
+    def spell(self, value: float | None) -> str:
+        """A value with its unit."""
+        if value is None:
+            return "–"
+        if self.unit == "bytes":
+            return format_bytes(value)
+        if self.unit == "seconds":
+            return format_step_seconds(value)
+        return f"{value:.3g}" if self.unit == "operations" else f"{value:,.0f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast(Shown):
+    """Two forecasts side by side. Bytes are of the fullest rank of each."""
+
+    one: Forecast
+    other: Forecast
+    labels: tuple[str, str]
+    """What each is called: what it was asked that the other was not."""
+    asked: Mapping[str, tuple[Any, Any]]
+    """Every field of strategy, loop and machine that differs."""
+    differences: tuple[Difference, ...]
+    why: tuple[tuple[str, str], ...]
+    """What differs, and why, in a sentence."""
+
+    @property
+    def reason(self) -> str:
+        """Both in a sentence."""
+        said = [
+            f"{label} needs {format_bytes(found.peak_bytes)} and {'fits' if found.fits else 'does not fit'}"
+            for label, found in zip(self.labels, (self.one, self.other), strict=True)
+        ]
+        times = [found.timing.step_seconds for found in (self.one, self.other) if found.timing]
+        pace = ""
+        if len(times) == 2:
+            quick, slow = sorted(zip(times, self.labels, strict=True))
+            equal = slow[0] < 1.01 * quick[0]
+            pace = " Both are as fast." if equal else f" {quick[1]} is {slow[0] / quick[0]:.2f} times as fast."
+        return f"{'; '.join(said)}.{pace}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Both forecasts' JSON, and the differences."""
+        return {
+            "labels": list(self.labels),
+            "one": self.one.to_dict(),
+            "other": self.other.to_dict(),
+            "asked": {name: list(values) for name, values in self.asked.items()},
+            "differences": [{**dataclasses.asdict(found), "ratio": found.ratio} for found in self.differences],
+            "why": [list(one) for one in self.why],
+        }
+
+    def pictures(self) -> Sequence[str]:
+        """Both peaks by part, and what a rank sends."""
+        both = list(zip(self.labels, (self.one, self.other), strict=True))
+        peaks = [
+            Bar(label=f"{label}, {found.peak_phase}", parts={part: found.parts.get(part, 0) for part in PARTS})
+            for label, found in both
+        ]
+        sent = [Bar(label=label, parts=_sent(found)) for label, found in both]
+        same = self.one.limit_bytes == self.other.limit_bytes
+        limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
+        drawn = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
+        return (
+            [*drawn, bars(sent, title="What a rank sends to others in a step")]
+            if any(sum(bar.parts.values()) for bar in sent)
+            else drawn
+        )
+
+    def tables(self) -> list[Table]:
+        """What was asked, the figures, and why they differ."""
+        asked = [(name, *(str(value) for value in values)) for name, values in self.asked.items()]
+        rows = [
+            (
+                found.what,
+                found.spell(found.one),
+                found.spell(found.other),
+                "–" if found.ratio is None else f"{found.ratio:.2f}",
+            )
+            for found in self.differences
+        ]
+        title = f"{self.one.model}: {self.labels[0]} against {self.labels[1]}"
+        first = [Table(title=title, columns=("asked", *self.labels), rows=asked)] if asked else []
+        figures = Table(
+            title="" if first else title, columns=("a rank", *self.labels, "ratio"), rows=rows, notes=(self.reason,)
+        )
+        why = [Table(title="Why they differ", columns=("what", "because"), rows=self.why)] if self.why else []
+        return [*why, *first, figures]
+
+
+def _sent(found: Forecast) -> dict[str, float]:
+    """What a rank sends in a step: parameters, and gradients."""
+    parts = {"parameters": 0.0, "gradients": 0.0}
+    for sent in collectives(found.job):
+        parts["gradients" if sent.what.startswith("gradients") else "parameters"] += sent.size * sent.times
+    return parts
+
+
+def contrast(one: Forecast, other: Forecast) -> Contrast:
+    """What differs between two forecasts, and why.
+
+    Args:
+        one: the first.
+        other: what it is held against, of the same model or of another.
+    """
+    asked = _asked(one, other)
+    labels = _label(one, asked, 0), _label(other, asked, 1)
+    if labels[0] == labels[1]:
+        labels = (f"{labels[0]} (1)", f"{labels[1]} (2)")
+    return Contrast(
+        one=one,
+        other=other,
+        labels=labels,
+        asked=asked,
+        differences=tuple(_differences(one, other)),
+        why=tuple(explain(one, other, labels)),
+    )
+
+
+def _asked(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
+    def fields(found: Forecast) -> dict[str, Any]:
+        machine = {"model": found.model, "hardware": found.hardware.device.name, "ranks": found.ranks}
+        return {**dataclasses.asdict(found.strategy), **dataclasses.asdict(found.loop), **machine}
+
+    first, second = fields(one), fields(other)
+    return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+
+
+def _label(found: Forecast, asked: Mapping[str, tuple[Any, Any]], place: int) -> str:
+    """The sharding where that differs, else what does: `zero3`, `offload cpu`, `micro_batch 8`."""
+    words = [
+        str(values[place]) if name in ("model", "hardware") else f"{name} {values[place]}"
+        for name, values in asked.items()
+        if name not in ("dp_replicate", "lr")
+    ]
+    return found.strategy.label if "sharding" in asked or not words else ", ".join(words[:2])
+
+
+def _differences(one: Forecast, other: Forecast) -> Iterator[Difference]:
+    def row(what: str, first: float | None, second: float | None, unit: str = "bytes") -> Difference:
+        return Difference(what=what, one=first, other=second, unit=unit)
+
+    yield row("peak", one.peak_bytes, other.peak_bytes)
+    for part in PARTS:
+        first, second = one.parts.get(part, 0), other.parts.get(part, 0)
+        if first or second:
+            yield row(f"{part} at the peak", first, second)
+    yield row("sent in a step", one.communication_bytes, other.communication_bytes)
+    yield row("host memory of a node", one.host_bytes, other.host_bytes)
+    yield row("operations of a step", one.operations, other.operations, "operations")
+    times = [found.timing for found in (one, other)]
+    if any(times):
+        seconds = [timing.step_seconds if timing else None for timing in times]
+        pace = [timing.tokens_per_second if timing else None for timing in times]
+        yield row("time of a step", seconds[0], seconds[1], "seconds")
+        yield row("tokens/s, all ranks", pace[0], pace[1], "tokens/s")
+    yield row("a checkpoint", one.checkpoint_bytes, other.checkpoint_bytes)

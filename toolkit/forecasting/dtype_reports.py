@@ -1,0 +1,252 @@
+"""`precisions()` → `Precisions`: who keeps what in which dtype, at each stage of a run, engine by engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.strategy import Strategy, usual_shardings
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown, Table
+from toolkit.core.drawing import Bar, bars
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF
+from toolkit.devices.machine import Hardware
+from toolkit.engines.adapters import read_dtype
+from toolkit.engines.base import engine_of, kept_dtype
+from toolkit.engines.job import Job
+from toolkit.engines.states import optimizer_bytes, parameters_of
+from toolkit.forecasting.finished_run import Seen, read_seen
+from toolkit.forecasting.prediction import asked
+from toolkit.models import ModelSpec
+
+STAGES = ("loading", "preparation", "compute", "reduction", "optimizer", "checkpoint")
+"""In the order of a run."""
+
+Place = tuple[str, str]
+"""A stage, and what it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One strategy's dtypes, or why it cannot run."""
+
+    strategy: Strategy
+    """As it was resolved; as it was asked for where it cannot run."""
+    ranks: int
+    dtypes: Mapping[Place, str] = field(default_factory=dict)
+    """Stage and part → torch's name of the dtype."""
+    loading: str = ""
+    """How the weights are read, in words."""
+    computing: str = ""
+    """How the forward gets its dtype, in words."""
+    element_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Bytes for each trained weight, over all ranks that share it: parameters, master, gradients, optimizer."""
+    found: Mapping[Place, str] = field(default_factory=dict)
+    """What a run's audit found at the same places."""
+    refused: str = ""
+    """Why it cannot run, in a sentence; empty where it can."""
+
+    @property
+    def label(self) -> str:
+        """Its sharding."""
+        return self.strategy.label
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precisions(Shown):
+    """The dtype ledger of several strategies, stage by stage."""
+
+    model: str
+    precision: str
+    """What was asked for."""
+    device: str
+    columns: tuple[Column, ...]
+    run: str | None = None
+    """Folder of the run whose audit stands beside its strategy."""
+
+    @property
+    def reason(self) -> str:
+        """Bytes of a trained weight under each, in a sentence; and whether the run's audit found the same."""
+        by_bytes: dict[float, list[str]] = {}
+        for one in self.columns:
+            if not one.refused:
+                by_bytes.setdefault(sum(one.element_bytes.values()), []).append(one.label)
+        said = [
+            f"{', '.join(labels)} {'keep' if len(labels) > 1 else 'keeps'} {size:g} bytes"
+            for size, labels in by_bytes.items()
+        ]
+        words = [f"{'; '.join(said)} for each trained weight, before anything is sharded."] if said else []
+        if refused := [one.label for one in self.columns if one.refused]:
+            words.append(f"Refused: {', '.join(refused)}.")
+        for one in self.columns:
+            if one.found:
+                wrong = [place for place, name in one.found.items() if one.dtypes.get(place, name) != name]
+                odd = ", ".join(f"{what} at {stage}" for stage, what in wrong)
+                words.append(f"The audit of {self.run} found {'otherwise: ' + odd if wrong else 'the same'}.")
+        return " ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each column, its places as stage → part → dtype."""
+        columns = []
+        for one in self.columns:
+            nested = {name: _nested(getattr(one, name)) for name in ("dtypes", "found")}
+            plain = {
+                **vars(one),
+                "strategy": dataclasses.asdict(one.strategy),
+                "element_bytes": dict(one.element_bytes),
+            }
+            columns.append({**plain, **nested})
+        return {**vars(self), "columns": columns}
+
+    def pictures(self) -> Sequence[str]:
+        """Bytes for each trained weight."""
+        rows = [Bar(label=one.label, parts=one.element_bytes) for one in self.columns if not one.refused]
+        title = f"{self.precision}: bytes for each trained weight, before anything is sharded"
+        return [bars(rows, title=title, spell=lambda size: f"{size:g} B")] if rows else []
+
+    def tables(self) -> list[Table]:
+        """Dtypes by stage, and the ways in words."""
+        able = [one for one in self.columns if not one.refused]
+        refused = [(one.label, one.refused) for one in self.columns if one.refused]
+        places = sorted(
+            dict.fromkeys(place for one in able for place in one.dtypes), key=lambda place: STAGES.index(place[0])
+        )
+        columns: list[str] = []
+        for one in able:
+            columns += [one.label, f"{one.label}, found"] if one.found else [one.label]
+        rows = [[f"{stage}: {what}", *_cells(able, (stage, what))] for stage, what in places]
+        title = f"{self.model} in {self.precision} on {self.device}: dtypes, stage by stage"
+        ways = [(one.label, one.loading, one.computing) for one in able]
+        found = [
+            Table(title=title, columns=("stage", *columns), rows=rows, notes=(self.reason,)),
+            Table(title="In words", columns=("sharding", "weights are read", "the forward computes"), rows=ways),
+        ]
+        cannot = Table(title=f"Cannot run in {self.precision} here", columns=("sharding", "why"), rows=refused)
+        return [*(found if able else []), *([cannot] if refused else [])]
+
+
+def _cells(able: Iterable[Column], place: Place) -> Iterator[str]:
+    for one in able:
+        yield one.dtypes.get(place, "–")
+        if one.found:
+            yield one.found.get(place, "–")
+
+
+def _nested(places: Mapping[Place, str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for (stage, what), name in places.items():
+        found.setdefault(stage, {})[what] = name
+    return found
+
+
+def precisions(
+    model: ModelSpec | str | None = None,
+    strategies: Sequence[Strategy] | None = None,
+    on: Hardware | str | None = None,
+    loop: Loop | None = None,
+    *,
+    ranks: int | None = None,
+    run: str | Path | None = None,
+) -> Precisions:
+    """The dtypes of each strategy, from loading to the checkpoint. Nothing is launched, and no device is touched.
+
+    Args:
+        model: a spec, or what `describe` takes.
+        strategies: beside each other; left out: the run's own, or else ddp, zero3 and fsdp.
+        on: the machine, or its name; this one where it is left out.
+        loop: as in `forecast`.
+        ranks: processes; at least two, where the machine's devices do not say otherwise.
+        run: folder of a run, whose audit stands beside the strategy that it ran.
+
+    Raises:
+        ToolkitError: for a model or a machine that is not known.
+        RunError: for a folder without an audited run.
+    """
+    seen = read_seen(run) if run is not None else None
+    if seen is not None:
+        model = seen.model if model is None else model
+        if on is None:
+            on, ranks = seen.hardware, seen.ranks if ranks is None else ranks
+        strategies = [seen.strategy, *(one for one in strategies or () if one.sharding != seen.strategy.sharding)]
+    chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
+    # Dtypes do not depend on how many there are: where the machine has one device, sharding is asked of two.
+    job, machine = asked(model, Strategy(), on, loop, ranks=1)
+    count = ranks if ranks is not None else max(2, machine.ranks)
+    columns = []
+    for strategy in chosen:
+        many = 1 if strategy.single_process else max(count, strategy.least_ranks)
+        try:
+            one = _column(asked(job.spec, strategy, machine, loop, ranks=many)[0])
+        except StrategyError as error:
+            one = Column(strategy=strategy, ranks=many, refused=str(error))
+        if seen is not None and strategy is seen.strategy:
+            one = dataclasses.replace(one, found=_found(seen))
+        columns.append(one)
+    words = list(dict.fromkeys(one.strategy.precision for one in columns))
+    assert job.spec is not None
+    return Precisions(
+        model=job.spec.name,
+        precision=", ".join(words),
+        device=machine.device.name,
+        columns=tuple(columns),
+        run=str(run) if run is not None else None,
+    )
+
+
+def _column(job: Job) -> Column:
+    engine = engine_of(job.strategy)
+    kept = engine.expected_state(job).dtypes
+    stepped = kept.get("master", kept["trainable"])
+    adapter = job.strategy.adapter != "none"
+    weights = "the adapter's weights" if adapter else "weights"
+    dtypes: dict[Place, str] = {("loading", weights): kept_dtype(job) if adapter else read_dtype(job)}
+    if adapter:
+        dtypes["loading", "frozen weights"] = dtypes["preparation", "frozen weights"] = _frozen(job)
+    dtypes["preparation", weights] = kept["trainable"]
+    if "master" in kept:
+        dtypes["preparation", "master copy"] = kept["master"]
+    dtypes["compute", "forward"] = job.compute_dtype
+    dtypes["compute", "gradients, added up"] = kept["gradients"]
+    if "reduce" in kept:
+        dtypes["reduction", "gradients, between ranks"] = kept["reduce"]
+    dtypes["optimizer", "weights that are stepped"] = stepped
+    dtypes["optimizer", "moments"] = kept["optimizer"]
+    dtypes["checkpoint", "weights"], dtypes["checkpoint", "moments"] = stepped, kept["optimizer"]
+    sizes = {part: float(BYTES_OF[kept[name]]) for part, name in PER_WEIGHT.items() if name in kept}
+    scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
+    return Column(
+        strategy=job.strategy,
+        ranks=job.ranks,
+        dtypes=dtypes,
+        loading=engine.loading_note(job),
+        computing=engine.compute_note(job) + scaled,
+        element_bytes={**sizes, "optimizer": float(optimizer_bytes(job, 1))},
+    )
+
+
+PER_WEIGHT = {"parameters": "trainable", "master": "master", "gradients": "gradients", "optimizer": "optimizer"}
+"""Parts of a picture → names in an engine's ledger. Of moments there are two."""
+
+
+def _frozen(job: Job) -> str:
+    """The dtypes of frozen weights; of packed ones what their bits lie in."""
+    kinds = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
+    return f"4 bits in {kinds}" if job.strategy.adapter == "qlora" else kinds
+
+
+def _found(seen: Seen) -> dict[Place, str]:
+    """Where a run's audit looked, and what it found."""
+    weights = "weights" if seen.strategy.adapter == "none" else "the adapter's weights"
+    places = {
+        "trainable": ("preparation", weights),
+        "frozen": ("preparation", "frozen weights"),
+        "master": ("preparation", "master copy"),
+        "gradients": ("compute", "gradients, added up"),
+        "reduce": ("reduction", "gradients, between ranks"),
+        "optimizer": ("optimizer", "moments"),
+    }
+    return {place: seen.dtypes[name] for name, place in places.items() if name in seen.dtypes}

@@ -1,0 +1,163 @@
+"""Stand-ins for kernels that a trace would take differently from the device: they keep what the real ones keep."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.engines.adapters import import_bitsandbytes
+from toolkit.engines.traces import TraceConfig
+from toolkit.forecasting.cuda_autocast import cuda_casts
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 64
+"""Weights that share a scale under 4 bits (transformers' default)."""
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Stand-ins are the process's: of two threads the first to leave would take them from the other."""
+
+
+@contextmanager
+def stand_ins(config: TraceConfig) -> Iterator[None]:
+    """Within it fake tensors take the stand-ins. Others, say of a thread that trains meanwhile, take what they always do.
+
+    A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
+    GPU that choice is made here. `grouped_mm` has no fake kernel in fp32, and that of bitsandbytes' product tells nothing of
+    what it makes inside.
+
+    Whether rows hold several documents is a question of their values, which transformers answers with yes where there
+    are none: the configuration says it.
+
+    A mode for torch functions would be off in what activation checkpointing recomputes.
+    """
+    from torch.nn import functional
+    from transformers import masking_utils
+
+    with _ONE_AT_A_TIME, ExitStack() as replaced:
+        replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
+        if config.device == "cuda":
+            replaced.enter_context(
+                _replaced(functional, "scaled_dot_product_attention", partial(_attention, config.flash))
+            )
+            if config.autocast:
+                replaced.enter_context(cuda_casts())
+        if config.adapter is not None and config.adapter.kind == "qlora":
+            import_bitsandbytes()
+            import bitsandbytes
+
+            replaced.enter_context(_replaced(bitsandbytes, "matmul_4bit", _product))
+        if not config.masked:
+            replaced.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    theirs = getattr(module, name)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        fake = any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
+        return (ours if fake else theirs)(*args, **kwargs)
+
+    setattr(module, name, either)
+    try:
+        yield
+    finally:
+        setattr(module, name, theirs)
+
+
+def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor) -> Any:
+    """transformers' own operator of the same result, which can be traced; kept is what torch's keeps.
+
+    A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`): of frozen experts no input is kept.
+    """
+    import torch
+
+    product = torch.ops.transformers.grouped_mm_fallback
+    if other.requires_grad:
+        return product(matrix, other, offs)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", product(matrix, other, offs))
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", product(grad, other.transpose(-2, -1), offs))
+
+    return Product.apply(matrix)  # type: ignore[no-untyped-call]
+
+
+def _attention(
+    flash_runs: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """By the rules of torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
+
+    Flash attention takes half precision without a mask, from compute capability 8.0 on; the memory-efficient kernel what has
+    a mask or is fp32, but no grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta
+    kernels say. cuDNN's, which torch may prefer on Hopper and Blackwell, is taken to keep as much; nobody has measured it here.
+    """
+    import torch
+    from torch.nn import functional
+
+    width = query.shape[-1]
+    if flash_runs and attn_mask is None and query.dtype != torch.float32 and width <= 256:
+        query, key, value = (functional.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale or width**-0.5)[0][..., :width]
+    if enable_gqa:
+        scores = torch.ops.aten._scaled_dot_product_attention_math
+        return scores(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # `convert_boolean_attn_mask`
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        if attn_mask.shape[-1] % 16:  # `pad_bias`: rows begin at multiples of 16
+            attn_mask = functional.pad(attn_mask, (0, -attn_mask.shape[-1] % 16))[..., : attn_mask.shape[-1]]
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bias: torch.Tensor | None = None) -> Any:
+    """bitsandbytes/autograd/_functions.py `MatMul4Bit`; backends/default/ops.py `_gemm_4bit_default_impl`."""
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, _unpacked(quant_state, x.dtype), bias)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(grad, _unpacked(quant_state, grad.dtype))
+
+    return Product.apply(x)  # type: ignore[no-untyped-call]
+
+
+def _unpacked(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The weights whole, made from scales that were made whole themselves."""
+    import torch
+
+    scales = torch.empty(math.ceil(shape[0] * shape[1] / BLOCK))
+    scales = scales + 1
+    whole = torch.empty(shape, dtype=dtype)
+    del scales
+    return whole

@@ -1,0 +1,93 @@
+"""A finished run, as its folder tells of it: what it was, what it measured, what its audit found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import from_dict
+from toolkit.config.run_config import EMBEDDED
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import read_json
+from toolkit.core.errors import RunError
+from toolkit.devices.gpu_catalog import Card
+from toolkit.devices.machine import Device, Hardware
+from toolkit.run_folder.folder import read_run_json
+
+MATTER = (
+    *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
+    *("lora_rank", "lora_targets", "micro_batch", "accumulation", "seq_len", "ranks"),
+)
+"""Fields on which a run's bytes depend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A run that ended."""
+
+    path: Path
+    model: str
+    strategy: Strategy
+    loop: Loop
+    ranks: int
+    hardware: Hardware | None
+    """Where it ran; None where it had no forecast, which alone says so."""
+    checkpoints: bool
+    """Whether it wrote any."""
+    phases: Mapping[str, int] | None
+    """Phase → the highest bytes of a rank; None where it measured nothing."""
+    why: str
+    """Why it measured nothing."""
+    dtypes: Mapping[str, str]
+    """The ledger of its first rank's audit."""
+
+    def otherwise(self, strategy: Strategy, loop: Loop, ranks: int) -> list[str]:
+        """What the run was, that this is not, in words."""
+        mine, now = (
+            {**dataclasses.asdict(one), **dataclasses.asdict(other), "ranks": count}
+            for one, other, count in ((self.strategy, self.loop, self.ranks), (strategy, loop, ranks))
+        )
+        return [f"{name} {mine[name]}, not {now[name]}" for name in MATTER if mine[name] != now[name]]
+
+
+def read_seen(run: str | Path) -> Seen:
+    """What run.json and memory.json of a run's folder say.
+
+    Raises:
+        RunError: where there is no run, or none that came to its end.
+    """
+    path = Path(run)
+    about = read_run_json(path)
+    try:
+        memory = read_json(path / "memory.json")
+        measured, audits, forecast = memory["measured"], memory["audits"], memory["forecast"]
+        recipe = about["recipe"]
+        return Seen(
+            path=path,
+            model=recipe.get("model", EMBEDDED),
+            strategy=from_dict(Strategy, about["strategy"]),
+            loop=from_dict(Loop, about["loop"]),
+            ranks=about["ranks"],
+            hardware=_hardware(forecast["hardware"]) if forecast else None,
+            checkpoints=bool(recipe.get("save_every") or recipe.get("save_seconds")),
+            phases=measured["phases"] if measured else None,
+            why=memory["reason"] or "it does not say why",
+            dtypes=audits[0]["held"]["dtypes"],
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
+
+
+def _hardware(values: Mapping[str, Any]) -> Hardware:
+    """As a forecast's JSON spells it."""
+
+    def plain(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+    device = plain(values["device"])
+    card = device["card"] and Card(**plain(device["card"]))
+    return Hardware(**{**plain(values), "device": Device(**{**device, "card": card})})

@@ -1,0 +1,55 @@
+"""What takes less memory: single changes of a strategy and its batch, the smallest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.config.flags import from_dict
+from toolkit.config.strategy import OFFLOADS, SHARDINGS, Strategy, sharding_word
+from toolkit.config.train_config import Loop
+
+
+def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = False) -> Iterator[dict[str, Any]]:
+    """Changes that take less memory, the smallest first, each by itself.
+
+    Args:
+        strategy: that did not fit.
+        loop: that did not fit.
+        in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
+        on_cpu: whether the ranks have no device of their own, so that an offload stays in the same memory.
+    """
+    half = halved(loop) if in_a_step else {}
+    while half:
+        yield half
+        half = halved(dataclasses.replace(loop, micro_batch=half["micro_batch"], accumulation=half["accumulation"]))
+    if in_a_step and strategy.activation_checkpointing != "full":
+        yield {"activation_checkpointing": "full"}
+    yield from ({"sharding": word} for word in SHARDINGS[strategy.sharding].smaller)
+    for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
+        if offload in SHARDINGS[strategy.sharding].offload and not on_cpu:
+            yield {"offload": offload}
+    if strategy.adapter in ("none", "lora"):
+        yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
+
+
+def halved(loop: Loop) -> dict[str, int]:
+    """Half the micro-batch (or the next less that divides a rank's share) with the same global batch; empty at 1."""
+    share = loop.micro_batch * loop.accumulation
+    micro = max((size for size in range(1, loop.micro_batch // 2 + 1) if share % size == 0), default=0)
+    return {"micro_batch": micro, "accumulation": share // micro} if micro else {}
+
+
+def changed(strategy: Strategy, loop: Loop, change: Mapping[str, Any]) -> tuple[Strategy, Loop]:
+    """Both with a change; `dp_replicate` goes where the new sharding has none.
+
+    Raises:
+        StrategyError: for a word that is unknown, and for what no engine can do.
+    """
+    fields = {**dataclasses.asdict(strategy), **change}
+    if not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
+        fields["dp_replicate"] = 1
+    ours = {**dataclasses.asdict(loop), **{name: value for name, value in change.items() if hasattr(loop, name)}}
+    chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}
+    return from_dict(Strategy, chosen), from_dict(Loop, ours)

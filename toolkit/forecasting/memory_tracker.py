@@ -1,0 +1,168 @@
+"""`Tracker`: what every operator allocates and frees. A class over torch's, so that importing it imports torch."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from toolkit.core.units import dtype_name, round_up
+from toolkit.engines.traces import LOGITS, Event
+
+aten = torch.ops.aten
+
+STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Operators that read and write no byte, and that torch does not call views."""
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every storage that is made while it is active, and when it goes."""
+
+    def __init__(self, head: str | None = None, *, device: str = "cpu") -> None:
+        """`head`: name of the module that makes the logits; `device`: whose kernels are meant, `cpu` or `cuda`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._head = head
+        self._at_logits = False
+        self.events: list[Event] = []
+        self.layer = ""
+        """The one whose forward or backward is going on."""
+        self._work: Counter[tuple[str, str]] = Counter()
+        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """Storages; true of those that were there before."""
+        self._numbers = itertools.count()
+        self._alive: dict[int, Any] = {}
+        self._made: dict[int, int] = {}
+        """Place of a `-` in the events → number of the storage that went."""
+
+    def told(self) -> list[Event]:
+        """The events; what goes at one moment goes in the order in which it was made.
+
+        Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
+        """
+        order: list[int] = []
+        for gone, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
+            run = list(places)
+            order += sorted(run, key=self._made.__getitem__) if gone else run
+        return [self.events[place] for place in order]
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """A storage that is there already, and is not counted."""
+        self._known[tensor.untyped_storage()] = True
+
+    def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
+        """An event without a size; a layer's says which one goes on."""
+        self.say(what, 0, name)
+        if name and name == self._head:
+            self._at_logits = what in ("in", "out")
+        if layer and (what.endswith("in") or name == self.layer):
+            self.layer = name if what.endswith("in") else ""
+
+    def say(self, what: str, size: int, name: str) -> None:
+        """An event, behind the work that was done since the one before."""
+        self.events += ((kind, amount, dtype) for (kind, dtype), amount in self._work.items())
+        self._work.clear()
+        self.events.append((what, size, name))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        # Under autocast the head casts its weight before it makes logits.
+        weight = func is aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
+        scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
+        if scratch:
+            self.events += [("+", scratch, ""), ("-", scratch, "")]
+        self._count(func, args, kwargs, made, scratch)
+        return made
+
+    def _count(self, func: Any, args: Any, kwargs: Any, made: Any, scratch: int) -> None:
+        """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
+        # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
+        if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
+            return
+        self._work["calls", ""] += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func._overloadpacket in flop_registry:
+            operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
+            self._work["flops", dtype_name(tensors[0].dtype)] += operations
+            if _causal(func, args, kwargs):  # half, less a share of the blocks that the diagonal cuts
+                self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
+        else:
+            results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            self._work["moved", ""] += 2 * scratch + sum(tensor.nbytes for tensor in (*tensors, *results))
+
+    def _note(self, storage: Any, part: str) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = False
+        size, key = storage.nbytes(), next(self._numbers)
+        layer = self.layer
+        self.events.append(("+", size, part))
+
+        def gone(_: Any) -> None:
+            del self._alive[key]
+            self._made[len(self.events)] = key
+            self.events.append(("-", size, part or ("" if self.layer else layer)))
+
+        self._alive[key] = weakref.ref(storage, gone)
+
+
+@lru_cache
+def _place(func: Any) -> int | None:
+    """Where among an operator's arguments `is_causal` stands; None of what is no attention kernel."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
+
+
+def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is an attention kernel that a causal mask spares half of its products."""
+    place = _place(func)
+    if place is None:
+        return False
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+def _softmax_backward(grad: torch.Tensor, *_: Any) -> int:
+    """Gradient times output (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)."""
+    return grad.nbytes
+
+
+def _flash_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
+    """The query's gradient in fp32, and grouped heads' own (transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`)."""
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, 128)
+    grouped = 2 * batch * heads * key.shape[2] * width * key.element_size() if key.shape[1] != heads else 0
+    return 4 * rows * (round_up(width, 32) + 1) + grouped
+
+
+def _efficient_backward(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
+    """The query's gradient in fp32 (transformers/cuda/mem_eff_attention/kernel_backward.h, `workspace_size`)."""
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, 64)
+    return 4 * rows * (1 if query.dtype == torch.float32 else round_up(width, 64) + 1)
+
+
+def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, words: int, *_: Any) -> int:
+    """Partial sums in fp32 (aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu), from 3,072 tokens on."""
+    tokens = indices.numel()
+    return 4 * (min(tokens, words) + tokens // 10) * grad.shape[-1] if tokens > 3072 else 0
+
+
+SCRATCH: dict[Any, Callable[..., int]] = {
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
+"""Bytes that CUDA's kernels take for themselves while they run, which no fake tensor shows."""

@@ -1,0 +1,231 @@
+"""`plan()` → `Plan`: every strategy that a model, a machine and a global batch allow, the fastest that fits first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.config.flags import differing, spell
+from toolkit.config.strategy import SHARDINGS, Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import StrategyError, ToolkitError
+from toolkit.core.units import format_bytes, format_step_seconds
+from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines.adapters import check_quantized
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
+from toolkit.forecasting.prediction import forecast_job
+from toolkit.forecasting.result import Forecast
+from toolkit.models import ModelSpec, describe
+
+MARGIN = 0.95
+"""Share of a rank's memory that a plan may need: fragmentation, and what a forecast does not know, take the rest."""
+
+UNCERTAIN = 3
+"""Of how many of the best it is said what is uncertain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with its batch, and what it would take; or why it is out of the question."""
+
+    strategy: Strategy
+    loop: Loop
+    forecast: Forecast | None
+    reason: str
+    """Why it is rejected, in a sentence; empty where it is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Shown):
+    """Candidates for one model, machine and global batch."""
+
+    model: str
+    hardware: Hardware
+    global_batch: int
+    ranked: tuple[Candidate, ...]
+    """Those that fit with a margin, by tokens/s, then by memory."""
+    rejected: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The first of the ranked.
+
+        Raises:
+            StrategyError: where none fits.
+        """
+        if not self.ranked:
+            raise StrategyError(
+                f"nothing fits {self.model} on {self.hardware.device.name} x {self.hardware.ranks} with a global batch of "
+                f"{self.global_batch}. Take more or larger devices, a shorter --seq-len, or an adapter."
+            )
+        return self.ranked[0]
+
+    def config(self) -> dict[str, Any]:
+        """The best one's Accelerate config file."""
+        strategy = self.best.strategy
+        return engine_of(strategy).to_yaml(strategy, self.hardware.ranks, self.hardware.nodes)
+
+    def command(self, model: str, config: str = "accelerate.yaml") -> str:
+        """What starts the best one."""
+        best = self.best
+        left_out = ("sharding", "offload", "dp_replicate")  # the file binds them
+        strategy = {name: value for name, value in differing(best.strategy).items() if name not in left_out}
+        flags = " ".join(spell({"model": model, **strategy, **differing(best.loop)}))
+        return f"accelerate launch --config_file {config} -m toolkit.finetune {flags}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Both lists, each candidate with its forecast's JSON."""
+        return {
+            "model": self.model,
+            "hardware": dataclasses.asdict(self.hardware),
+            "global_batch": self.global_batch,
+            "ranked": [_spelled(one) for one in self.ranked],
+            "rejected": [_spelled(one) for one in self.rejected],
+        }
+
+    def tables(self) -> list[Table]:
+        """The ranked, what is uncertain of the best, and the rejected."""
+        rows = []
+        for place, one in enumerate(self.ranked, start=1):
+            assert one.forecast is not None
+            timing = one.forecast.timing
+            rows.append(
+                (
+                    place,
+                    *_words(one),
+                    f"{timing.tokens_per_second:,.0f}" if timing else "–",
+                    format_step_seconds(timing.step_seconds) if timing else "–",
+                    format_bytes(one.forecast.peak_bytes),
+                    f"{one.forecast.peak_bytes / one.forecast.limit_bytes:.0%}",
+                )
+            )
+        unsure = [said for one in self.ranked[:UNCERTAIN] if one.forecast for said in one.forecast.unknown]
+        title = f"{self.model} on {self.hardware.ranks} x {self.hardware.device.name}, global batch {self.global_batch}"
+        names = ("sharding", "offload", "checkpointing", "micro-batch", "accumulation")
+        out = [(*_words(one), one.reason) for one in self.rejected]
+        return [
+            Table(
+                title=title,
+                columns=("", *names, "tokens/s", "a step", "peak", "of a rank's"),
+                rows=rows,
+                notes=tuple(dict.fromkeys(unsure)),
+            ),
+            *([Table(title="Rejected", columns=(*names, "why"), rows=out)] if out else []),
+        ]
+
+
+def plan(
+    model: ModelSpec | str,
+    on: Hardware | str | None = None,
+    *,
+    global_batch: int,
+    seq_len: int | None = None,
+    strategy: Strategy | None = None,
+    loop: Loop | None = None,
+    one_document: bool = False,
+    allow_unquantized: bool = False,
+) -> Plan:
+    """Every candidate, the fastest that fits first. Nothing is launched, and no device is touched.
+
+    Args:
+        model: a spec, or what `describe` takes.
+        on: the machine, or its name; this one where it is left out.
+        global_batch: samples of a step, over all ranks.
+        seq_len: tokens of a sample; the loop's where it is left out.
+        strategy: what stays as it is: adapter, precision, attention. Sharding, offload and checkpointing are chosen.
+        loop: likewise; micro-batch and accumulation are chosen.
+        one_document, allow_unquantized: as in `forecast`.
+
+    Raises:
+        StrategyError: for a global batch that the ranks cannot share evenly.
+        ModelError: for a model that a run would refuse.
+        ToolkitError: for a model or a machine that is not known.
+    """
+    spec = model if isinstance(model, ModelSpec) else describe(model)
+    machine = on if isinstance(on, Hardware) else hardware(on)
+    base, asked = strategy or Strategy(), loop or Loop()
+    data = machine.ranks // (base.tp * base.cp * base.pp)
+    if not data or global_batch < 1 or global_batch % data:
+        data = max(1, data)
+        raise StrategyError(
+            f"global_batch {global_batch}: expected a multiple of {data}, so that each rank has as many samples. "
+            f"Choose {max(1, round(global_batch / data)) * data}."
+        )
+    if base.quantized:
+        check_quantized(spec, allow_unquantized)
+    asked = dataclasses.replace(asked, seq_len=seq_len or asked.seq_len)
+    ranked: list[Candidate] = []
+    rejected: list[Candidate] = []
+    for made in _strategies(base, machine):
+        for sized in _loops(asked, global_batch // data):
+            one = _judge(spec, made, sized, machine, one_document)
+            (rejected if one.reason else ranked).append(one)
+            if one.forecast is not None and one.reason:
+                break  # a larger micro-batch takes more still
+    ranked.sort(key=_order)
+    return Plan(
+        model=spec.name, hardware=machine, global_batch=global_batch, ranked=tuple(ranked), rejected=tuple(rejected)
+    )
+
+
+def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
+    """Every sharding, offload and checkpointing that the table allows beside what was asked."""
+    for word, sharding in SHARDINGS.items():
+        if (sharding.data_parallel == "none") != (machine.ranks == base.tp * base.cp * base.pp):
+            continue
+        for offload in sharding.offload:
+            for checkpointing in ("none", "full"):
+                try:
+                    yield dataclasses.replace(
+                        base,
+                        sharding=word,
+                        offload=offload,
+                        activation_checkpointing=checkpointing,
+                        dp_replicate=machine.nodes if sharding.hybrid else 1,
+                    )
+                except StrategyError:
+                    continue  # no engine can do it, whatever the model: it is no candidate
+
+
+def _loops(loop: Loop, share: int) -> Iterator[Loop]:
+    """Micro-batches that divide a rank's share, the smallest first."""
+    for micro in (size for size in range(1, share + 1) if share % size == 0):
+        yield dataclasses.replace(loop, micro_batch=micro, accumulation=share // micro)
+
+
+def _judge(spec: ModelSpec, strategy: Strategy, loop: Loop, machine: Hardware, one_document: bool) -> Candidate:
+    try:
+        job = resolve(strategy, loop, spec, machine.ranks, machine.device)
+        found = forecast_job(job, machine, one_document=one_document)
+    except ToolkitError as error:
+        return Candidate(strategy=strategy, loop=loop, forecast=None, reason=str(error))
+    reason = "" if found.fits else found.reason
+    if found.fits and found.peak_bytes > MARGIN * found.limit_bytes:
+        reason = (
+            f"It needs {format_bytes(found.peak_bytes)} of {format_bytes(found.limit_bytes)}: less than 5% are left."
+        )
+    return Candidate(strategy=found.strategy, loop=found.loop, forecast=found, reason=reason)
+
+
+def _order(one: Candidate) -> tuple[float, int]:
+    assert one.forecast is not None
+    timing = one.forecast.timing
+    return (-timing.tokens_per_second if timing else 0.0, one.forecast.peak_bytes)
+
+
+def _words(one: Candidate) -> tuple[object, ...]:
+    strategy, loop = one.strategy, one.loop
+    return strategy.sharding, strategy.offload, strategy.activation_checkpointing, loop.micro_batch, loop.accumulation
+
+
+def _spelled(one: Candidate) -> dict[str, Any]:
+    return {
+        "strategy": dataclasses.asdict(one.strategy),
+        "loop": dataclasses.asdict(one.loop),
+        "forecast": one.forecast.to_dict() if one.forecast else None,
+        "reason": one.reason,
+    }

@@ -1,0 +1,192 @@
+"""`forecast()` → `Forecast`: what a run will take, before it is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import StrategyError, ToolkitError
+from toolkit.core.units import ceil_div
+from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines.adapters import check_quantized
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job, default_ranks, resolve
+from toolkit.engines.ledger import PARTS, Ledger
+from toolkit.engines.records import on_device
+from toolkit.engines.states import checkpoint_bytes
+from toolkit.engines.traces import Segment
+from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
+from toolkit.forecasting.memory_advice import changed, changes
+from toolkit.forecasting.result import Forecast
+from toolkit.forecasting.timing import communication, operations, step_time
+from toolkit.models import ModelSpec, describe
+
+
+def forecast(
+    model: ModelSpec | str,
+    strategy: Strategy | None = None,
+    on: Hardware | str | None = None,
+    loop: Loop | None = None,
+    *,
+    ranks: int | None = None,
+    one_document: bool = False,
+    allow_unquantized: bool = False,
+) -> Forecast:
+    """What a run will take, on the fullest rank: nothing is launched, and no device is touched.
+
+    Args:
+        model: a spec, or what `describe` takes.
+        strategy: the default one where it is left out.
+        on: the machine, or its name; this one where it is left out.
+        loop: batch and lengths.
+        ranks: processes; as `default_ranks` says where it is left out.
+        one_document: every row holds one document and no padding, so attention needs no mask.
+        allow_unquantized: as a run takes it: QLoRA even where more than half of the weights stay unquantized.
+
+    Raises:
+        StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
+        ModelError: for a model that a run would refuse.
+        ToolkitError: for a model or a machine that is not known.
+    """
+    job, machine = asked(model, strategy, on, loop, ranks=ranks)
+    assert job.spec is not None
+    if job.strategy.quantized:
+        check_quantized(job.spec, allow_unquantized)
+    found = forecast_job(job, machine, one_document=one_document, others=True)
+    # A peak that lies elsewhere than the logits is the same without them.
+    logits = found.parts["logits"]
+    fused = fused_peak(job, traced(job, masked=not one_document)) if logits else found.peak_bytes
+    found = dataclasses.replace(found, fused_bytes=fused)
+    return found if found.fits else _advised(found, job, one_document)
+
+
+def asked(
+    model: ModelSpec | str | None,
+    strategy: Strategy | None = None,
+    on: Hardware | str | None = None,
+    loop: Loop | None = None,
+    *,
+    ranks: int | None = None,
+) -> tuple[Job, Hardware]:
+    """The job and the machine that these name, each as `forecast` takes it.
+
+    Raises:
+        StrategyError: for what this device, model or number of ranks cannot do.
+        ToolkitError: for a model or a machine that is not known.
+    """
+    if isinstance(on, Loop | Strategy):
+        raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
+    spec = model if isinstance(model, ModelSpec) else describe(model)
+    machine = on if isinstance(on, Hardware) else hardware(on)
+    strategy = strategy or Strategy()
+    count = default_ranks(strategy, machine) if ranks is None else ranks
+    if count < 1:
+        raise StrategyError(f"ranks {count}: expected at least 1.")
+    return resolve(strategy, loop or Loop(), spec, count, machine.device), machine
+
+
+def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
+    """The same, with the smallest change that fits: of single ones, then of several together."""
+    assert job.spec is not None
+    for change, strategy, loop in _smaller(found):
+        try:
+            other = resolve(strategy, loop, job.spec, job.ranks, job.device)
+            if strategy.quantized and not found.strategy.quantized:
+                check_quantized(job.spec, allow_unquantized=False)
+            if _states(other) > found.limit_bytes:
+                continue  # no trace is needed to see that
+            made = forecast_job(other, found.hardware, one_document=one_document)
+        except ToolkitError:
+            continue
+        if made.fits:
+            return dataclasses.replace(found, change=change, changed_bytes=made.peak_bytes)
+    return found
+
+
+def _states(job: Job) -> int:
+    """Bytes that stay on the device from the first step on: less than any peak."""
+    held = on_device(job, engine_of(job.strategy).expected_state(job))
+    return held.parameters + held.master + (held.optimizer or 0)
+
+
+def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, Loop]]:
+    """Each change by itself, then one upon another until there is no smaller."""
+    in_a_step = found.peak_phase in ("forward", "backward", "step")
+
+    def able(strategy: Strategy, loop: Loop) -> Iterator[tuple[Mapping[str, Any], Strategy, Loop]]:
+        for change in changes(strategy, loop, in_a_step=in_a_step, on_cpu=found.hardware.device.kind == "cpu"):
+            try:
+                yield change, *changed(strategy, loop, change)
+            except StrategyError:
+                continue
+
+    for change, strategy, loop in able(found.strategy, found.loop):
+        yield dict(change), strategy, loop
+    total: dict[str, Any] = {}
+    strategy, loop = found.strategy, found.loop
+    while (step := next(able(strategy, loop), None)) is not None:
+        change, strategy, loop = step
+        total |= change
+        yield dict(total), strategy, loop
+
+
+def forecast_job(
+    job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True, others: bool = False
+) -> Forecast:
+    """The same of a job, which a worker runs as it is; `checkpoints`: whether it writes any; `others`: as in `traced`."""
+    assert job.spec is not None, "a forecast needs a model"
+    trace = traced(job, masked=not one_document, others=others)
+    step = whole_step(job, trace)
+    return foretold(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
+
+
+def foretold(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
+    """A forecast from what a step computes, and the ledger that it was replayed into."""
+    return Forecast(
+        job=job,
+        hardware=machine,
+        limit_bytes=_limit(job, machine),
+        peak_bytes=ledger.peak,
+        peak_phase=ledger.peak_phase,
+        parts={part: ledger.parts.get(part, 0) for part in PARTS},
+        phases=dict(ledger.phases),
+        host_bytes=_host(job, machine, ledger),
+        checkpoint_bytes=checkpoint_bytes(job),
+        operations=operations(job, step),
+        communication_bytes=communication(job),
+        timing=step_time(job, machine, step),
+        unknown=_unknown(job),
+    )
+
+
+def _limit(job: Job, machine: Hardware) -> int:
+    if job.device.kind == "cuda":
+        return job.device.free_bytes
+    return machine.host_free_bytes // ceil_div(job.ranks, machine.nodes)
+
+
+def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
+    """Of a node; rank 0's own beside that of all, as if both were highest at once."""
+    ranks = ceil_div(job.ranks, machine.nodes)
+    return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.alone_peak
+
+
+def _unknown(job: Job) -> tuple[str, ...]:
+    found = []
+    if job.device.card is None:
+        found.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
+    else:
+        found.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
+    if job.device.kind == "cuda":
+        found.append(
+            "CUDA's context and the allocator's fragmentation are not in it: 9 to 52% more in published runs on a T4."
+        )
+    if job.spec is not None and job.spec.moe is not None:
+        computed = job.spec.moe.computed
+        found.append(
+            f"Experts, computed by {computed}, are taken as evenly loaded; how uneven the routing is, only a run shows."
+        )
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""`Forecast`: what a run will take, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import spell
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown, Table
+from toolkit.core.drawing import Bar, bars
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes, format_step_seconds
+from toolkit.devices.machine import Hardware
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import PARTS
+from toolkit.forecasting.calibration import calibrated, read_run
+from toolkit.forecasting.timing import Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Shown):
+    """What a run will take. Bytes are the allocator's, of the fullest rank."""
+
+    job: Job = field(repr=False)
+    """What was asked, with nothing left open."""
+    hardware: Hardware
+    limit_bytes: int
+    """What a rank may hold: the device's free bytes; on CPU ranks the host's divided by the ranks of a node."""
+    peak_bytes: int
+    peak_phase: str
+    parts: Mapping[str, int]
+    """At the instant of the peak; they add up to it."""
+    phases: Mapping[str, int]
+    """The highest total within each phase."""
+    host_bytes: int
+    """The highest need of a node's host: of all its ranks, and of what rank 0 takes beside them. On CPU ranks all peaks."""
+    checkpoint_bytes: int
+    operations: int
+    """Floating-point operations of a rank in a step, recomputation included."""
+    communication_bytes: int
+    """That a rank sends in a step."""
+    timing: Timing | None
+    """None for a device whose speed is not known."""
+    reserved_bytes: int | None = None
+    """What CUDA's caching allocator takes for the peak; None until a run has shown it."""
+    fused_bytes: int | None = None
+    """The peak with a fused loss, which holds no logits whole (`memory.fused_peak`); None where nobody asked."""
+    unknown: tuple[str, ...] = ()
+    """What is not in these figures, each as one sentence."""
+    change: Mapping[str, Any] | None = None
+    """Where it does not fit, the smallest change of the strategy or the loop that does; None where there is none."""
+    changed_bytes: int | None = None
+    """The peak with that change."""
+
+    @property
+    def model(self) -> str:
+        """Its name, as it was given."""
+        assert self.job.spec is not None, "a forecast needs a model"
+        return self.job.spec.name
+
+    @property
+    def strategy(self) -> Strategy:
+        """Without an `auto`."""
+        return self.job.strategy
+
+    @property
+    def loop(self) -> Loop:
+        """Without an open value."""
+        return self.job.loop
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.job.ranks
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is at most the limit, and the host's need what it has, with no margin inside."""
+        return self.peak_bytes <= self.limit_bytes and not self.host_lacks
+
+    @property
+    def host_lacks(self) -> bool:
+        """Whether a node's host has too little: to read, to offload, to write. Of CPU ranks the limit says it."""
+        return self.hardware.device.kind != "cpu" and self.host_bytes > self.hardware.host_free_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why it fits or does not, in a sentence."""
+        peak, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
+        if self.fits:
+            return f"The highest need, {peak} in {self.peak_phase}, is within the {limit} that a rank has."
+        if self.host_lacks and self.peak_bytes <= self.limit_bytes:
+            host, free = format_bytes(self.host_bytes), format_bytes(self.hardware.host_free_bytes)
+            return f"A node's host has {free}, and its ranks need {host} of it to read, offload and write."
+        largest = max(self.parts, key=lambda part: self.parts[part])
+        lacks = f"A rank has {limit} and needs {peak} in {self.peak_phase}, {format_bytes(self.parts[largest])} of it {largest}."
+        if self.change is None or self.changed_bytes is None:
+            return lacks
+        flags = " ".join(spell(self.change))
+        return f"{lacks} The smallest change that fits: {flags}, which needs {format_bytes(self.changed_bytes)}."
+
+    def calibrate(self, run: str | Path) -> Forecast:
+        """The same, corrected by what a run with a forecast of its own really took.
+
+        Bytes by what the run's peak was above its own forecast (all that no trace sees), what the allocator reserves by what it
+        reserved there (fragmentation), time by how much longer than forecast a step took, or, on a device whose speed nobody
+        knows, by the operations a second that the run achieved: a run whose layers and batch are as large tells most.
+
+        Args:
+            run: folder of a run on the same kind of device.
+
+        Raises:
+            RunError: for a folder without a finished run, for one that measured nothing or was not forecast, and for one on
+                another kind of device.
+        """
+        return calibrated(self, read_run(Path(run)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the shell's JSON: sizes in bytes."""
+        unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
+        return {
+            "model": self.model,
+            "strategy": dataclasses.asdict(self.strategy),
+            "loop": dataclasses.asdict(self.loop),
+            "hardware": dataclasses.asdict(self.hardware),
+            "ranks": self.ranks,
+            "fits": self.fits,
+            "reason": self.reason,
+            "change": self.change,
+            "device": {
+                "peak_bytes": self.peak_bytes,
+                "peak_phase": self.peak_phase,
+                "limit_bytes": self.limit_bytes,
+                "reserved_bytes": self.reserved_bytes,
+                "fused_peak_bytes": self.fused_bytes,
+                "parts": dict(self.parts),
+                "phases": dict(self.phases),
+            },
+            "host": {"peak_bytes": self.host_bytes},
+            "nvme": {"peak_bytes": 0},
+            **(dataclasses.asdict(self.timing) if self.timing else unknown),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "operations": self.operations,
+            "communication_bytes": self.communication_bytes,
+            "unknown": list(self.unknown),
+        }
+
+    def pictures(self) -> Sequence[str]:
+        """The peak by part, and the highest total of each phase, beside what a rank has."""
+        peak = Bar(label=self.peak_phase, parts={part: self.parts[part] for part in PARTS if self.parts.get(part)})
+        title = f"Highest need of a rank: {format_bytes(self.peak_bytes)} in {self.peak_phase}"
+        limit: dict[str, Any] = {"limit": self.limit_bytes, "limit_label": "a rank has"}
+        phases = [
+            Bar(label=phase, parts={"highest total": self.phases[phase]}) for phase in PHASES if phase in self.phases
+        ]
+        return (bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit))
+
+    def tables(self) -> list[Table]:
+        """The peak by part, and the highest total of each phase."""
+        verdict = "It fits." if self.fits else "It does not fit."
+        parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
+        phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
+        where = f"{self.ranks} x {self.hardware.device.name}"
+        title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
+        return [
+            Table(
+                title=title,
+                columns=("part", "bytes"),
+                rows=[*parts, ("all", format_bytes(self.peak_bytes))],
+                notes=(f"{verdict} {self.reason}",),
+            ),
+            Table(title="By phase", columns=("phase", "bytes"), rows=phases),
+            Table(title="A step", columns=("figure", "value"), rows=self._figures(), notes=self.unknown),
+        ]
+
+    def _figures(self) -> list[tuple[str, str]]:
+        found = [
+            ("host memory of a node", format_bytes(self.host_bytes)),
+            ("operations of a rank", f"{self.operations:.3g}"),
+            ("sent by a rank", format_bytes(self.communication_bytes)),
+            ("a checkpoint", format_bytes(self.checkpoint_bytes)),
+        ]
+        if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes:
+            found.insert(0, ("peak with a fused loss", format_bytes(self.fused_bytes)))
+        if self.timing is not None:
+            if self.timing.mfu is not None:
+                found.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))
+            found.insert(0, ("tokens/s", f"{self.timing.tokens_per_second:,.0f}"))
+            found.insert(0, ("time", format_step_seconds(self.timing.step_seconds)))
+        return found

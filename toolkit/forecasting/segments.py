@@ -1,0 +1,138 @@
+"""The events of a shallow model's step, spread over the depth of the whole one. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from toolkit.core.units import round_up
+from toolkit.engines.traces import LOGITS, WHOLE, Event, LayerStack, Segment, Trace
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A layer's forward or backward, or what lies outside of the layers."""
+
+    backward: bool
+    layer: str
+    events: tuple[Event, ...]
+
+
+def segments(
+    trace: Trace, block: int = 1, is_boundary: Callable[[str, str], bool] = lambda what, name: True
+) -> list[Segment]:
+    """The whole model's step, in its order; the last event is `end`.
+
+    Args:
+        trace: of a shallow model.
+        block: bytes that the allocator rounds every storage up to.
+        is_boundary: says of an event, and of whom it tells, whether segments have to end there: the fewer, the faster a replay.
+    """
+    layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.kept))}
+    rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
+    found: list[Segment] = []
+    for stack, members in _grouped(trace.stacks, list(_cut(rounded, layers))):
+        if stack is not None:
+            found += _spread(stack, members, is_boundary)
+        else:
+            times = _times(trace.stacks, members)
+            found += (one for member in members for one in _condensed(member.events, times, is_boundary))
+    return found
+
+
+def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple[str, int], int]:
+    """How often a layer's storage of a size counts where it is let go outside of the layers.
+
+    What every layer leaves behind is as much as there are layers; what only the last but one does, as its output that a loop's
+    variable keeps, is there once. The first layer tells the two apart.
+    """
+    gone = {(name, size) for span in outside for what, size, name in span.events if what == "-" and name}
+    return {
+        (name, size): count
+        for stack in stacks
+        for name, first, count in stack.left_behind()
+        for other, size in gone
+        if other == name and (first, size) in gone
+    }
+
+
+def _cut(events: Sequence[Event], layers: Set[str]) -> Iterator[_Span]:
+    """The shallow model's own segments."""
+    backward, layer = False, ""
+    inside: list[Event] = []
+    for event in events:
+        what, _, name = event
+        # Within the backward a layer's `in` and `out` are its recomputation.
+        starts = name in layers and what == ("back in" if backward else "in")
+        ends = name in layers and name == layer and what == ("back out" if backward else "out")
+        if starts:
+            yield _Span(backward, layer, tuple(inside))
+            inside, layer = [], name
+        inside.append(event)
+        if ends or what in ("backward", "end"):
+            yield _Span(backward, layer, tuple(inside))
+            inside, layer = [], ""
+            backward = backward or what == "backward"
+
+
+def _grouped(stacks: Sequence[LayerStack], shallow: Sequence[_Span]) -> Iterator[tuple[LayerStack | None, list[_Span]]]:
+    """Runs of segments of one stack and direction, and runs of those that belong to none."""
+
+    def key(span: _Span) -> tuple[LayerStack, bool] | None:
+        stack = next((one for one in stacks if span.layer.startswith(f"{one.name}.")), None)
+        return None if stack is None else (stack, span.backward)
+
+    run: list[_Span] = []
+    for index, span in enumerate(shallow):
+        following = key(shallow[index + 1]) if index + 1 < len(shallow) else None
+        if run and key(span) is None and following is not None and following == key(run[-1]):
+            # What lies between two layers belongs to the one before.
+            run[-1] = replace(run[-1], events=run[-1].events + span.events)
+            continue
+        if run and key(span) != key(run[-1]):
+            yield (key(run[-1]) or (None,))[0], run
+            run = []
+        run.append(span)
+    if run:
+        yield (key(run[-1]) or (None,))[0], run
+
+
+def _spread(stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]) -> Iterator[Segment]:
+    """Every layer of the whole stack, each as the kept one that stands for it."""
+    shown = {int(span.layer.rpartition(".")[2]): list(_condensed(span.events, {}, is_boundary)) for span in members}
+    order = range(len(stack.kinds))
+    for index in reversed(order) if members[0].backward else order:
+        source = stack.source(index)
+        old, new = f"{stack.name}.{source}", f"{stack.name}.{index}"
+        for one in shown[source]:
+            inside = one.name == old or one.name.startswith(f"{old}.")
+            yield one._replace(name=new + one.name[len(old) :]) if inside else one
+
+
+def _condensed(
+    events: Sequence[Event], times: Mapping[tuple[str, int], int], is_boundary: Callable[[str, str], bool]
+) -> Iterator[Segment]:
+    """From event to event; what a layer made counts as often as `times` says where it is let go."""
+    rise = net = moved = calls = logits_rise = logits = 0
+    flops: list[tuple[str, int]] = []
+    skipped: list[tuple[str, int]] = []
+    for what, size, name in events:
+        if what in ("+", "-"):
+            change = size if what == "+" else -size * times.get((name, size), 1)
+            net += change
+            logits += change if name == LOGITS else 0
+            if net > rise:
+                rise, logits_rise = net, logits
+        elif what == "flops":
+            flops.append((name, size))
+        elif what == "skipped":
+            skipped.append((name, size))
+        elif what == "moved":
+            moved += size
+        elif what == "calls":
+            calls += size
+        elif what in WHOLE or is_boundary(what, name):
+            yield Segment(rise, net, logits_rise, logits, what, size, name, tuple(flops), tuple(skipped), moved, calls)
+            rise = net = moved = calls = logits_rise = logits = 0
+            flops, skipped = [], []
+    yield Segment(rise, net, logits_rise, logits, "", 0, "", tuple(flops), tuple(skipped), moved, calls)

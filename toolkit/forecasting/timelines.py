@@ -1,0 +1,187 @@
+"""`timeline()` → `Timeline`: a run's bytes phase by phase, as forecast, and beside it as a run measured them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown, Table
+from toolkit.core.drawing import Bar, bars, curve
+from toolkit.core.errors import RunError
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes
+from toolkit.devices.machine import Hardware
+from toolkit.engines.ledger import PARTS, Course
+from toolkit.forecasting import Forecast
+from toolkit.forecasting.finished_run import Seen, read_seen
+from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.prediction import asked, foretold
+from toolkit.models import ModelSpec
+
+MEASURED = "measured total"
+"""A part of a picture: all that a run measured in a phase."""
+
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Shown):
+    """The bytes of the fullest rank from its start to the saved result, over one step."""
+
+    forecast: Forecast
+    parts: Mapping[str, Mapping[str, int]]
+    """Phase → parts at its highest moment; they add up to the phase's bytes in the forecast."""
+    course: tuple[tuple[str, int], ...]
+    """Phase and bytes after every change, in order."""
+    run: str | None = None
+    """Folder of the run that is shown beside it."""
+    measured: Mapping[str, int] | None = None
+    """Phase → the highest bytes of that run."""
+    notes: tuple[str, ...] = ()
+    """What keeps the two from being comparable, each as one sentence."""
+
+    @property
+    def reason(self) -> str:
+        """Where it is highest, in a sentence; and how far the forecast is off where there is a run."""
+        found = self.forecast
+        said = f"{found.strategy.label} is highest in {found.peak_phase}, with {format_bytes(found.peak_bytes)}."
+        if self.measured:
+            peak = max(self.measured.values())
+            said += f" The run measured {format_bytes(peak)}: the forecast is {found.peak_bytes / peak:.2f} of it."
+        return said
+
+    def to_dict(self) -> dict[str, Any]:
+        """The forecast's JSON, parts by phase, and what was measured."""
+        return {
+            "forecast": self.forecast.to_dict(),
+            "phases": {phase: dict(parts) for phase, parts in self.parts.items()},
+            "run": self.run,
+            "measured": dict(self.measured) if self.measured else None,
+            "notes": list(self.notes),
+        }
+
+    def pictures(self) -> Sequence[str]:
+        """Each phase's highest moment by part, what was measured below it; and the way through the step."""
+        rows = []
+        for phase, parts in self.parts.items():
+            rows.append(Bar(label=phase, parts={part: parts[part] for part in PARTS if parts.get(part)}))
+            if self.measured and phase in self.measured:
+                rows.append(Bar(label="measured", parts={MEASURED: self.measured[phase]}))
+        title = f"{self.forecast.model}, {self.forecast.strategy.label}: the highest moment of each phase"
+        drawn = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
+        lines, names = self._way()
+        way = curve(
+            lines,
+            title="The way there: one step of the forecast",
+            x="phases, each as wide as the others",
+            y="bytes of a rank",
+            spell_y=format_bytes,
+            names=names,
+        )
+        return [drawn, way]
+
+    def _way(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
+        """Each phase's moments over a stretch of its own, and where its name stands.
+
+        What the first step alone makes before its forward, the moments of the optimizer, is no stretch.
+        """
+        lines: dict[str, list[Point]] = {}
+        names: dict[float, str] = {}
+        runs = [(phase, [size for _, size in run]) for phase, run in itertools.groupby(self.course, lambda one: one[0])]
+        first = next(place for place, (phase, _) in enumerate(runs) if phase == "forward")
+        end, place = 0.0, 0
+        for number, (phase, sizes) in enumerate(runs):
+            if phase == "step" and number < first:
+                end = float(sizes[-1])
+                continue
+            line = lines.setdefault(phase, [])
+            if line:
+                line.append((float(place), None))
+            begins = [end, *sizes]
+            line += [(place + index / max(1, len(begins) - 1), float(size)) for index, size in enumerate(begins)]
+            names[place + 0.5] = phase
+            end, place = float(sizes[-1]), place + 1
+        return lines, names
+
+    def tables(self) -> list[Table]:
+        """By phase: the forecast by part, what was measured, and the ratio."""
+        used = [part for part in PARTS if any(parts.get(part) for parts in self.parts.values())]
+        beside = ("measured", "forecast x") if self.measured else ()
+        rows = []
+        for phase, parts in self.parts.items():
+            row = [phase, *(format_bytes(parts[part]) if parts.get(part) else "–" for part in used)]
+            row.append(format_bytes(sum(parts.values())))
+            if self.measured:
+                size = self.measured.get(phase)
+                row += [format_bytes(size), f"{sum(parts.values()) / size:.2f}"] if size else ["–", "–"]
+            rows.append(row)
+        found = self.forecast
+        title = (
+            f"{found.model}, sharding {found.strategy.label}, {found.ranks} x {found.hardware.device.name}: by phase"
+        )
+        columns = ("phase", *used, "all", *beside)
+        return [Table(title=title, columns=columns, rows=rows, notes=(self.reason, *self.notes))]
+
+
+def timeline(
+    model: ModelSpec | str | None = None,
+    strategy: Strategy | None = None,
+    on: Hardware | str | None = None,
+    loop: Loop | None = None,
+    *,
+    ranks: int | None = None,
+    one_document: bool = False,
+    run: str | Path | None = None,
+) -> Timeline:
+    """A step phase by phase. Nothing is launched, and no device is touched.
+
+    Args:
+        model: as in `forecast`; the run's own where it is left out. So are the next four.
+        strategy: how it is trained.
+        on: the machine, or its name.
+        loop: batch and lengths.
+        ranks: processes.
+        one_document: as in `forecast`.
+        run: folder of a run, whose measured bytes stand beside the forecast.
+
+    Raises:
+        StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
+        RunError: for a folder without a run that measured anything.
+    """
+    seen = read_seen(run) if run is not None else None
+    if seen is not None:
+        if seen.phases is None:
+            raise RunError(f"{run} measured nothing: {seen.why}. Name a run with a measured peak.")
+        model = seen.model if model is None else model
+        strategy, loop = strategy or seen.strategy, loop or seen.loop
+        if on is None:
+            on, ranks = seen.hardware, seen.ranks if ranks is None else ranks
+    job, machine = asked(model, strategy, on, loop, ranks=ranks)
+    trace = traced(job, masked=not one_document, others=True)
+    step = whole_step(job, trace)
+    ledger = replay(job, trace, step, checkpoints=seen.checkpoints if seen else True, kind=Course)
+    found = foretold(job, machine, step, ledger)
+    return Timeline(
+        forecast=found,
+        parts={
+            phase: {part: size for part, size in ledger.highest[phase].items() if size}
+            for phase in PHASES
+            if phase in ledger.phases
+        },
+        course=tuple(ledger.moments),
+        run=str(run) if run is not None else None,
+        measured=seen.phases if seen else None,
+        notes=_notes(seen, found) if seen else (),
+    )
+
+
+def _notes(seen: Seen, found: Forecast) -> tuple[str, ...]:
+    other = seen.otherwise(found.strategy, found.loop, found.ranks)
+    if seen.hardware is not None and seen.hardware.device.kind != found.hardware.device.kind:
+        other.append(f"on {seen.hardware.device.name}, not {found.hardware.device.name}")
+    return (f"The run was another: {'; '.join(other)}. Its bytes are no measure of this forecast.",) if other else ()

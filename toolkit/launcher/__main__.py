@@ -1,0 +1,74 @@
+"""The launcher's process: Accelerate's own command, dying with the supervisor, and noting how its ranks ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from toolkit.core import redaction
+from toolkit.core.atomic_io import write_json
+from toolkit.core.errors import RunError
+from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent, redact_streams
+
+
+def launch(supervisor: int, failures: Path, command: list[str]) -> int:
+    """Run `command` as Accelerate would; its exit status.
+
+    Args:
+        supervisor: the process id that this one dies with.
+        failures: where to leave, as JSON, how ranks ended that were not asked to.
+        command: `accelerate launch` and what follows it.
+    """
+    die_with_parent(supervisor)
+    redact_streams(2)
+    os.environ[LAUNCHER] = str(os.getpid())
+    for number in (signal.SIGINT, signal.SIGTERM):  # torch elastic replaces them by its own
+        signal.signal(number, _pass_on)
+
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    sys.argv = command
+    try:
+        launch.main()
+    except ChildFailedError as error:
+        died = error.failures.items()
+        _note(failures, [{"rank": rank, "exitcode": one.exitcode, "time": one.timestamp} for rank, one in died])
+        return 1
+    except subprocess.CalledProcessError as error:  # one process, without torch elastic
+        _note(failures, [{"rank": 0, "exitcode": error.returncode, "time": time.time()}])
+        return 1
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def _note(failures: Path, died: list[dict[str, Any]]) -> None:
+    """For the supervisor; on a full disk it learns from the ranks' own last words, which have their room."""
+    with contextlib.suppress(RunError):
+        write_json(failures, died)
+
+
+def _pass_on(number: int, _: object) -> None:
+    """Before torch elastic listens, and for one process without it: the rank ends, and then its launcher."""
+    import psutil
+
+    ranks = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it may be ending
+            if redaction.__file__ not in child.cmdline():
+                child.send_signal(number)
+                ranks.append(child)
+    if not ranks:
+        sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(launch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[4:]))

@@ -1,0 +1,285 @@
+"""`launch()` and `resume()`: runs whose supervisor has a session of its own, so that no notebook's end touches them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import from_dict, spell, to_flags
+from toolkit.config.run_config import EMBEDDED, Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import at_home, write_json
+from toolkit.core.errors import RunError, StrategyError, ToolkitError, nearest
+from toolkit.core.process_lifecycle import SAFE_PATH
+from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines.job import resolve
+from toolkit.forecasting import Candidate
+from toolkit.launcher.attempt_files import begun, function_file, supervisor_file, supervisor_log
+from toolkit.launcher.restarts import Care
+from toolkit.launcher.run_handle import Run
+from toolkit.launcher.targets import RECIPE, Target, check_call, named, ship
+from toolkit.launcher.trust import check_target, target_of
+from toolkit.models import ModelSpec
+from toolkit.run_folder.folder import RUNS, check_new, new_path, read_run_json, refuse_links, unheld
+from toolkit.run_folder.run_lock import TOKEN, held_by_others, started
+from toolkit.training.metrics import RUN_DIR
+from toolkit.training.setup import STRATEGY, choose_ranks, print_default
+
+CLAIM_SECONDS = 20.0
+"""How long a launch waits for another into the same folder, which only starts a process."""
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
+"""Of variables that say which rank a process is, and how its run is sharded."""
+
+
+def launch(
+    target: str | Callable[..., object] = RECIPE,
+    strategy: Strategy | Candidate | str | None = None,
+    *,
+    processes: int | None = None,
+    run_dir: str | Path | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Run:
+    """Start a run in processes of its own, by `accelerate launch`, and come back at once.
+
+    Its supervisor has a session of its own: a closed notebook or a restarted kernel does the run no harm, and a GPU that was
+    touched or a library that was imported here does not either. The ranks die with the supervisor.
+
+    Args:
+        target: the recipe (`"toolkit.finetune"`), a module, a script that ends in .py, or a function, which is shipped by value
+            and called in every rank.
+        strategy: a Strategy, the word of a sharding, or what `plan` found best (its batch included).
+        processes: ranks on this machine. None: 1 for `none`, else one a device, and on a CPU 2 (for `hsdp` 2 a replica); printed.
+        run_dir: a new folder; None: `runs/<time>-<sharding>`.
+        args: a function's arguments, or the command line of a module or script.
+        kwargs: a function's keyword arguments.
+        fields: of Recipe, Loop, Care and Strategy, as the shell's flags spell them: `steps=20`, `data="chat.jsonl"`, `model=spec`.
+
+    Raises:
+        ToolkitError: for what can be known to be wrong before a process starts; what only the run finds out, `wait` raises.
+    """
+    if processes is not None and type(processes) is not int:
+        raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
+    _check_target(target, args, kwargs or {})
+    found = _sorted(strategy, fields, recipe=target == RECIPE)
+    asked, machine = found["strategy"], hardware()
+    ranks = choose_ranks([asked], machine, processes)
+    resolve(asked, found["loop"], None, ranks, machine.device)
+    check_new(run_dir)
+    path = at_home(run_dir) if run_dir else new_path(RUNS, asked.sharding)
+    with _claimed(path):
+        return _launched(path, target, found, ranks, args, kwargs or {}, machine if processes is None else None)
+
+
+def _launched(
+    path: Path,
+    target: str | Callable[..., object],
+    found: Mapping[str, Any],
+    ranks: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    machine: Hardware | None,
+) -> Run:
+    """A new run in a folder that is claimed; `machine` where it chose the number of ranks."""
+    asked = found["strategy"]
+    words = ["--run-dir", str(path), "--processes", str(ranks)]
+    if target == RECIPE:
+        command = ["train", *words, *to_flags(found["recipe"], asked, found["loop"], found["care"])]
+    else:
+        try:
+            made = _target(target, args, kwargs, path)
+        except ToolkitError:
+            with contextlib.suppress(OSError):  # as far as they are empty
+                path.rmdir()
+                Path(RUNS).rmdir()
+            raise
+        hashed = ["--sha256", made.sha256] if made.sha256 else []
+        command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
+    if machine is not None:
+        print_default(ranks, machine, None)
+    return _started(path, command, asked)
+
+
+def resume(
+    path: str | Path | Run,
+    target: str | Callable[..., object] | None = None,
+    *,
+    trust_target: str | None = None,
+    **fields: Any,
+) -> Run:
+    """Go on with a run that was stopped or failed, in processes of its own; comes back at once.
+
+    Args:
+        path: its folder.
+        target: of a run of your own code, that again: a function is shipped again; with the arguments of `fields["args"]` and
+            `["kwargs"]`. A run that you launched on this machine goes on without, where its code is still the same.
+        trust_target: the digest of what `run.json` names, as the refusal says it: run that.
+        fields: given anew, as `toolkit resume` takes them; `processes` too.
+
+    Raises:
+        RunError: for a folder without a run, one that is held, and code that is neither given nor trusted.
+    """
+    folder = path.folder if isinstance(path, Run) else at_home(path)
+    was = target_of(read_run_json(folder))
+    if was is None and (target is not None or trust_target):
+        raise RunError(f"{folder} is a run of the recipe, and no code of yours is part of it. Leave the target out.")
+    if was is not None and target is not None and callable(target) != (was.kind == "function"):
+        raise RunError(f"{folder} is a run of the {was.kind} {was.name}. Give that again.")
+    with _claimed(folder):
+        words = _again(folder, was, target, trust_target, fields)
+        return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
+
+
+def _again(
+    folder: Path,
+    was: Target | None,
+    target: str | Callable[..., object] | None,
+    trust_target: str | None,
+    fields: dict[str, Any],
+) -> list[str]:
+    """Flags that let a run's own code run again; nothing of the recipe's. `args` and `kwargs` are taken out of `fields`."""
+    words: list[str] = []
+    if was is not None:
+        args, kwargs = fields.pop("args", ()), fields.pop("kwargs", {})
+        if isinstance(target, str):
+            words = ["--target", shlex.join([target, *map(str, args)])]
+        elif target is not None:
+            shipped = ship(target, args, kwargs, function_file(unheld(folder)))
+            words = ["--sha256", shipped.sha256, "--target", shipped.name]
+        else:
+            check_target(unheld(folder), was, trust_target)
+            words = ["--trust-target", trust_target] if trust_target else []
+    return words
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """Before anything is written: no other run is in the folder, or about to be, and no link leads out of it.
+
+    Meanwhile nobody else launches into it: of two at once the second one finds the first one's supervisor.
+
+    Raises:
+        RunError: for a folder that is held, or has such a link, and for one that cannot be made.
+    """
+    refuse_links(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        opened = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise RunError(f"the run folder {path} cannot be made: {error.strerror}. Choose another.") from error
+    try:
+        _hold(path, opened)
+        if held_by_others(path) or begun(unheld(path)) is not None:
+            raise RunError(
+                f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder."
+            )
+        yield
+    finally:
+        os.close(opened)
+
+
+def _hold(path: Path, opened: int) -> None:
+    """Keep others from launching into a folder until the file descriptor is closed, where the file system has locks."""
+    deadline = time.monotonic() + CLAIM_SECONDS
+    while True:
+        try:
+            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RunError(f"{path} is being launched into by another process. Choose another folder.") from None
+            time.sleep(0.05)
+        except OSError:
+            return None
+
+
+def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, recipe: bool) -> dict[str, Any]:
+    """A Strategy, Loop, Recipe and Care, each by its name, of what was given."""
+    owners: dict[str, type[Any]] = {"strategy": Strategy, "loop": Loop, "recipe": Recipe, "care": Care}
+    known = {name: {f.name for f in dataclasses.fields(owner)} for name, owner in owners.items()}
+    if isinstance(spec := fields.get("model"), ModelSpec):
+        if spec.source is None and spec.name != EMBEDDED:
+            raise StrategyError(
+                f"model: the ranks cannot find {spec.name}, which was described from a config or a module in this process. "
+                "Save it into a folder (save_pretrained), and name the folder."
+            )
+        fields = {**fields, "model": spec.source or EMBEDDED}
+    for name in fields:
+        every = sorted(set().union(*known.values()))
+        if name not in every:
+            raise StrategyError(f"launch has no argument {name!r}.{nearest(name, every)} Known: {', '.join(every)}.")
+        if not recipe and name not in known["strategy"]:
+            raise StrategyError(
+                f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
+            )
+    given: dict[str, Any] = {}
+    if isinstance(strategy, Candidate) and not recipe:
+        raise StrategyError(
+            f"strategy: a plan's candidate has a batch, too, and only the recipe ({RECIPE}) takes one. "
+            "Give its `.strategy`, and its `.loop` to your own code."
+        )
+    if isinstance(strategy, Candidate):
+        given = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.loop)}
+    elif isinstance(strategy, Strategy):
+        given = dataclasses.asdict(strategy)
+    elif strategy is not None:
+        given = {"sharding": strategy}
+    given |= fields
+    return {
+        name: from_dict(owner, {key: value for key, value in given.items() if key in known[name]})
+        for name, owner in owners.items()
+    }
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what an Accelerator, or a launcher, left in it for the process that it stood in."""
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+
+
+def _check_target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What can be said of it before there is a folder."""
+    if not isinstance(target, str):
+        check_call(target, args, kwargs)
+    elif target == RECIPE and (args or kwargs):
+        raise StrategyError("args: the recipe takes its fields by name: launch(steps=20, data='chat.jsonl').")
+    elif kwargs:
+        raise StrategyError("kwargs: a module or script takes a command line. Give it as args=('--name', 'value').")
+    elif target != RECIPE:
+        named(target)
+
+
+def _target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Target:
+    if isinstance(target, str):
+        return named(target, [str(word) for word in args])
+    return ship(target, args, kwargs, function_file(unheld(path)))
+
+
+def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
+    """The supervisor, in a session of its own: neither a kernel's end nor an interrupt of its group reaches it."""
+    folder = unheld(path)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with open(supervisor_log(folder), "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "toolkit.cli", *command],
+            env={**without_launchers(os.environ), **SAFE_PATH},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+    about = {"pid": process.pid, "started": started(process.pid), "host": socket.gethostname()}
+    write_json(supervisor_file(folder), about)
+    return Run(path, asked, process)

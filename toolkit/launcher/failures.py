@@ -1,0 +1,199 @@
+"""What ended a run first, as an exception: the rank, where it was, and the last lines that it printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.core import errors
+from toolkit.core.atomic_io import last_step, open_regular, read_json
+from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
+from toolkit.launcher.attempt_files import failures_of, launcher_log
+from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.training.oom import aborted_for_memory, killed_for_memory
+
+_LAST_LINES = 20
+_SAME_TIME = 5.0
+_SILENT = 3.0
+
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_BROKEN = re.compile(r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+_ABORTED = re.compile(
+    r"memory allocation of (?P<bytes>\d+) bytes failed|std::bad_alloc"
+)  # Rust's, and C++'s, last words
+_ABORT_CHARACTERS = 20_000
+_WORKER_KILLED = re.compile(r"killed by signal: Killed")  # torch's DataLoader
+
+
+class RankDied(RunError):
+    """A rank, or the launcher, ended and was not asked to: no user's mistake."""
+
+    exit_code = 1
+
+
+class RankHung(RankDied):
+    """A rank gave no sign of life, or did not come where the others waited for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a supervisor knows of an attempt beside its folder's files."""
+
+    beats: Mapping[int, Heartbeat] = field(default_factory=dict)
+    """The ranks' last ones before the first of them failed."""
+    behind: Heartbeat | None = None
+    """Of the rank that had come least far then."""
+    timeout: float = float("inf")
+    """Seconds that ranks wait for each other."""
+    cut_at: float = float("inf")
+    """When the supervisor itself killed the ranks that were left, in seconds since 1970."""
+    memory_kills: int = 0
+    """Processes that the system ended meanwhile because memory had run out."""
+
+
+def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
+    """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
+    raised = folder.errors()
+    failures = value_or(list[dict[str, Any]](), _noted, folder, known.cut_at)
+    for told in raised.values():
+        if told["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
+            return OutOfMemory(told["message"])
+    rank, how = _first(raised, failures)
+    error = raised.get(rank) if rank is not None else None
+    if error and (ours := as_raised(error)):
+        folder.discard()
+        return ours
+    if short := _short_of_memory(folder, rank, how, error, known):
+        return short
+    if _waited(folder, rank, error, raised):
+        # Equally far, it is the one that does not complain.
+        quiet = (beat for number, beat in sorted(known.beats.items()) if number not in raised and number != rank)
+        if beat := known.behind or next(quiet, None):
+            return awaited(
+                folder, beat, known.timeout, at=min(float(one["time"]) for one in raised.values()) if raised else 0
+            )
+    if rank is None:
+        shown = last_lines(launcher_log(folder))
+        return RankDied(f"accelerate launch {_ended(code)}, and no rank had failed. {shown}")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if error is None and how == _ended(128 + number):
+            return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it.")
+    if error:
+        how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
+    return RankDied(f"rank {rank} {how.removesuffix('.')}. {_place(folder, rank)}{end_of_log(folder, rank)}")
+
+
+def _noted(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
+    """How the launcher says that ranks ended, before the supervisor itself killed those that were left."""
+    noted = read_json(failures_of(folder))
+    ended = [{"rank": int(one["rank"]), "exitcode": int(one["exitcode"]), "time": float(one["time"])} for one in noted]
+    return [one for one in ended if one["time"] + 1 < cut_at]  # torch elastic notes whole seconds
+
+
+def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:
+    """What a rank raised, where it was a ToolkitError."""
+    kind = getattr(errors, error["type"], None)
+    return kind(error["message"]) if isinstance(kind, type) and issubclass(kind, ToolkitError) else None
+
+
+def awaited(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0.0) -> RankHung:
+    """For a rank that did not come where the others waited; `at`: when they gave up, in seconds since 1970."""
+    silent = f", without a heartbeat for {at - beat.time:.1f} s" if at - beat.time > _SILENT else ""
+    return RankHung(
+        f"rank {beat.rank} hung: the others waited for it longer than {timeout:g} s (--timeout). It was {beat.where}{silent}. "
+        f"{end_of_log(folder, beat.rank)}"
+    )
+
+
+def _place(folder: Folder, rank: int) -> str:
+    """Where a rank was. Its last heartbeat is up to a second old: steps may have been done since, by all ranks together."""
+    beat = read_beats(folder.logs).get(rank)
+    if beat is None:
+        return ""
+    done = value_or(0, last_step, folder.events)
+    return f"It was {f'after step {done}' if beat.listens and done >= max(beat.step, 1) else beat.where}. "
+
+
+def _short_of_memory(
+    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, known: Known
+) -> OutOfMemory | None:
+    """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
+    beats = read_beats(folder.logs)
+    aborted = rank is not None and error is None and how == _ended(-signal.SIGABRT)
+    if rank is not None and aborted and (found := _ABORTED.search(_end(folder.log(rank)))):
+        return OutOfMemory(aborted_for_memory(folder, rank, found["bytes"], beats.get(rank)))
+    if not known.memory_kills:
+        return None
+    if how == _ended(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
+        most = max(beats.values(), key=lambda beat: beat.rss, default=None)
+        return OutOfMemory(killed_for_memory(folder, rank, most if rank is None else beats.get(rank)))
+    return None
+
+
+def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, raised: Mapping[int, Any]) -> bool:
+    """Whether what is told first is but a complaint about another rank, for which some rank waited too long.
+
+    NCCL's watchdog ends its process by SIGABRT, and says why in the log.
+    """
+    if rank is None:
+        return False
+    if error is None:
+        return "Watchdog caught collective operation timeout" in _end(folder.log(rank))
+    said = [str(one["message"]) for one in raised.values()]
+    return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in said)
+
+
+def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
+    """The rank that failed first, and how.
+
+    One that left no word and was not ended by the launcher died by itself, and the others' exceptions («connection
+    closed») follow from it, unless they came well before: then the launcher killed it for not ending.
+    """
+    told = first_error(raised)
+    asked = (-signal.SIGTERM, -signal.SIGINT)
+    silent = [one for one in failures if one["rank"] not in raised and one["exitcode"] not in asked]
+    one = min(silent, key=lambda one: float(one["time"]), default=None)
+    if one is not None and (told is None or one["time"] <= raised[told]["time"] + _SAME_TIME):
+        return one["rank"], _ended(one["exitcode"])
+    if told is None and failures:
+        one = min(failures, key=lambda one: float(one["time"]))
+        return one["rank"], _ended(one["exitcode"])
+    return told, ""
+
+
+def _ended(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (which is also how the system ends a process when memory runs out)"
+    if code < 0:
+        return f"was killed by {value_or(f'signal {-code}', lambda: signal.Signals(-code).name)}"
+    return f"ended with exit status {code}"
+
+
+def end_of_log(folder: Folder, rank: int) -> str:
+    """The last lines of a rank; the launcher's where it had not come to its own log."""
+    log = folder.log(rank)
+    return last_lines(log if log.exists() else launcher_log(folder))
+
+
+def _end(log: Path) -> str:
+    """The end of a log, with what stands before the stacks of all threads, which an abort writes behind its reason."""
+    try:
+        with open_regular(log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _ABORT_CHARACTERS))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_lines(log: Path) -> str:
+    """The last lines of a log, and where it is."""
+    lines = [line.rpartition("\r")[2] for line in _end(log).replace("\r\n", "\n").split("\n")]  # a bar's last state
+    last = [line for line in lines if line.strip()][-_LAST_LINES:]
+    shown = "".join(f"\n    {line}" for line in last)
+    return f"Its last lines ({log}):{shown}" if last else f"It printed nothing ({log})."

@@ -1,0 +1,111 @@
+"""The ranks' heartbeats as their supervisor sees them: who is silent, who stands still, who is gone."""
+
+from __future__ import annotations
+
+import time
+
+from toolkit.launcher.failures import RankHung, awaited, end_of_log
+from toolkit.launcher.process_cleanup import lives
+from toolkit.run_folder.folder import Folder
+from toolkit.run_folder.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
+from toolkit.run_folder.run_lock import process_lives
+
+BEGIN_SECONDS = 300.0
+"""Time limit for a rank's first heartbeat: a busy machine takes over a minute to start the interpreter and the launcher."""
+
+IDLE = 0.2
+"""Share of a processor below which a rank that does not move is not computing."""
+
+STILL_SECONDS = 5.0
+"""After the timeout: first the process group's own has a chance, which leaves the other ranks' tracebacks in their logs."""
+
+
+class Watch:
+    """Reads the heartbeats of one attempt about once a second."""
+
+    def __init__(self, folder: Folder, ranks: int, timeout: float) -> None:
+        """`ranks`: that have to beat; `timeout`: seconds of silence after which one has hung."""
+        self.folder, self.timeout = folder, timeout
+        self.beats: dict[int, Heartbeat] = {}
+        self._silent = dict.fromkeys(range(ranks), 0.0)
+        self._still = 0.0
+        self._cpu: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Read what is new.
+
+        Raises:
+            RankHung: for a rank that has been silent longer than the timeout, and for one that the others wait for.
+        """
+        # What passes while this process itself is held up counts for nobody's silence.
+        passed = min(time.monotonic() - self._looked, 3 * EVERY)
+        if passed < EVERY:
+            return
+        self._looked = time.monotonic()
+        new = read_beats(self.folder.logs)
+        moved = False
+        for rank, silent in self._silent.items():
+            old, beat = self.beats.get(rank), new.get(rank)
+            fresh = beat is not None and (old is None or beat.time != old.time)
+            self._silent[rank] = 0.0 if fresh else silent + passed
+            moved = moved or (beat is not None and (old is None or beat.marks != old.marks))
+        self.beats |= new
+        self._still = 0.0 if moved else self._still + passed
+        if moved:
+            self._cpu = {rank: beat.cpu for rank, beat in self.beats.items()}
+        self._find_silent()
+        self._find_awaited()
+
+    def lost(self) -> bool:
+        """Whether a rank is gone that had not come to its end."""
+        return any(beat.phase != "ended" and not process_lives(beat.pid) for beat in self.beats.values())
+
+    def behind(self) -> Heartbeat | None:
+        """The rank that came least far, if one came less far than another of its stage."""
+        stages: dict[int, list[Heartbeat]] = {}
+        for beat in sorted(self.beats.values(), key=lambda beat: (beat.step, beat.marks)):
+            stages.setdefault(beat.stage, []).append(beat)
+        late = [
+            ranks[0]
+            for ranks in stages.values()
+            if (ranks[0].step, ranks[0].marks) != (ranks[-1].step, ranks[-1].marks)
+        ]
+        return min(late, key=lambda beat: beat.step, default=None)
+
+    def listens(self) -> bool:
+        """Whether a signal is a wish to every rank."""
+        self.beats |= read_beats(self.folder.logs)
+        return len(self.beats) == len(self._silent) and all(beat.listens for beat in self.beats.values())
+
+    def busy(self) -> bool:
+        """Whether a rank publishes, which is worth waiting for even when a stop takes long."""
+        return any(beat.phase == "save" for beat in self.beats.values())
+
+    def _find_silent(self) -> None:
+        for rank, silent in self._silent.items():
+            beat = self.beats.get(rank)
+            limit = self.timeout if beat else max(self.timeout, BEGIN_SECONDS)
+            if silent > limit and (beat is None or lives(beat.pid, self.folder.token)):
+                where = f"; at the last one it was {beat.where}" if beat else ", and none before"
+                raise RankHung(
+                    f"rank {rank} hung: no heartbeat for {silent:.1f} s, longer than {limit:g} s (--timeout){where}. "
+                    f"{end_of_log(self.folder, rank)}"
+                )
+
+    def _find_awaited(self) -> None:
+        """In a step all ranks wait for each other; what waits without a timeout (DeepSpeed's shared memory) is seen here."""
+        if self._still <= self.timeout + STILL_SECONDS:
+            return
+        beat = self.behind()
+        there = [one for one in self.beats.values() if one.phase not in IN_A_STEP]
+        if there in ([], [beat]) and (found := beat or self._idle()):
+            raise awaited(self.folder, found, self.timeout)
+
+    def _idle(self) -> Heartbeat | None:
+        """Of ranks that came equally far the one that computes nothing; None where all compute."""
+        used = {rank: beat.cpu - self._cpu.get(rank, 0.0) for rank, beat in self.beats.items()}
+        if len(used) < 2:
+            return None
+        least = min(used, key=lambda rank: used[rank])
+        return self.beats[least] if used[least] < IDLE * self._still else None

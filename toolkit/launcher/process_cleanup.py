@@ -1,0 +1,81 @@
+"""A run's processes, known by the token in their environment: no other is ever signalled."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from toolkit.core.errors import RunError
+from toolkit.run_folder.run_lock import TOKEN
+
+if TYPE_CHECKING:
+    import psutil
+
+
+KILL_SECONDS = 60.0
+"""After which a killed process will not end soon: it waits in the kernel, for a disk or a network that does not answer."""
+
+
+def sweep(token: str, launcher: subprocess.Popen[bytes]) -> None:
+    """End what is left of a run: kill the launcher, give the others two seconds to follow it, kill them.
+
+    Raises:
+        RunError: naming processes that are still there a minute later. They hold the run's lock until they end.
+    """
+    import psutil
+
+    deadline = time.monotonic() + KILL_SECONDS
+
+    launcher.kill()
+    launcher.wait()
+    _, left = psutil.wait_procs(carrying(token), timeout=2)
+    while left:
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise RunError(
+                f"processes {pids} were killed {KILL_SECONDS:.0f} s ago and have not ended: they wait in the kernel, for a "
+                "disk or a network that does not answer. They hold the run's folder until they end; look at `dmesg`."
+            )
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=2)
+        left = carrying(token)
+
+
+def carrying(token: str) -> list[psutil.Process]:
+    """Living processes of this user that were started with the run's token in their environment."""
+    import psutil
+
+    return [process for process in psutil.process_iter() if _carries(process, token)]
+
+
+def send(token: str, pids: Iterable[int], number: int) -> None:
+    """Signal these processes, as far as they live and carry the token."""
+    import psutil
+
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
+            if _carries(process, token):
+                process.send_signal(number)
+
+
+def _carries(process: psutil.Process, token: str) -> bool:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def lives(pid: int, token: str) -> bool:
+    """Whether this process of the run has not ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return _carries(psutil.Process(pid), token)
+    return False

@@ -1,0 +1,193 @@
+"""How far a run is, read from its folder: the step, the loss, tokens a second, when it ends, memory against forecast and limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from toolkit.core.atomic_io import LINE, open_regular, parse_event
+from toolkit.core.display import Table
+from toolkit.core.errors import RunError
+from toolkit.core.units import format_bytes, format_seconds
+from toolkit.run_folder.folder import read_run_json
+
+LINE_SECONDS = 10.0
+"""From one line to the next, where there is no terminal for a bar."""
+
+RECENT = 20
+"""Steps whose median says how fast it goes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A run's figures at one moment."""
+
+    step: int = 0
+    steps: int = 0
+    """In all; 0 where that is not known."""
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    """Global, of the median of the last steps."""
+    left_seconds: float | None = None
+    """Until the last step, at that pace."""
+    bytes_per_rank: tuple[int, ...] = ()
+    """What each rank holds now: allocated on CUDA, resident on a CPU."""
+    bytes_are: str = "resident"
+    """Which of the two."""
+    forecast_bytes: int | None = None
+    """The forecast's peak of a rank."""
+    limit_bytes: int | None = None
+    """What a rank may hold."""
+
+    @property
+    def line(self) -> str:
+        """In a line, for a bar."""
+        parts = [f"step {self.step}" + (f" of {self.steps}" if self.steps else "")]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_second:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.bytes_per_rank:
+            limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+            parts.append(f"{format_bytes(max(self.bytes_per_rank))}{limit} a rank")
+            if self.forecast_bytes and self.bytes_are == "allocated":  # a forecast counts no Python
+                parts.append(f"{format_bytes(self.forecast_bytes)} forecast")
+        if self.left_seconds:
+            parts.append(f"{format_seconds(self.left_seconds)} left")
+        return ", ".join(parts)
+
+    def table(self, title: str, note: str = "") -> Table:
+        """All figures, one a row."""
+        rows = [("step", f"{self.step}" + (f" of {self.steps}" if self.steps else ""))]
+        if self.loss is not None:
+            rows.append(("loss", f"{self.loss:.4f}"))
+        if self.tokens_per_second:
+            rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}"))
+        if self.left_seconds:
+            rows.append(("left", format_seconds(self.left_seconds)))
+        for rank, size in enumerate(self.bytes_per_rank):
+            rows.append((f"memory of rank {rank}", format_bytes(size)))
+        if self.forecast_bytes:
+            rows.append(("forecast peak of a rank", format_bytes(self.forecast_bytes)))
+        if self.limit_bytes:
+            rows.append(("limit of a rank", format_bytes(self.limit_bytes)))
+        return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
+
+
+class Tail:
+    """The steps of an `events.jsonl` that grows: each look reads only what is new. A resumed run's file is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[dict[str, Any]] = []
+        self._read, self._file = 0, 0
+        self._one = threading.Lock()
+
+    def look(self) -> list[dict[str, Any]]:
+        """All lines with a step so far. Several views of a run may look at once."""
+        with self._one:
+            return self._look()
+
+    def _look(self) -> list[dict[str, Any]]:
+        try:
+            with open_regular(self.path) as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._file or stat.st_size < self._read:
+                    self._file, self._read, self.steps = stat.st_ino, 0, []
+                file.seek(self._read)
+                while line := file.readline(LINE + 2):
+                    if not line.endswith(b"\n"):
+                        break  # it is being written, or longer than any that a run writes
+                    self._read += len(line)
+                    with contextlib.suppress(ValueError):
+                        event = parse_event(line)
+                        if "loss" in event:
+                            self.steps.append(event)
+        except OSError:
+            pass
+        return self.steps
+
+
+@lru_cache(maxsize=256)
+def tail_of(path: Path) -> Tail:
+    """One reader a run."""
+    return Tail(path)
+
+
+def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
+    """Bytes of the rank that held most, and what they are: allocated on CUDA, resident on a CPU."""
+    ranks = event.get("bytes") or ()
+    allocated = max((int(rank.get("allocated") or 0) for rank in ranks), default=0)
+    return (
+        (allocated, "allocated")
+        if allocated
+        else (max((int(rank.get("rss") or 0) for rank in ranks), default=0), "resident")
+    )
+
+
+def read_progress(folder: Path) -> Progress:
+    """From `run.json` and `events.jsonl`, as far as they are there."""
+    about: dict[str, Any] = {}
+    with contextlib.suppress(RunError):
+        about = read_run_json(folder)
+    steps = tail_of(folder / "events.jsonl").look()
+    device = (about.get("forecast") or {}).get("device")
+    total = _count(about.get("loop"), "steps") or 0
+    known: dict[str, Any] = {
+        "steps": total,
+        "forecast_bytes": _count(device, "peak_bytes"),
+        "limit_bytes": _count(device, "limit_bytes"),
+    }
+    if not steps:
+        return Progress(**known)
+    last, recent = steps[-1], [event for event in steps[-RECENT:] if event.get("seconds")]
+    total = total or int(last.get("steps", 0))  # of a loop that is not the recipe's: as it says itself
+    pace = median(event["seconds"] for event in recent) if recent else None
+    speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
+    ranks = last.get("bytes") or ()
+    return Progress(
+        **{**known, "steps": total},
+        bytes_are=held_bytes(last)[1],
+        step=int(last["step"]),
+        loss=last["loss"],
+        tokens_per_second=median(speeds) if speeds else None,
+        left_seconds=pace * max(0, total - int(last["step"])) if pace and total else None,
+        bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks),
+    )
+
+
+def _count(found: Any, name: str) -> int | None:
+    """A whole number in what a stranger may have written."""
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if type(value) is int else None
+
+
+@contextlib.contextmanager
+def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar in a terminal, and elsewhere a line now and then; what comes back brings it up to date."""
+    from tqdm import tqdm
+
+    drawn, said = shown and sys.stderr.isatty(), 0.0
+    words = "{l_bar}{bar}| {n_fmt} of {total_fmt}{postfix}"
+    with tqdm(total=None, unit="step", disable=not drawn, bar_format=words) as made:
+
+        def update() -> None:
+            nonlocal said
+            if drawn:
+                now = read_progress(folder)
+                made.total, made.n = now.steps or None, now.step
+                made.set_postfix_str(now.line.partition(", ")[2], refresh=True)
+            elif shown and time.monotonic() >= said + LINE_SECONDS:
+                said = time.monotonic()
+                print(f"{folder.name}: {read_progress(folder).line}", file=sys.stderr)
+
+        yield update

@@ -1,0 +1,109 @@
+"""`persevere()`: after a rank died or hung, a fresh process group goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.checkpoints import complete
+from toolkit.config.flags import amount, check_choices, choice, from_dict, spell
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import last_step
+from toolkit.core.errors import OutOfMemory, StrategyError, value_or
+from toolkit.forecasting.memory_advice import halved
+from toolkit.launcher.failures import RankDied
+from toolkit.launcher.supervisor import supervise
+from toolkit.run_folder.folder import Folder, read_run_json
+from toolkit.run_folder.heartbeat import IN_A_STEP, read_beats
+
+ON_OOM = ("stop", "shrink")
+
+IN_VAIN = 2
+"""Restarts in a row without a new step after which another would be in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Care:
+    """What is done when a rank fails."""
+
+    restarts: int = amount(0, "times that a run goes on by itself after a rank died or hung")
+    """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
+    on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: go on with half the micro-batch")
+    """The global batch stays what it was."""
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise StrategyError(f"restarts {self.restarts}: expected a whole number of at least 0.")
+        check_choices(self)
+
+
+def persevere(
+    folder: Folder,
+    module: str,
+    first: Sequence[str],
+    again: Sequence[str],
+    config: Mapping[str, Any],
+    *,
+    timeout: float,
+    care: Care,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """`supervise` a module, again and again as `care` says.
+
+    Args:
+        folder: the run's, entered by the caller with a `new_token()`.
+        module: the Python module that each rank runs: the recipe, or one that writes the same files.
+        first: its command line.
+        again: the one that goes on with what `first` began.
+        config: content of the Accelerate config file.
+        timeout: seconds after which a rank without a heartbeat has hung.
+        care: how often, and when.
+        environ: added to the environment of the ranks.
+
+    Raises:
+        ToolkitError: as `supervise`, when it is not, or no longer, met by a restart.
+        Stopped: after SIGINT or SIGTERM.
+    """
+    arguments, smaller = list(first), list[str]()
+    restarts = idle = 0
+    furthest = value_or(0, last_step, folder.events)
+    while True:
+        try:
+            return supervise(folder, module, arguments, config, environ=environ, timeout=timeout)
+        except OutOfMemory as error:
+            if care.on_oom != "shrink" or not (fewer := value_or(dict[str, int](), _fewer, folder)):
+                raise
+            smaller = spell(fewer)
+            _say(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
+        except RankDied as error:
+            done = value_or(furthest, last_step, folder.events)
+            idle = idle + 1 if restarts and done <= furthest else 0
+            furthest = max(furthest, done)
+            if restarts == care.restarts:
+                raise
+            if idle == IN_VAIN:
+                why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so there is no other."
+                raise type(error)(why) from None
+            restarts += 1
+            _say(folder, f"{error}\nRestart {restarts} of {care.restarts}")
+        arguments = [*again, *smaller] if folder.run_json.exists() else list(first)
+
+
+def _fewer(folder: Folder) -> dict[str, int]:
+    """Half the micro-batch, where a rank ran out of memory in a step and there is more than one sample in it."""
+    beats = read_beats(folder.logs).values()
+    if not folder.run_json.exists() or not any(beat.step and beat.phase in IN_A_STEP for beat in beats):
+        return {}
+    return halved(from_dict(Loop, read_run_json(folder.path)["loop"]))
+
+
+def _say(folder: Folder, text: str) -> None:
+    """To the user, and into the logs, whose later lines are another attempt's."""
+    newest = next(iter(complete(folder.checkpoints)), None)
+    whence = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
+    print(f"toolkit: {text}, {whence}.", file=sys.stderr, flush=True)
+    for log in folder.logs.glob("rank-*.log"):
+        with log.open("a") as file:
+            file.write(f"\n--- {text.splitlines()[-1]}, {whence} ---\n")

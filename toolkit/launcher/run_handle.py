@@ -1,0 +1,294 @@
+"""`Run`: a run seen through its folder, from whatever process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.config.flags import from_dict
+from toolkit.config.strategy import Strategy
+from toolkit.core.atomic_io import open_regular, read_events, read_json
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import RunError
+from toolkit.core.redaction import redact
+from toolkit.launcher.attempt_files import begun, supervises, supervisor_file, supervisor_log
+from toolkit.launcher.progress import Progress, bar, held_bytes, read_progress, tail_of
+from toolkit.launcher.views import page
+from toolkit.reports import Report, ended, memory_of, report
+from toolkit.run_folder.folder import read_run_json, unheld
+from toolkit.run_folder.run_lock import held_by_others, supervisor_of
+
+STATUSES = ("starting", "running", "finished", "stopped", "failed")
+
+LIVE = STATUSES[:2]
+
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+"""Exit statuses of a supervisor that was told to stop; the last two before it could listen."""
+
+_LOG = 16 * 2**20
+"""Bytes of a log that are read: its last."""
+
+_POLL = 0.25
+"""Seconds: a bar moves four times a second at most."""
+
+views: list[Callable[[Run], None]] = []
+"""What shows a run that is waited for: a notebook's kernel adds its live view."""
+
+
+class Run(Shown):
+    """A run in processes of its own, seen through its folder: from this process, or from any other (`attach`)."""
+
+    def __init__(
+        self, folder: Path, asked: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """`asked` and `process` are known to who launched it; all else is in the folder."""
+        self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
+        self._files = unheld(self.folder)
+        self._asked, self._process = asked, process
+        self._reading = threading.Lock()
+        self._said: IO[bytes] | None = None
+        with contextlib.suppress(OSError):
+            # Open from now on: a new run that never began is removed with its folder, and its last words with it.
+            self._said = open_regular(supervisor_log(self._files))
+            weakref.finalize(self, self._said.close)
+
+    @property
+    def name(self) -> str:
+        """Its folder, from here if it lies below."""
+        here = Path.cwd()
+        return str(self.folder.relative_to(here) if here in self.folder.parents else self.folder)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its supervisor runs."""
+        if self._process is not None and self._process.poll() is None:
+            return True
+        return held_by_others(self.folder) or begun(self._files) is not None
+
+    @property
+    def status(self) -> str:
+        """One of `STATUSES`."""
+        return self._look()[0]
+
+    def _look(self) -> tuple[str, Progress]:
+        """Status and figures at one moment: whether it lives, which takes its lock for an instant, is asked once."""
+        found = read_progress(self.folder)
+        if self.alive:
+            return "running" if found.step and not self._is_new else "starting", found
+        return self._end()[0], dataclasses.replace(found, left_seconds=None)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether its steps so far are those of an earlier attempt."""
+        with contextlib.suppress(OSError):
+            return self._files.events.stat().st_mtime < supervisor_file(self._files).stat().st_mtime
+        return False
+
+    @property
+    def said(self) -> str:
+        """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
+        how, words = ("running", self._last_words()) if self.alive else self._end()
+        return "" if how == "finished" else words
+
+    def _end(self) -> tuple[str, str]:
+        """How it ended, and what was said of that: by the supervisor that this `Run` started, or else by the folder."""
+        code = None if self._process is None or not self._is_last else self._process.poll()
+        about = self._about()
+        if code in (None, 0) and about:
+            return ended(self._files, about)
+        how = "stopped" if code in STOPPED else "failed"
+        return how, self._last_words() or (f"{how} before it had begun" if code is not None else "")
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            ours, other = read_json(supervisor_file(self._files)), supervisor_of(self.folder) or {}
+            later = float(other.get("started") or 0) > float(ours["started"] or 0)
+            return self._process is not None and bool(ours["pid"] == self._process.pid) and not later
+        return True  # a new run that never began was removed with its folder
+
+    def _last_words(self) -> str:
+        if self._said is None:
+            return ""
+        with self._reading:
+            self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _LOG))
+            text = self._said.read().decode(errors="replace")
+        _, found, last = ("\n" + text).rpartition("\ntoolkit: ")
+        return redact(last.strip() if found else text.strip()[-2000:])
+
+    @property
+    def strategy(self) -> Strategy:
+        """As it was resolved, without `auto`; before that, and of code of one's own, as it was asked for."""
+        about = self._about()
+        if about:
+            return from_dict(Strategy, about["strategy"])
+        return self._asked or Strategy()
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is, against what was forecast."""
+        return self._look()[1]
+
+    @property
+    def metrics(self) -> Any:
+        """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed.
+
+        `bytes` are those of the rank that held most as the step began.
+        """
+        steps = [
+            {**event, "bytes": held_bytes(event)[0]} if "bytes" in event else event
+            for event in read_events(self._files.events)
+            if "loss" in event
+        ]
+        with contextlib.suppress(ImportError):
+            import pandas
+
+            return pandas.DataFrame(steps)
+        return steps
+
+    @property
+    def memory(self) -> dict[str, Any] | None:
+        """`memory.json`: measured peaks, rank by phase, beside the forecast. None before the end.
+
+        Raises:
+            RunError: where it cannot be read.
+        """
+        return memory_of(self._files, self._about())
+
+    def logs(self, rank: int = 0) -> str:
+        """What a rank printed: the last 16 MiB of it.
+
+        Raises:
+            RunError: for a rank that has printed nothing, or that there is not.
+        """
+        log = self._files.log(rank)
+        try:
+            with open_regular(log) as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
+                return file.read().decode(errors="replace")
+        except OSError as error:
+            there = sorted(path.stem for path in log.parent.glob("rank-*.log"))
+            raise RunError(
+                f"rank {rank} has no log in {log.parent} ({error.strerror}). There is: {', '.join(there) or 'none yet'}."
+            ) from error
+
+    def wait(self, timeout: float | None = None, *, progress: bool = True) -> Run:
+        """Until it ends; an interrupt ends the waiting, not the run.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as it takes.
+            progress: show the run meanwhile, in a notebook live, in a terminal as a bar.
+
+        Raises:
+            RunError: where the run failed, with what the rank said that failed first; where `timeout` has passed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for view in views if progress else ():
+            view(self)
+        try:
+            with bar(self.folder, shown=progress and not views) as update:
+                while self.alive:
+                    update()
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
+                    time.sleep(_POLL)
+                update()
+        except KeyboardInterrupt:
+            raise _Interrupted(
+                f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
+            ) from None
+        if self.status == "failed":
+            raise RunError(self.said or f"the run in {self.name} ended without a word: its supervisor was killed.")
+        return self
+
+    def stop(self, timeout: float | None = None) -> Run:
+        """End the step, publish a checkpoint, leave no process; returns when that is done.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as it takes. What is asked stays asked.
+
+        Raises:
+            RunError: where it has not ended by then, and for a run on another machine.
+        """
+        if not self.alive:
+            return self
+        pid = self._supervisor()
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it has just ended
+        except PermissionError:
+            raise RunError(
+                f"{self.name} is another user's run: process {pid} may not be signalled from here."
+            ) from None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.alive:
+            if deadline is not None and time.monotonic() > deadline:
+                raise RunError(
+                    f"{self.name} was asked to stop and has not ended after {timeout:g} s: {self.progress.line}."
+                )
+            time.sleep(_POLL)
+        return self
+
+    def report(self) -> Report:
+        """What was asked, what was got, forecast beside measured: as it stands."""
+        return report(self.folder)
+
+    def tables(self) -> list[Table]:
+        """Its status and figures."""
+        status, progress = self._look()
+        return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.said)]
+
+    def _repr_html_(self) -> str:
+        # Twice a second while it goes: run.json is read once for it.
+        (status, progress), steps = self._look(), tail_of(self._files.events).steps
+        return redact(page(self.name, status, progress, steps, "" if status == "running" else self.said))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Folder, status, strategy and progress."""
+        status, progress = self._look()
+        about = {"folder": str(self.folder), "status": status, "said": "" if status in LIVE else self.said}
+        return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            return read_run_json(self.folder)
+        except RunError:
+            return {}
+
+    def _supervisor(self) -> int:
+        """Its process id; of a living process alone."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process.pid
+        if found := begun(self._files):
+            return int(found["pid"])
+        found = supervisor_of(self.folder)
+        if found is None or not supervises(found, self.folder):
+            where = f"process {found['pid']} on {found['host']}" if found else "no supervisor of ours"
+            raise RunError(
+                f"{self.name} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
+            )
+        return int(found["pid"])
+
+    def __repr__(self) -> str:
+        """In a line, for a terminal."""
+        status, progress = self._look()
+        return f"<Run {self.name}: {status}, {progress.line}>"
+
+
+class _Interrupted(KeyboardInterrupt):
+    """The waiting ended, and nothing else."""
+
+    def _render_traceback_(self) -> list[str]:
+        """In IPython: what this means, and no frames."""
+        return [f"KeyboardInterrupt: {self}"]

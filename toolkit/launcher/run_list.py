@@ -1,0 +1,88 @@
+"""`attach()` and `runs()`: runs found again, by a process that did not launch them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.strategy import Strategy
+from toolkit.core.atomic_io import at_home
+from toolkit.core.display import Shown, Table
+from toolkit.launcher.attempt_files import supervisor_file
+from toolkit.launcher.progress import Progress
+from toolkit.launcher.run_handle import Run
+from toolkit.run_folder.folder import RUNS, read_run_json, unheld
+from toolkit.run_folder.run_lock import held_by_others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs(Shown):
+    """The runs in a folder, the newest first: a sequence of `Run`s."""
+
+    root: str
+    found: tuple[dict[str, Any], ...]
+    """A row a run: `Run.to_dict()`."""
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Iterator[Run]:
+        return (Run(Path(one["folder"])) for one in self.found)
+
+    def __getitem__(self, place: int) -> Run:
+        return Run(Path(self.found[place]["folder"]))
+
+    def tables(self) -> list[Table]:
+        """Name, status, strategy, how far it came."""
+        rows = [
+            (
+                Path(one["folder"]).name,
+                one["status"],
+                one["strategy"]["sharding"],
+                one["strategy"]["adapter"],
+                f"{one['step']} of {one['steps'] or '?'}",
+                "–" if one["loss"] is None else f"{one['loss']:.4f}",
+            )
+            for one in self.found
+        ]
+        columns = ("run", "status", "sharding", "adapter", "steps", "loss")
+        notes = [f"{Path(one['folder']).name}: {one['said']}" for one in self.found if one["status"] == "unreadable"]
+        notes += [] if rows else [f"There is no run in {self.root}."]
+        return [Table(title=f"Runs in {self.root}", columns=columns, rows=rows, notes=notes)]
+
+
+def attach(path: str | Path) -> Run:
+    """A run that this process did not launch, or no longer knows: it may go on or have ended.
+
+    `path` is its folder, or its name under `runs/`.
+
+    Raises:
+        RunError: for a folder without a run.
+    """
+    folder = at_home(path)
+    if not folder.exists() and (Path(RUNS) / folder).exists():
+        folder = Path(RUNS) / folder  # as `runs()` names it
+    if not held_by_others(folder) and not supervisor_file(unheld(folder)).exists():
+        read_run_json(folder)
+    return Run(folder)
+
+
+def runs(root: str | Path = RUNS) -> Runs:
+    """The runs under `root`, the newest first."""
+    place = at_home(root)
+    places = {path.parent for path in place.glob("*/run.json")}
+    places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
+    found = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
+    return Runs(root=str(root), found=tuple(_row(Run(path)) for path in found))
+
+
+def _row(run: Run) -> dict[str, Any]:
+    """One that cannot be read, as another version's or a broken one, hides no other."""
+    try:
+        return run.to_dict()
+    except Exception as error:
+        plain = {"strategy": dataclasses.asdict(Strategy()), **dataclasses.asdict(Progress())}
+        return {"folder": str(run.folder), "status": "unreadable", "said": str(error) or type(error).__name__, **plain}

@@ -1,0 +1,74 @@
+"""`hold_session()`: a run of a module, a script or a shipped function, from its folder to the end of its last rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import differing
+from toolkit.config.parallelism import Parallelism
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import write_json
+from toolkit.core.units import timestamp
+from toolkit.devices.machine import Hardware
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import resolve
+from toolkit.launcher.supervisor import supervise
+from toolkit.launcher.targets import Target
+from toolkit.launcher.trust import note_launch
+from toolkit.reports import reported
+from toolkit.run_folder.folder import enter, read_run_json
+from toolkit.run_folder.run_lock import new_token
+from toolkit.training.preflight import versions
+from toolkit.training.setup import STRATEGY, check_ranks
+
+
+def hold_session(
+    path: Path, target: Target, strategy: Strategy, ranks: int, machine: Hardware, *, resume: bool = False
+) -> None:
+    """Run `target` in `ranks` processes, with `tk.accelerator()` in them as the strategy says, to its end.
+
+    Raises:
+        ToolkitError, Stopped: as `supervise`.
+    """
+    check_ranks(machine, ranks)
+    job = resolve(strategy, Loop(), None, ranks, machine.device)
+    with enter(path, resume=resume, token=new_token()) as entered, reported(path):
+        folder = dataclasses.replace(entered, created=False)  # what it printed tells more than a message, and stays
+        old = read_run_json(path) if resume else {}
+        attempts = [
+            *old.get("attempts", []),
+            {"strategy": dataclasses.asdict(strategy), "ranks": ranks, "started": timestamp()},
+        ]
+        about = {**_about(target, strategy, job.parallelism, machine), "attempts": attempts}
+        write_json(folder.run_json, about)
+        note_launch(folder, target)
+        arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
+        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        supervise(
+            folder,
+            "toolkit.launcher.script_worker",
+            arguments,
+            config,
+            environ={STRATEGY: json.dumps(differing(strategy))},
+        )
+        write_json(folder.run_json, {**about, "finished": timestamp()})
+
+
+def _about(target: Target, strategy: Strategy, parallelism: Parallelism, machine: Hardware) -> dict[str, Any]:
+    return {
+        "strategy": dataclasses.asdict(strategy),
+        "loop": {},
+        "recipe": {},
+        "target": dataclasses.asdict(target),
+        "ranks": parallelism.ranks,
+        "parallelism": dataclasses.asdict(parallelism),
+        "forecast": None,
+        "versions": versions(),
+        "hardware": machine.to_dict(),
+        "started": timestamp(),
+        "finished": None,
+    }

@@ -1,0 +1,54 @@
+"""SIGINT and SIGTERM: the ranks end their step and publish a checkpoint; a second signal kills."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+from toolkit.core.errors import value_or
+from toolkit.launcher.failures import as_raised
+from toolkit.run_folder.folder import Folder
+from toolkit.training.resumption import how_to_go_on
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM reached the supervisor, and the run has ended."""
+
+    def __init__(self, number: int, then: str = "") -> None:
+        """`number`: the signal's; `then`: a sentence on what is left, and how to go on."""
+        super().__init__(f"stopped by {signal.Signals(number).name}" + (f". {then}" if then else ""))
+        self.exit_code = 128 + number
+
+    @classmethod
+    def of(cls, number: int, folder: Folder) -> Stopped:
+        """With what is said of the run in `folder`, and why a rank refused to publish."""
+        refused = [str(error) for told in folder.errors().values() if (error := as_raised(told))]
+        then = value_or("", how_to_go_on, folder)
+        return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
+
+
+class Stop:
+    """Which signal came, and whether another did."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.again = False
+
+    def _handle(self, number: int, _: object) -> None:
+        self.again = self.number is not None
+        self.number = self.number or number
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Python lets the main thread alone set handlers; a supervisor in another thread is stopped by its caller."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,171 @@
+"""`supervise()`: one attempt of a run, from `accelerate launch` to the end of its last process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from toolkit.core.atomic_io import read_events
+from toolkit.core.errors import ToolkitError, value_or
+from toolkit.launcher.attempt_files import clear, ranks_here, start
+from toolkit.launcher.failures import Known, RankHung, failure
+from toolkit.launcher.heartbeat_monitor import Watch
+from toolkit.launcher.process_cleanup import carrying, send, sweep
+from toolkit.launcher.stop_signals import Stop, Stopped
+from toolkit.run_folder.folder import Folder
+from toolkit.run_folder.run_lock import TOKEN
+from toolkit.training.oom import memory_kills
+
+STOP_SECONDS = 40.0
+"""What ranks without heartbeats have to end by themselves: torch elastic gives them 30 s, then kills them."""
+
+STEP_SECONDS = 20.0
+"""What ranks have for the step that they are in, beside what such a step takes twice, before a stop cuts it off."""
+
+FAILED_SECONDS = 4.0
+"""What the other ranks have to end after one has failed."""
+
+_POLL = 0.2
+
+
+def supervise(
+    folder: Folder,
+    module: str,
+    arguments: Sequence[str],
+    config: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    output: IO[Any] | int | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Run `accelerate launch -m module arguments…` to its end, and leave no process behind.
+
+    The config file and `logs/` are written into the folder. Rank 0 is shown live if it calls `lifetime.tee_output`.
+    When a rank dies, the others are ended. SIGINT and SIGTERM go to the ranks, and a second one kills. Everything that
+    carries the run's token is gone afterwards.
+
+    Args:
+        folder: the run's, entered by the caller with a `new_token()`.
+        module: the Python module that each rank runs.
+        arguments: its command line.
+        config: content of the Accelerate config file.
+        environ: added to the environment. OMP_NUM_THREADS is the cores divided by the ranks where it is not set.
+        output: where rank 0 is shown: standard output by default.
+        timeout: seconds after which a rank without a heartbeat (`heartbeat.Beat`) has hung. None: the ranks write none.
+
+    Raises:
+        ToolkitError: what a rank raised, as `Folder.record_error` left it. A new folder without a step is removed.
+        RankDied: another end of a rank or the launcher, with the last lines that it printed.
+        RankHung: no sign of a rank for too long.
+        Stopped: after SIGINT or SIGTERM.
+    """
+    assert os.environ.get(TOKEN) != folder.token, "a supervisor names its run anew, or it would end itself with it"
+    clear(folder, config)
+    with _noted(folder):
+        kills = value_or(0, memory_kills)
+        watch = None if timeout is None else Watch(folder, ranks_here(config), timeout)
+        stop = Stop()
+        with stop.listening():
+            launcher = start(folder, module, arguments, config, environ or {}, output)
+            attempt = _Attempt(folder, launcher, stop, watch)
+            try:
+                code = attempt.wait()
+            except RankHung:
+                if stop.number is None:
+                    raise
+            finally:
+                sweep(folder.token, launcher)
+        if stop.number is not None:
+            raise Stopped.of(stop.number, folder)
+        if code != 0:
+            raise failure(folder, code, attempt.known(value_or(kills, memory_kills) - kills))
+
+
+@contextlib.contextmanager
+def _noted(folder: Folder) -> Iterator[None]:
+    """What is said of an attempt that ended otherwise than asked stays in its folder."""
+    try:
+        yield
+    except (ToolkitError, Stopped) as error:
+        folder.record_end("stopped" if isinstance(error, Stopped) else "failed", str(error))
+        raise
+
+
+class _Attempt:
+    """One launcher and its ranks, until they have ended."""
+
+    def __init__(self, folder: Folder, launcher: subprocess.Popen[bytes], stop: Stop, watch: Watch | None) -> None:
+        self.folder, self.launcher, self.stop, self.watch = folder, launcher, stop, watch
+        self._failed_at: float | None = None
+        self._cut_at = float("inf")
+        self._passed_on_at: float | None = None
+        self._step_seconds = 0.0
+
+    def wait(self) -> int:
+        """The launcher's exit status. Raises RankHung."""
+        while (code := self.launcher.poll()) is None:
+            self._obey()
+            self._end_the_failed()
+            if self.watch and self._failed_at is None and not self.stop.again:
+                self.watch.look()
+            time.sleep(_POLL)
+        return code
+
+    def known(self, kills: int) -> Known:
+        """For the explanation of a failure."""
+        if self.watch is None:
+            return Known(cut_at=self._cut_at, memory_kills=kills)
+        beats, behind, timeout = self.watch.beats, self.watch.behind(), self.watch.timeout
+        return Known(beats=beats, behind=behind, timeout=timeout, cut_at=self._cut_at, memory_kills=kills)
+
+    def _obey(self) -> None:
+        """Pass the first signal on; kill after the second, or when the step takes too long."""
+        if self.stop.number is None:
+            return
+        now = time.monotonic()
+        if self.stop.again:
+            self.launcher.kill()
+        elif self._passed_on_at is None:
+            self._passed_on_at, self._step_seconds = now, value_or(0.0, _last_step_seconds, self.folder)
+            self._pass_on(self.stop.number)
+        elif now >= self._passed_on_at + self._patience():
+            self.launcher.kill()
+
+    def _pass_on(self, number: int) -> None:
+        """To the ranks themselves: the launcher would give them 30 s. While they load they just end."""
+        if self.watch is None:
+            self.launcher.send_signal(number)
+        elif self.watch.listens():
+            send(self.folder.token, (beat.pid for beat in self.watch.beats.values()), number)
+        else:
+            self.launcher.kill()
+
+    def _patience(self) -> float:
+        """Seconds from the signal to the end of a rank's peace. What is being published is not cut off."""
+        if self.watch is None:
+            return STOP_SECONDS
+        least = STEP_SECONDS + 2 * self._step_seconds
+        return max(least, self.watch.timeout) if self.watch.busy() else least
+
+    def _end_the_failed(self) -> None:
+        """Once a rank has failed: others that do not end are killed, and so is a launcher that waits for them."""
+        now = time.monotonic()
+        if self._failed_at is None:
+            lost = self.watch is not None and self.watch.lost()
+            if lost or any(self.folder.logs.glob("rank-*.error.json")):
+                self._failed_at = now
+        elif now >= self._failed_at + 2 * FAILED_SECONDS:
+            self.launcher.kill()
+        elif now >= self._failed_at + FAILED_SECONDS and self._cut_at == float("inf"):
+            self._cut_at = time.time()
+            ranks = [process.pid for process in carrying(self.folder.token) if process.pid != self.launcher.pid]
+            send(self.folder.token, ranks, signal.SIGKILL)
+
+
+def _last_step_seconds(folder: Folder) -> float:
+    return next((float(event["seconds"]) for event in reversed(read_events(folder.events)) if "seconds" in event), 0.0)

@@ -1,0 +1,171 @@
+"""What a run is made of, beside the recipe: a module, a script, or a function from a notebook, shipped in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import MissingLibrary, RunError, nearest
+
+RECIPE = "toolkit.finetune"
+
+KINDS = ("module", "script", "function")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What each rank runs."""
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    """A module's name, a script's path, or a function's qualified name."""
+    arguments: tuple[str, ...] = ()
+    """Command line of a module or a script."""
+    sha256: str = ""
+    """Of the file that holds a function: only this one is run."""
+
+
+def named(target: str, arguments: Sequence[str] = ()) -> Target:
+    """A module or a script, by name.
+
+    Raises:
+        RunError: for a script that is not there, and a module that Python does not find.
+    """
+    if target.endswith(".py") or os.sep in target:
+        if not Path(target).is_file():
+            raise RunError(f"target {target!r}: there is no such script. Name a script, a module or a function.")
+        return Target(kind="script", name=str(Path(target).resolve()), arguments=tuple(arguments))
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a file there takes no library's place
+    try:
+        found = importlib.util.find_spec(target)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise RunError(
+            f"target {target!r}: Python finds no such module.{nearest(target, [RECIPE])} Name a module, a script that ends in .py, "
+            f"or pass a function."
+        )
+    return Target(kind="module", name=target, arguments=tuple(arguments))
+
+
+def ship(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], file: Path) -> Target:
+    """Write a function and what it refers to into a file that only its owner can read.
+
+    By value, with cloudpickle: also what was defined in a notebook's cells. Modules go by name, and the ranks look for them
+    where this process does (`sys.path`).
+
+    Raises:
+        MissingLibrary: without cloudpickle.
+        RunError: for what cannot be called with these arguments, or not be shipped, with the name of the variable that holds it.
+    """
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise MissingLibrary("launching a function needs cloudpickle: pip install cloudpickle") from error
+    check_call(function, args, kwargs)
+    name = _name(function)
+    try:
+        shipped = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:  # whatever a value's own code raises
+        raise RunError(_cannot(function, name, args, kwargs, error, cloudpickle.dumps)) from error
+    data: bytes = cloudpickle.dumps((sys.path, shipped))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as opened:
+        opened.write(data)
+    return Target(kind="function", name=name, sha256=hashlib.sha256(data).hexdigest())
+
+
+def check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what is no function, and arguments that it does not take.
+
+    Raises:
+        RunError: with what it takes.
+    """
+    if not callable(function):
+        raise RunError(f"target {function!r}: expected a module's name, a script's path or a function.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise RunError(
+            f"{_name(function)}{signature} cannot be called so: {error}. Give its arguments: args=(…,), kwargs={{…}}."
+        ) from error
+
+
+def _name(function: Callable[..., object]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def unship(file: Path, sha256: str) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
+    """The function and its arguments. A file is code: it is run only where it is the one that was written.
+
+    Raises:
+        RunError: for a file that is missing, somebody else's, or another one than was written.
+    """
+    import pickle
+
+    try:
+        data, owner = file.read_bytes(), file.stat().st_uid
+    except OSError as error:
+        raise RunError(
+            f"the function's file {file} cannot be read: {error.strerror}. Launch the function again."
+        ) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256 or owner != os.getuid():
+        raise RunError(
+            f"the function's file {file} is not the one that was launched (sha256 {found[:12]}…, expected {sha256[:12]}…; "
+            f"owner {owner}). It is not run: launch the function again."
+        )
+    path, shipped = pickle.loads(data)
+    sys.path += [folder for folder in path if folder not in sys.path]
+    function, args, kwargs = pickle.loads(shipped)
+    return function, args, kwargs
+
+
+def _cannot(
+    function: Callable[..., object],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    error: Exception,
+    dumps: Callable[[Any], bytes],
+) -> str:
+    """Which of the values that a function refers to is the one, where that can be found."""
+    values = {f"argument {number}": value for number, value in enumerate(args, start=1)}
+    values |= {f"argument {key!r}": value for key, value in kwargs.items()}
+    values |= {f"variable {key!r}": value for key, value in _referred(function).items()}
+    for what, value in values.items():
+        try:
+            dumps(value)
+        except Exception as reason:
+            return (
+                f"function {name!r} cannot be shipped: its {what} is a {type(value).__name__} ({reason}). "
+                "Make it inside of the function, or pass what it is made from (a path, a name, a number)."
+            )
+    return (
+        f"function {name!r} cannot be shipped ({type(error).__name__}: {error}). Let it make what it needs itself, "
+        "and pass paths, names and numbers."
+    )
+
+
+def _referred(function: Callable[..., object]) -> dict[str, Any]:
+    """Names of globals and closures in a function's code, with their values."""
+    try:
+        found = inspect.getclosurevars(function)
+    except (TypeError, ValueError):
+        return {}
+    return {**found.globals, **found.nonlocals}

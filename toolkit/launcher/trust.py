@@ -1,0 +1,155 @@
+"""Which code a run's folder may start again: what this user launched here, or what is named anew. A folder may be a stranger's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import check_fields, read_json
+from toolkit.core.cache import keep, state_folder
+from toolkit.core.errors import RunError, ToolkitError
+from toolkit.core.redaction import MARK
+from toolkit.launcher.attempt_files import function_file
+from toolkit.launcher.targets import KINDS, Target
+from toolkit.run_folder.folder import Folder
+
+_PYTHONS = (BuiltinImporter, FrozenImporter, PathFinder)
+_FIELDS = {"kind": str, "name": str, "arguments": list, "sha256": str}
+
+
+def target_of(about: dict[str, Any]) -> Target | None:
+    """What a run is made of, from its `run.json`; None of the recipe's. It says nothing of whether that may run.
+
+    Raises:
+        RunError: for fields, and for a kind, that no run of ours has.
+    """
+    found = about.get("target")
+    if found is None:
+        return None
+    try:
+        check_fields(found, _FIELDS)
+        if set(found) != set(_FIELDS):
+            raise ValueError(f"its fields are {', '.join(sorted(found))}, expected {', '.join(_FIELDS)}")
+        if found["kind"] not in KINDS:
+            raise ValueError(f"kind is {found['kind']!r}, expected {', '.join(KINDS)}")
+        if not all(isinstance(word, str) and "\0" not in word for word in (found["name"], *found["arguments"])):
+            raise ValueError("its name and arguments are not all words")
+    except ValueError as error:
+        raise RunError(
+            f"run.json names a target that cannot be: {error}. Name the folder of a run to go on with."
+        ) from None
+    return Target(**{**found, "arguments": tuple(found["arguments"])})
+
+
+def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
+    """The target, as it may be run again: with the sha256 of a function's file.
+
+    Args:
+        folder: of the run.
+        target: what its `run.json` names.
+        trust: the digest that the user trusts; None where none was given.
+
+    Raises:
+        RunError: for one that this user did not launch here as it is now, and does not trust; with the digest that would.
+    """
+    if any(MARK in word for word in target.arguments):
+        raise RunError(
+            f"{target.name} was given a secret, and run.json does not say it: {' '.join(target.arguments)}. Name it again with "
+            f"all of its arguments: --target '{target.name} …'."
+        )
+    file = _file(folder, target)
+    try:
+        sha256 = _sha256(file)
+    except OSError as error:
+        raise RunError(
+            f"{file}, which {folder.path} ran, cannot be read: {error.strerror}. Name it again with --target."
+        ) from error
+    digest, noted = _digest(target, sha256), _noted(folder)
+    if digest not in (trust, noted):
+        words = shlex.quote(shlex.join([target.name, *target.arguments]))
+        again = (
+            f"tk.resume(run, {target.name})"
+            if target.kind == "function"
+            else f"toolkit resume {folder.path} --target {words}"
+        )
+        why = "has changed since you launched it" if noted else "you did not launch in this folder"
+        raise RunError(
+            f"{folder.path} would run the {target.kind} {target.name!r}, which {why}, and a folder alone lets no code run. "
+            f"Name it again (`{again}`), or read {file} and add --trust-target {digest}."
+        )
+    return dataclasses.replace(target, sha256=sha256) if target.kind == "function" else target
+
+
+def note_launch(folder: Folder, target: Target) -> None:
+    """Remember that this user runs the target in this folder, so that it goes on without being named again."""
+    with contextlib.suppress(OSError, ToolkitError):  # then it has to be named
+        about = {"folder": str(folder.path.resolve()), "digest": _digest(target, _sha256(_file(folder, target)))}
+        keep(_note(folder), json.dumps(about))
+
+
+def _noted(folder: Folder) -> str | None:
+    try:
+        if (note := _note(folder)).stat().st_uid != os.getuid():
+            return None
+        found = read_json(note)
+        check_fields(found, {"folder": str, "digest": str})
+        return str(found["digest"]) if found["folder"] == str(folder.path.resolve()) else None
+    except (OSError, ValueError, LookupError, ToolkitError):
+        return None
+
+
+def _note(folder: Folder) -> Path:
+    return state_folder("launched") / f"{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:32]}.json"
+
+
+def _digest(target: Target, sha256: str) -> str:
+    """Over kind, name, arguments, and the bytes of the file that runs."""
+    text = json.dumps([target.kind, target.name, list(target.arguments), sha256])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    if not file.is_file():
+        raise FileNotFoundError(2, "there is no such file")
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _file(folder: Folder, target: Target) -> Path:
+    """The file that runs.
+
+    Raises:
+        RunError: for a module that Python does not find.
+    """
+    if target.kind == "function":
+        return function_file(folder)
+    return Path(target.name) if target.kind == "script" else _module_file(target.name)
+
+
+def _module_file(name: str) -> Path:
+    """Of a module, or of a package's `__main__`. Unlike `importlib.util.find_spec` it runs no package above it."""
+    where: Any = [*sys.path, os.getcwd()]  # as a rank looks for it
+    for number, part in enumerate(name.split(".")):
+        # A package that is installed to be edited may have a finder of its own.
+        others = [finder.find_spec(part, None) for finder in sys.meta_path if number == 0 and finder not in _PYTHONS]
+        found = PathFinder.find_spec(part, where) or next(filter(None, others), None)
+        if found is None:
+            break
+        where = found.submodule_search_locations or []
+    else:
+        if where and (main := PathFinder.find_spec("__main__", where)):
+            found = main
+        if found and found.origin and found.has_location:
+            return Path(found.origin)
+    raise RunError(
+        f"target {name!r}: from here Python finds no such module. Go to the folder in which the run was launched, or name it with "
+        "--target."
+    )

@@ -1,0 +1,65 @@
+"""A run as HTML while it goes: how far it is, its loss, what its ranks hold beside forecast and limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from toolkit.core.drawing import Bar, bars, curve
+from toolkit.core.units import format_bytes
+from toolkit.launcher.progress import Progress
+
+_LOOKS = {
+    "starting": ("#92400e", "#fef3c7"),
+    "running": ("#1e40af", "#dbeafe"),
+    "finished": ("#166534", "#dcfce7"),
+    "stopped": ("#374151", "#e5e7eb"),
+    "failed": ("#991b1b", "#fee2e2"),
+}
+"""Status → its ink and its ground."""
+
+
+def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], said: str) -> str:
+    """One piece of HTML without a script: headline, bar, curve of the loss, memory of each rank, and the figures as a table."""
+    ink, ground = _LOOKS[status]
+    head = (
+        f'<p style="margin:0 0 .4em"><strong>{escape(name)}</strong> '
+        f'<span role="status" style="background:{ground};color:{ink};border-radius:4px;padding:1px 8px">{status}</span> '
+        f"{escape(progress.line)}</p>"
+    )
+    said_of = f"{escape(name)}: {escape(progress.line)}"
+    # Without a value the bar says that something goes on, and not how far it is.
+    known = progress.steps or status not in ("starting", "running")
+    value = f'value="{progress.step}" max="{progress.steps or max(progress.step, 1)}"' if known else ""
+    meter = f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" {value}></progress>'
+    words = (
+        f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(said)}</pre>'
+        if said
+        else ""
+    )
+    table = f"<details><summary>All figures</summary>{progress.table(name).html()}</details>"
+    return f'<div class="toolkit-run">{head}{meter}{words}{_loss(steps)}{_memory(progress)}{table}</div>'
+
+
+def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
+    if len(steps) < 2:
+        return ""
+    points = [(float(event["step"]), event["loss"]) for event in steps]
+    return curve({"loss": points}, title="Loss", x="step", y="loss")
+
+
+def _memory(progress: Progress) -> str:
+    """Each rank beside the forecast's peak, and the line of what it may hold.
+
+    What a CPU's rank has resident counts Python and its libraries, which a forecast does not, and says so.
+    """
+    if not progress.bytes_per_rank:
+        return ""
+    held = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
+    rows = [Bar(label=f"rank {rank}", parts={held: size}) for rank, size in enumerate(progress.bytes_per_rank)]
+    if progress.forecast_bytes:
+        rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
+    return bars(
+        rows, title="Memory of each rank", limit=progress.limit_bytes, limit_label="limit of a rank", spell=format_bytes
+    )

@@ -1,0 +1,80 @@
+"""What a run's memory really was: peaks by phase, rank by rank, on CPU and on CUDA.
+
+On CPU the allocator itself is asked, over a window from the process's start through the third step, and once more
+around the first checkpoint and the result. On CUDA the allocator keeps its own peak, which is read and reset wherever a
+phase begins or ends, for the whole run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from toolkit.core.errors import RunError
+from toolkit.core.phases import phase
+from toolkit.measurement.cpu import CpuWindow
+from toolkit.measurement.cuda import CudaWindow, device_bytes
+from toolkit.measurement.results import Measured, Memory, collect
+from toolkit.measurement.window import Window, rss
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Measured", "Memory", "Window", "collect", "highest", "live_bytes", "start"]
+
+DISABLED = "the memory window was switched off (--no-memory-window)"
+
+
+def start(device_kind: str, enabled: bool = True) -> Window:
+    """Begin to measure this rank, before its first tensor: on CPU, what was allocated earlier is not counted.
+
+    Args:
+        device_kind: `cpu` or `cuda`, where the model will live.
+        enabled: False for `--no-memory-window`, which concerns the CPU alone: on CUDA measuring costs nothing.
+
+    Raises:
+        ValueError: for another kind of device.
+    """
+    if device_kind == "cuda":
+        return CudaWindow()
+    if device_kind != "cpu":
+        raise ValueError(f"device {device_kind!r}: expected cpu or cuda")
+    return CpuWindow() if enabled else Window("cpu", DISABLED)
+
+
+def live_bytes(device: torch.device | str) -> dict[str, int | None]:
+    """This rank's memory now, cheap enough for every step: `rss` on CPU; `allocated`, `reserved`, `device` on CUDA."""
+    if str(device).startswith("cpu"):
+        return {"rss": rss()}
+    import torch
+
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    used, _ = device_bytes(torch.device(device).index)
+    return {
+        "allocated": stats["allocated_bytes"]["all"]["current"],
+        "reserved": stats["reserved_bytes"]["all"]["current"],
+        "device": used,
+    }
+
+
+def highest(work: Callable[[], object], device_kind: str) -> int:
+    """The most bytes that a piece of work holds at once, above what is held now. What it gives back is let go.
+
+    Raises:
+        RunError: where another profiler keeps it from being measured.
+    """
+    gc.collect()  # what is freed within has to have been allocated within
+    held = 0
+    if device_kind == "cuda":
+        import torch
+
+        held = torch.cuda.memory_allocated()
+    window = start(device_kind)
+    with phase("forward"):
+        work()
+    window.close()
+    found = window.result()
+    if found.peak_bytes is None:
+        raise RunError(f"nothing was measured: {found.reason}.")
+    return max(size for name, size in found.phases.items() if name != "load") - held  # what lay before this is `load`

@@ -1,0 +1,99 @@
+"""The caching allocator's own peaks on CUDA, and what NVML says that the process holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from toolkit.core.phases import observe
+from toolkit.measurement.results import Measured
+from toolkit.measurement.window import STEPS, Window
+
+
+class CudaWindow(Window):
+    """The caching allocator's own peaks, read and reset wherever a phase begins or ends, until the result is asked for.
+
+    Source: torch/cuda/memory.py. Before CUDA is initialised nothing is read: that would initialise the first device in
+    every rank. Whoever else asks `torch.cuda.max_memory_allocated` sees the resets.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self._phases: dict[str, int] = {}
+        self._inside: list[str] = []
+        self._now = "load"
+        self._live: list[int] = []
+        self._reserved: int | None = None
+        self._device: int | None = None
+        self._forget: Callable[[], None] | None = observe(self._turn)
+
+    def _turn(self, name: str, begins: bool) -> None:
+        with self._costing():
+            self._look()
+        if begins:
+            self._inside.append(name)
+        elif name in self._inside:
+            self._inside.remove(name)
+        self._now = self._inside[-1] if self._inside else name
+
+    def _look(self) -> int | None:
+        """Credit the peak since the last look to the phase that it belongs to; the bytes that are live now."""
+        import torch
+
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        if not stats:
+            return None
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats()
+        self._phases[self._now] = max(allocated["peak"], self._phases.get(self._now, 0))
+        self._reserved = max(reserved["peak"], self._reserved or 0)
+        return int(allocated["current"])
+
+    def _ask_device(self) -> None:
+        import torch
+
+        used, self.reason = device_bytes(torch.cuda.current_device())
+        self._device = max(filter(None, (used, self._device)), default=None)
+
+    def step_done(self, step: int) -> None:
+        if len(self._live) < STEPS and (live := self._look()) is not None:
+            self._live.append(live)
+            self._ask_device()
+
+    def result(self) -> Measured:
+        if self._forget:
+            self._forget()
+            self._forget = None
+            if self._look() is None:
+                self.reason = "CUDA was never initialised in this process"
+            else:
+                self._ask_device()
+        return self._measured(self._phases, self._live, reserved_bytes=self._reserved, device_bytes=self._device)
+
+
+def device_bytes(index: int | None) -> tuple[int | None, str | None]:
+    """What NVML says that this process holds on a CUDA device, in bytes; None with the reason where it does not say."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, "device bytes are missing: NVML needs nvidia-ml-py (pip install nvidia-ml-py)"
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(index))
+    except pynvml.NVMLError as error:
+        return None, f"device bytes are missing: NVML says {error}"
+    used = next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+    lost = "device bytes are missing: NVML does not list this process (a container with process ids of its own?)"
+    return used, None if used is not None else lost
+
+
+@cache
+def _handle(index: int | None) -> Any:
+    """NVML's handle of a CUDA device, by its UUID: the two libraries count devices differently."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

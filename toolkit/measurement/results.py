@@ -1,0 +1,132 @@
+"""What was measured, of one rank and of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from toolkit.core.display import Shown, Table
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes
+from toolkit.engines.records import StateMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Shown):
+    """What one rank's memory was. Bytes are the allocator's, but for `device_bytes` and the two of `rss`."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    peak_bytes: int | None
+    """The highest total over all phases; None where nothing was measured, and `reason` says why."""
+    peak_phase: str | None
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """The highest total within each phase that was seen. What lies between two phases belongs to the one before."""
+    live_bytes: int | None = None
+    """Between steps: what is allocated at the end of the last measured step, the third where there are as many."""
+    live_steps: tuple[int, ...] = ()
+    """The same for each measured step."""
+    reserved_bytes: int | None = None
+    """The most that CUDA's caching allocator held; None on CPU."""
+    device_bytes: int | None = None
+    """The most that NVML saw this process hold, CUDA context included; None on CPU, and where NVML does not say."""
+    rss_bytes: int
+    """Resident set of the process now: libraries, mapped files and what the C library keeps are in it."""
+    rss_peak_bytes: int
+    """The highest resident set since the process started; on CPU reading the window is in it, 2 KB an allocation."""
+    seconds: float = 0.0
+    """What measuring cost: to start, stop and read. On CPU the steps within the window run a few percent slower too."""
+    reason: str | None = None
+    """Why nothing was measured, or what is missing."""
+
+    def tables(self) -> list[Table]:
+        rows = [(name, format_bytes(self.phases[name])) for name in PHASES if name in self.phases]
+        notes = [self.reason] if self.reason else []
+        return [Table(title="Highest memory of this rank", columns=("phase", "bytes"), rows=rows, notes=notes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Shown):
+    """Every rank's memory, and the worst rank's by part."""
+
+    ranks: tuple[Measured, ...]
+    held: tuple[Mapping[str, int], ...]
+    """Bytes of parameters, master and optimizer of each rank, from the audit after the first step."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing was measured, or what is missing: each rank's reason once."""
+        reasons = [rank.reason for rank in self.ranks]
+        for number, (rank, held) in enumerate(zip(self.ranks, self.held, strict=True)):
+            if rank.live_bytes is not None and (elsewhere := sum(held.values()) - rank.live_bytes) > 0:
+                reasons.append(
+                    f"rank {number} holds {format_bytes(elsewhere)} of its states outside of the allocator (mapped "
+                    "from a file, or on another device), and its peaks are without them"
+                )
+        return "; ".join(dict.fromkeys(filter(None, reasons))) or None
+
+    @property
+    def measured(self) -> dict[str, Any] | None:
+        """What `compare` and `memory.json` say: the worst rank's peak, and of each phase the worst rank's in it.
+
+        None where a rank measured nothing.
+        """
+        if any(rank.peak_bytes is None for rank in self.ranks):
+            return None
+        per_rank = [
+            {"rank": number, "parts": _parts(rank, held), **rank.to_dict()}
+            for number, (rank, held) in enumerate(zip(self.ranks, self.held, strict=True))
+        ]
+        worst = max(per_rank, key=lambda row: row["peak_bytes"])
+        phases = {
+            name: max(rank.phases.get(name, 0) for rank in self.ranks)
+            for name in PHASES
+            if any(name in rank.phases for rank in self.ranks)
+        }
+        top = {key: worst[key] for key in ("peak_bytes", "peak_phase")}
+        return {**top, "phases": phases, "parts": worst["parts"], "per_rank": per_rank}
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """The hosts' memory, summed over all ranks: allocator totals on CPU ranks, peak resident sets on CUDA ranks."""
+        peaks = [rank.peak_bytes if rank.device == "cpu" else rank.rss_peak_bytes for rank in self.ranks]
+        known = [peak for peak in peaks if peak is not None]
+        return {"peak_bytes": sum(known) if len(known) == len(peaks) else None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """`measured` (or None), `reason` and `host`, in bytes and seconds."""
+        return {"measured": self.measured, "reason": self.reason, "host": self.host}
+
+    def tables(self) -> list[Table]:
+        def cell(size: int | None) -> str:
+            return "–" if size is None else format_bytes(size)
+
+        seen = [name for name in PHASES if any(name in rank.phases for rank in self.ranks)]
+        rows = [
+            (number, cell(rank.peak_bytes), *(cell(rank.phases.get(name)) for name in seen), cell(rank.rss_peak_bytes))
+            for number, rank in enumerate(self.ranks)
+        ]
+        notes = [self.reason] if self.reason else []
+        columns = ("rank", "peak", *seen, "peak RSS")
+        return [Table(title="Highest memory of each rank, by phase", columns=columns, rows=rows, notes=notes)]
+
+
+def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[Any]], list[Any]]) -> Memory:
+    """Bring every rank's measurement together; a collective, every rank gets the whole.
+
+    Args:
+        measured: This rank's.
+        holdings: From the audit after the first step; of what lives on the device that was measured.
+        gather: Takes a list of one item and gives that of all ranks, in their order: `accelerate.utils.gather_object`.
+    """
+    held = {"parameters": holdings.parameters, "master": holdings.master, "optimizer": holdings.optimizer or 0}
+    pairs = gather([(asdict(measured), held)])
+    return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), held=tuple(held for _, held in pairs))
+
+
+def _parts(rank: Measured, held: Mapping[str, int]) -> dict[str, int]:
+    """The bytes at the peak by part, adding up to it. While loading the states are not yet what the audit found."""
+    assert rank.peak_bytes is not None
+    known = {} if rank.peak_phase in ("load", "prepare") else dict(held)
+    return {**known, "transient": rank.peak_bytes - sum(known.values())}

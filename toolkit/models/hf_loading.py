@@ -1,0 +1,67 @@
+"""What every reading of weights by transformers shares: the class, its word for an attention kernel, and no engine in the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from toolkit.models import ModelSpec, class_with_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+LONG = 500_000_000
+"""Weights from which reading takes long enough to show its progress."""
+
+
+def auto_class(spec: ModelSpec) -> Any:
+    """The class of transformers that reads this kind of model."""
+    import transformers
+
+    if spec.kind == "seq2seq":
+        return transformers.AutoModelForSeq2SeqLM
+    if not spec.runs_code and class_with_text(spec.config) == spec.architecture:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Let the parameters outside of the text part need no gradient: without images they get none."""
+    for name, parameter in model.named_parameters():
+        if not spec.trains(name):
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def without_engine() -> Iterator[None]:
+    """Read whole, on this rank alone: transformers would partition under ZeRO-3 and read on one rank only under FSDP."""
+    from transformers.integrations import deepspeed
+
+    active, fsdp = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop("ACCELERATE_USE_FSDP", None)
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = active
+        if fsdp is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = fsdp
+
+
+@contextmanager
+def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
+    """No warnings of missing weights, which are errors here, and progress only where reading takes a while."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    if not shown:
+        logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,156 @@
+"""A model's own code: run only where its exact revision is named, so that what was read is what runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import leads_out
+from toolkit.core.errors import ModelError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""A commit of a repository on the Hub, written out."""
+
+_REFERENCE = re.compile(r"(?!.*--)(?:[\w-]+/)*[\w-]+\.\w+", re.ASCII)
+"""`modeling_mine.Mine`, a class in a file of the model's own folder (transformers' `dynamic_module_utils`)."""
+
+
+def check_code(name: str, folder: Path, trust: str | None, *, needed: bool, hub: bool) -> None:
+    """Refuse a model's own code that nobody trusts, and trust in another revision than this.
+
+    Args:
+        name: of the model, as it was given.
+        folder: that holds its config.json.
+        trust: the revision that is trusted: of a model from the Hub a commit, of a folder `digest_of` it.
+        needed: whether transformers cannot do without its code.
+        hub: whether `folder` is the Hub's cache of `name`.
+
+    Raises:
+        ModelError: naming the files and the flag.
+    """
+    if trust is None and not needed:
+        return
+    files = _files(name, folder, hub)
+    if not files:
+        raise ModelError(f"model {name!r} has no code of its own to trust: leave --trust-remote-code out.")
+    here = folder.name if hub else digest_of(folder)
+    if trust is None:
+        raise ModelError(
+            f"model {name!r} cannot be built without code of its own ({', '.join(files)}), which is run only if you trust it: "
+            f"read it, then add --trust-remote-code {here}, or choose a model whose architecture transformers has itself."
+        )
+    if trust != here:
+        expected = "the full commit of 40 digits" if hub else "the sha256 of its *.py files, 64 digits"
+        raise ModelError(
+            f"model {name!r}: --trust-remote-code {trust} is not its code ({', '.join(files)}): expected {expected}, which is "
+            f"{here} now. Read the code again, then name that."
+        )
+
+
+def check_kernels(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a config that takes a compiled attention kernel from the Hub: transformers would fetch and run it.
+
+    Raises:
+        ModelError: naming the kernel.
+    """
+    for key in ("attn_implementation", "_attn_implementation"):
+        for word in _strings(config.get(key)):
+            if "/" in word:
+                raise ModelError(
+                    f"model {name!r}: its config takes attention from {word!r} on the Hub, and what is compiled there is "
+                    f"never run. Remove {key} from config.json; --attention chooses a kernel."
+                )
+    for part in config.values():
+        if isinstance(part, dict):
+            check_kernels(name, part)
+
+
+def digest_of(folder: Path) -> str:
+    """sha256 over names and contents of all *.py files below a folder: any change in one of them changes it.
+
+    Raises:
+        ModelError: for a file that is a link out of the folder, and for a link to a folder, whose files it would leave out.
+    """
+    check_links(folder, folders=False)
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+        digest.update(
+            f"{path.relative_to(folder).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+        )
+    return digest.hexdigest()
+
+
+def check_links(folder: Path, *, folders: bool = True) -> None:
+    """Refuse a model's folder in which anything, at any depth, is a link that leads out of it: what is read is what was given.
+
+    Args:
+        folder: of the model.
+        folders: whether links to folders inside of it may be.
+
+    Raises:
+        ModelError: naming the link and where it leads.
+    """
+    for here, below, files in os.walk(folder):
+        if folders:  # nothing of a model is read from hidden folders, and nothing there needs to be looked at
+            below[:] = [name for name in below if not name.startswith(".") or Path(here, name).is_symlink()]
+        for name in (*below, *files):
+            path = Path(here, name)
+            if not path.is_symlink():
+                continue
+            check_inside(path, folder)
+            if name in below and not folders:
+                raise ModelError(
+                    f"{path} is a link to a folder, whose code no digest holds. Copy the folder there in its place."
+                )
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Refuse a file that is a link out of its folder. The Hub's cache links into the blobs of the same repository.
+
+    Raises:
+        ModelError: naming the file and where it leads.
+    """
+    if leads := leads_out(path, folder):
+        raise ModelError(f"{path} is a link that leaves its folder, to {leads}. Copy the file there in its place.")
+
+
+def _files(name: str, folder: Path, hub: bool) -> list[str]:
+    """The files that the folder's configs take classes from."""
+    found = set()
+    for reference in (*named_code(folder / "config.json"), *named_code(folder / "tokenizer_config.json")):
+        match = _REFERENCE.fullmatch(reference)
+        if match is None:
+            raise ModelError(
+                f"model {name!r} takes code from elsewhere ({reference!r} in its auto_map), and a revision pins only its own. "
+                "Put that code into its folder, and name it there as FILE.CLASS."
+            )
+        found.add(f"{reference.rpartition('.')[0]}.py")
+    missing = [] if hub else sorted(file for file in found if not (folder / file).is_file())
+    if missing:
+        raise ModelError(
+            f"model {name!r} needs code of its own, and its folder lacks {', '.join(missing)}. Copy it there, or choose a "
+            "model whose architecture transformers has itself."
+        )
+    return sorted(found)
+
+
+def named_code(config: Path) -> list[str]:
+    """Every class that `auto_map` of a config names: a dictionary's values, or a list."""
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []  # transformers says what is wrong with it
+    return list(_strings(values.get("auto_map") if isinstance(values, dict) else None))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)

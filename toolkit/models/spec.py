@@ -1,0 +1,172 @@
+"""`ModelSpec`: a model's architecture without its weights, and how it is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.core.display import Shown, Table
+from toolkit.core.units import BYTES_OF, format_bytes, format_count
+from toolkit.models.remote_code import COMMIT
+
+ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
+"""What a parameter is for. Whatever stands in a repeated layer and is no expert, router or norm is `layer`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of the unsharded model, under its own (canonical) name. Tied parameters appear once."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    """`embedding`, `head`, `layer`, `norm`, `expert`, `router` or `other`."""
+
+    @property
+    def elements(self) -> int:
+        """Number of scalars."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """The shape of a mixture of experts."""
+
+    experts: int
+    """Experts of a layer."""
+    active: int
+    """Experts that a token passes through."""
+    block: str
+    """Class of the module that routes and holds the experts: the ZeRO-3 leaf. Where several classes do, the layer's."""
+    computed: str
+    """transformers' implementation of the experts, as it chooses it: `grouped_mm`, …; `eager` where the class has one way only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Shown):
+    """A model's architecture, without its weights."""
+
+    name: str
+    """As it was given: a Hub id, a folder, a file, or a class name."""
+    source: str | None
+    """Where the weights are: a Hub id or a folder; None where only a config is known."""
+    architecture: str
+    """The class that is trained, say `LlamaForCausalLM`."""
+    kind: str
+    """`causal` or `seq2seq`."""
+    config: dict[str, Any] = field(repr=False)
+    """The transformers config, as its `to_dict()` in JSON."""
+    parameters: tuple[Parameter, ...] = field(repr=False)
+    """In the model's own order; each storage once."""
+    tied: tuple[tuple[str, ...], ...]
+    """Groups of names that share one tensor; the first of each is the one in `parameters`."""
+    linears: tuple[str, ...] = field(repr=False)
+    """Names of the linear modules, the head excepted."""
+    blocks: tuple[str, ...]
+    """Classes of the repeated layers: what FSDP wraps (transformers' `_no_split_modules`)."""
+    attentions: tuple[str, ...]
+    """Attention kernels that this class supports, best first."""
+    layers: int
+    """Repeated layers; for `seq2seq` the encoder's and the decoder's together."""
+    hidden: int
+    heads: int
+    """Attention heads of a layer; 0 where there is no attention."""
+    vocab: int
+    """Rows of the input embedding."""
+    max_positions: int | None
+    """The longest sequence, or None where the model has no limit."""
+    checkpointed: bool = True
+    """Whether the class has activation checkpointing."""
+    moe: MoE | None = None
+    unadapted: tuple[str, ...] = field(default=(), repr=False)
+    """Of `linears`, what `all-linear` leaves out: PEFT takes their names for those of a mixture's fused experts."""
+    unquantized: tuple[str, ...] = field(default=(), repr=False)
+    """Of `linears`, what transformers leaves as it is in 4 and 8 bits (T5's `wo`)."""
+    copied: int = 0
+    """Elements that writing the model copies, since the disk has them in another form (one expert a tensor)."""
+    frozen: tuple[str, ...] = ()
+    """Of a model of several parts: the modules and parameters that text does not pass (vision tower, projector). Never trained."""
+    tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """transformers' tensor-parallel plan of the class: module name, with `*` for a layer's number → style. Empty: none."""
+    trusted: str | None = None
+    """The revision of the model's own code that is run: a commit on the Hub, or a folder's sha256. None: none is."""
+
+    @property
+    def runs_code(self) -> bool:
+        """What transformers is told as `trust_remote_code`."""
+        return self.trusted is not None
+
+    @property
+    def commit(self) -> str | None:
+        """Of the model on the Hub, where its code is trusted at one: `source` is then the snapshot of it."""
+        return self.trusted if self.trusted and COMMIT.fullmatch(self.trusted) else None
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters, tied ones once."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter or module of this name belongs to what is trained: all of it, or the text part."""
+        return not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
+
+    @property
+    def frozen_line(self) -> str:
+        """What is frozen, and how much of the model it is."""
+        size = sum(parameter.elements for parameter in self.parameters if not self.trains(parameter.name))
+        more = f" and {len(self.frozen) - 4} more" if len(self.frozen) > 4 else ""
+        return (
+            f"{', '.join(self.frozen[:4])}{more}: {format_count(size)} parameters ({size / self.elements:.0%} of all)"
+        )
+
+    @property
+    def active_elements(self) -> int:
+        """Parameters that a token passes through: of the experts only the active share."""
+        if self.moe is None:
+            return self.elements
+        experts = self.elements_of("expert")
+        return self.elements - experts + experts * self.moe.active // self.moe.experts
+
+    def elements_of(self, role: str) -> int:
+        """Number of parameters with this role."""
+        return sum(parameter.elements for parameter in self.parameters if parameter.role == role)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, with the totals that are computed from them."""
+        return {**super().to_dict(), "elements": self.elements, "active_elements": self.active_elements}
+
+    def tables(self) -> list[Table]:
+        """The figures, and the parameters by role with their bytes in bf16."""
+        figures: list[tuple[str, object]] = [
+            ("architecture", f"{self.architecture} ({self.kind})"),
+            ("parameters", f"{format_count(self.elements)} ({self.elements:,})"),
+            ("layers", f"{self.layers} x {', '.join(self.blocks)}"),
+            ("hidden size", self.hidden),
+            ("attention heads", self.heads),
+            ("vocabulary", f"{self.vocab:,}"),
+            ("longest sequence", "no limit" if self.max_positions is None else f"{self.max_positions:,} tokens"),
+            ("attention kernels", ", ".join(self.attentions)),
+            ("linear modules", f"{len(self.linears):,}, the head excepted"),
+            ("tied", "; ".join(" = ".join(group) for group in self.tied) or "nothing"),
+            ("weights", self.source or "none: a config only"),
+        ]
+        if self.frozen:
+            figures.insert(2, ("frozen (not text)", self.frozen_line))
+        if self.trusted is not None:
+            figures.append(("code of its own", f"is run, revision {self.trusted}"))
+        if self.moe is not None:
+            routed = f"{self.moe.experts} a layer, {self.moe.active} active, in {self.moe.block}, computed by {self.moe.computed}"
+            active = f"{format_count(self.active_elements)} ({self.active_elements:,})"
+            figures[2:2] = [("active parameters", active), ("experts", routed)]
+        total = self.elements
+        roles = [(role, count) for role in ROLES if (count := self.elements_of(role))]
+        rows = [
+            (role, f"{count:,}", f"{count / total:.1%}", format_bytes(count * BYTES_OF["bfloat16"]))
+            for role, count in [*roles, ("total", total)]
+        ]
+        return [
+            Table(title=self.name, columns=("figure", "value"), rows=figures),
+            Table(title="Parameters by role", columns=("role", "count", "share", "in bf16"), rows=rows),
+        ]

@@ -1,0 +1,191 @@
+"""A model's weights as files: safetensors only, their headers read and never their bytes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import LIMIT, at_home, parse_json, read_json
+from toolkit.core.errors import ModelError
+from toolkit.core.units import BYTES_OF
+from toolkit.models.hub import BESIDE, cached, first_line, hub_reachable, unreachable
+from toolkit.models.remote_code import check_code, check_inside
+from toolkit.models.spec import ModelSpec
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""safetensors' names of dtypes → torch's."""
+
+
+def local_weights(source: str | Path) -> list[Path]:
+    """The safetensors files of a folder, or of the cached copy of a Hub id; empty where there are none.
+
+    Raises:
+        ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
+            file that lies elsewhere.
+    """
+    path = at_home(source)
+    folder = path if path.is_dir() else cached(str(source))
+    if folder is None:
+        return []
+    # In the order in which transformers looks.
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        check_inside(single, folder)
+        return [single]
+    if index.is_file():
+        check_inside(index, folder)
+        return _indexed(folder, index)
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        raise ModelError(
+            f"model {str(source)!r} holds its weights as pickles only ({pickles[0]}), which can run code: "
+            "convert them where you trust them, with `AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)`, "
+            "and give the new folder."
+        )
+    return []
+
+
+def require_weights(spec: ModelSpec) -> list[Path]:
+    """The safetensors files of a model, whole. Those of a Hub id are downloaded here, once, before any rank starts.
+
+    Raises:
+        ModelError: where there are none, where they are pickles, where a file is cut short, or an adapter lies beside them.
+    """
+    source = spec.source or spec.name
+    folder = at_home(source).is_dir()
+    if not folder and spec.source is None:
+        raise ModelError(
+            f"model {source!r} is a config without weights: give a folder that holds model.safetensors, or a Hub id."
+        )
+    if not folder or spec.commit:
+        _download(spec.name if spec.commit else source, spec.commit)
+    found = local_weights(source)
+    if not found:
+        raise ModelError(
+            f"model {source!r} holds no weights: expected model.safetensors, or model.safetensors.index.json and "
+            "the files that it names. Copy them there, or give a folder that has them."
+        )
+    for path in found:
+        _header(path)
+    adapter = found[0].parent / "adapter_config.json"
+    if adapter.is_file():
+        raise ModelError(
+            f"model {source!r} has an adapter beside its weights ({adapter.name}), which transformers would put onto it "
+            "unasked, from a pickle too. Move the adapter's files into a folder of their own."
+        )
+    return found
+
+
+def copy_code(spec: ModelSpec, folder: Path) -> None:
+    """Beside saved weights the code of their own that they need: as it was trusted, and to be trusted by the same digest.
+
+    Raises:
+        ModelError: where it is not what was trusted any more.
+    """
+    if not spec.runs_code:
+        return
+    source = at_home(spec.source or spec.name)
+    if not spec.commit:
+        check_code(spec.name, source, spec.trusted, needed=True, hub=False)
+    for path in sorted(source.rglob("*.py")):
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+
+
+def copy_processor(spec: ModelSpec, folder: Path) -> None:
+    """Copy the files with which the base prepares images and sound, where it has any; text training does not change them."""
+    source = at_home(spec.source or spec.name)
+    base = source if source.is_dir() else cached(str(source))
+    for path in sorted(base.glob("*processor_config.json")) if base is not None else ():
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+def checkpoint_dtype(source: str | Path) -> str | None:
+    """torch's name of the dtype that most elements of a checkpoint have, by the files' headers; None without weights.
+
+    Raises:
+        ModelError: for a file that is no safetensors file, or is cut short.
+    """
+    counts: dict[str, int] = {}
+    for path in local_weights(source):
+        for tensor in _header(path).values():
+            counts[tensor["dtype"]] = counts.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
+    if not counts:
+        return None
+    most = max(counts, key=lambda dtype: counts[dtype])
+    return _DTYPES.get(most, most.lower())
+
+
+def _download(name: str, commit: str | None) -> None:
+    """Bring a Hub id's weights, configs and tokenizer into the cache, where they are not there whole."""
+    from huggingface_hub import errors, snapshot_download
+
+    if not hub_reachable():
+        found = cached(name, commit)
+        if found is None or not local_weights(found):
+            raise ModelError(unreachable(name, commit))
+        return
+    try:
+        snapshot_download(name, revision=commit, allow_patterns=["model*.safetensors", *BESIDE])
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ModelError(f"model {name!r} could not be downloaded: {first_line(error)}") from error
+    if not local_weights(cached(name, commit) or name):
+        raise ModelError(
+            f"model {name!r} has no safetensors weights on the Hub, and pickles can run code: "
+            "download it, convert it to safetensors where you trust it, and give that folder."
+        )
+
+
+def _indexed(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no safetensors index: {first_line(error)}") from None
+    for name in names:
+        # An index comes from elsewhere and must not lead out of its folder.
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names {name!r}: expected the name of a safetensors file in the same folder.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(names)} weight files that its index names, "
+            f"the first {missing[0]}. Copy them there."
+        )
+    for name in names:
+        check_inside(folder / name, folder)
+    return [folder / name for name in names]
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """A safetensors file's tensors: name → dtype, shape, data_offsets (github.com/huggingface/safetensors#format)."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(length)) if length <= min(size - 8, LIMIT) else None
+        tensors = {name: value for name, value in header.items() if name != "__metadata__"} if header else {}
+        end = 8 + length + _end(tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        header, tensors, end = None, {}, 0
+    if header is None or end != size:
+        expected = f", expected {end:,}" if header else ""
+        raise ModelError(f"{path} is no whole safetensors file ({size:,} bytes{expected}). Copy it again.")
+    return tensors
+
+
+def _end(tensors: dict[str, dict[str, Any]]) -> int:
+    """Where the last tensor ends, of tensors that lie one behind the other; ValueError where they overlap or leave a gap."""
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda tensor: tuple(tensor["data_offsets"])):
+        begins, ends = tensor["data_offsets"]
+        size = BYTES_OF.get(_DTYPES.get(tensor["dtype"], ""))
+        if begins != end or ends < begins or (size and ends - begins != size * math.prod(tensor["shape"])):
+            raise ValueError("its tensors overlap, leave a gap, or are not as long as they say")
+        end = ends
+    return end

@@ -1,0 +1,216 @@
+"""`explore()` → `Explorer`: controls over a function of the shell's, and its answer as plain HTML beneath them."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown
+from toolkit.core.drawing import portable
+from toolkit.core.errors import StrategyError, ToolkitError, nearest
+from toolkit.core.redaction import redact
+from toolkit.devices.machine import Hardware
+from toolkit.forecasting import forecast
+from toolkit.forecasting.diffs import contrast
+from toolkit.forecasting.dtype_reports import precisions
+from toolkit.forecasting.timelines import timeline
+from toolkit.notebook.explorer_state import NAMES, Asked, choices, command
+
+FIX = (
+    "Sliders need ipywidgets and anywidget: `pip install ipywidgets anywidget`, then restart the kernel. "
+    "Until then this is the answer alone."
+)
+NEEDED = ("ipywidgets", "anywidget")
+
+
+def _memory(asked: Asked) -> Shown:
+    return forecast(asked.spec, asked.strategy, asked.machine, asked.loop)
+
+
+def _compare(asked: Asked) -> Shown:
+    both = [forecast(asked.spec, strategy, asked.machine, asked.loop) for strategy in (asked.strategy, asked.against)]
+    return contrast(both[0], both[1])
+
+
+def _timeline(asked: Asked) -> Shown:
+    return timeline(asked.spec, asked.strategy, asked.machine, asked.loop, run=asked.run)
+
+
+def _precision(asked: Asked) -> Shown:
+    return precisions(asked.spec, asked.strategies, asked.machine, asked.loop, run=asked.run)
+
+
+KINDS: dict[str, tuple[Callable[[Asked], Shown], str]] = {
+    "memory": (_memory, "What a rank needs, and what it has"),
+    "compare": (_compare, "Two strategies side by side"),
+    "timeline": (_timeline, "A step, phase by phase"),
+    "precision": (_precision, "Who keeps what in which dtype"),
+}
+"""What can be explored: the function that answers, and a heading."""
+
+BESIDE = ("timeline", "precision")
+"""Those that show a run beside its forecast."""
+
+
+class Explorer:
+    """A panel: `controls` by name, `value` (the answer to where they stand), `twin()` (the same as static HTML)."""
+
+    def __init__(self, kind: str, asked: Asked) -> None:
+        """Answer once, and make the controls where ipywidgets and anywidget are installed."""
+        self.kind = kind
+        self.asked = asked
+        self.value: Shown | None = None
+        """The answer; None where what is asked cannot be."""
+        self.refusal = ""
+        """Why it cannot be, in a sentence."""
+        self.controls: dict[str, Any] = {}
+        self.panel: Any = None
+        """The widget that holds the controls; None where they cannot be made."""
+        self._shown: Any = None
+        """The display of all cells that show the answer; None before the first does."""
+        self._answer()
+        if all(importlib.util.find_spec(name) for name in NEEDED):
+            from toolkit.notebook.widgets import Panel
+
+            self.panel = Panel(KINDS[kind][1], choices(kind, asked), self.set)
+            self.controls = self.panel.controls
+            self.panel.say(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """The answer, or the refusal, in a sentence."""
+        return self.refusal or str(getattr(self.value, "reason", ""))
+
+    def set(self, **values: Any) -> None:
+        """Ask for something else, as a moved control does.
+
+        Raises:
+            ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
+        """
+        known = NAMES[self.kind]
+        for name in values:
+            if name not in known:
+                raise ToolkitError(
+                    f"{self.kind} has no control {name!r}.{nearest(name, known)} It has {', '.join(known)}."
+                )
+        self.asked = self.asked.but(**values)
+        for choice in choices(self.kind, self.asked) if self.panel is not None else ():
+            if choice.name in values and choice.name in self.controls:
+                self.panel.move(choice)
+        with self.panel.busy() if self.panel is not None else contextlib.nullcontext():
+            self._answer()
+        if self.panel is not None:
+            self.panel.say(self.sentence)
+        if self._shown is not None:
+            self._shown.update(_html(self.twin()))
+
+    def _answer(self) -> None:
+        """A refusal is an answer like another: a panel shows no traceback."""
+        self.value, self.refusal = None, ""
+        try:
+            self.value = KINDS[self.kind][0](self.asked)
+        except ToolkitError as error:
+            self.refusal = str(error)
+
+    def twin(self) -> str:
+        """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
+        said = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
+        asked = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
+        return portable(redact(f'<div class="toolkit-explorer">{said}{_beside(self.value)}{asked}</div>'))
+
+    def __repr__(self) -> str:
+        """The answer as text."""
+        return str(self.value) if self.value is not None else self.refusal
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        """Controls for a page that has their kernel, the twin for every other."""
+        page = self.twin() if self.panel is not None else f"{self.twin()}<p>{html.escape(FIX)}</p>"
+        bundle = {"text/plain": repr(self), "text/html": page}
+        view = "application/vnd.jupyter.widget-view+json"
+        if self.panel is not None:
+            bundle[view] = self.panel.box._repr_mimebundle_(**options)[view]
+        return bundle
+
+    def _ipython_display_(self) -> None:
+        """Controls and answer as two outputs: where the kernel of the controls is gone, the answer stays.
+
+        A page with ipywidgets and without that kernel says of a widget that its model is not found, whatever else is in
+        the same output.
+        """
+        from IPython.display import display
+
+        if self.panel is None:
+            display(self._repr_mimebundle_(), raw=True)
+            return
+        view = "application/vnd.jupyter.widget-view+json"
+        hint = "Controls show while the notebook's kernel runs: run this cell. Below is where they stood."
+        bundle = {view: self._repr_mimebundle_()[view], "text/html": f"<p>{hint}</p>", "text/plain": hint}
+        display(bundle, raw=True)
+        answer = {"text/html": self.twin(), "text/plain": repr(self)}
+        if self._shown is None:
+            self._shown = display(answer, raw=True, display_id=True)
+        else:
+            self._shown.display(answer, raw=True)
+
+
+WIDE = 60
+"""Letters of a cell, from which a table stands below the pictures."""
+
+
+def _beside(value: Shown | None) -> str:
+    """Pictures, and their tables beside them where there is room; wide tables below."""
+    if value is None:
+        return ""
+    narrow, wide = list[str](), list[str]()
+    for table in value.tables():
+        table = replace(table, rows=list(table.rows))
+        long = len(table.columns) > 5 or any(len(str(cell)) > WIDE for row in table.rows for cell in row)
+        (wide if long else narrow).append(table.html())
+    columns = f'<div style="flex:1 1 460px;max-width:760px">{"".join(value.pictures())}</div>'
+    columns += f'<div style="flex:1 1 300px;max-width:760px">{"".join(narrow)}</div>' if narrow else ""
+    below = "".join(f'<div style="overflow-x:auto">{table}</div>' for table in wide)
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 28px;align-items:flex-start">{columns}</div>{below}'
+
+
+def _html(page: str) -> Any:
+    from IPython.display import HTML
+
+    return HTML(page)
+
+
+def explore(
+    kind: str = "memory",
+    model: Any = None,
+    hardware: Hardware | str | None = None,
+    strategy: Strategy | None = None,
+    loop: Loop | None = None,
+    *,
+    against: Strategy | None = None,
+    run: Any = None,
+) -> Explorer:
+    """A panel whose controls change what is asked of a forecast. It shows itself in a notebook.
+
+    Args:
+        kind: `memory` (bytes by part against what a rank has), `compare` (two strategies), `timeline` (a step phase by phase), or
+            `precision` (dtypes by stage).
+        model: what `describe` takes, or several of these to choose from; left out: the run's, or the embedded one.
+        hardware: the machine, or its name; this one where it is left out.
+        strategy: where the controls stand at first.
+        loop: likewise.
+        against: of `compare`, the second strategy.
+        run: of `timeline` and `precision`, a run's folder (or a `Run`) that stands beside.
+
+    Raises:
+        ToolkitError: for an unknown kind, model or machine. What no engine can do is a sentence in the panel.
+    """
+    if kind not in KINDS:
+        raise StrategyError(f"explore {kind!r}: expected one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    if run is not None and kind not in BESIDE:
+        raise StrategyError(f"run: {kind} shows no run beside the forecast. Ask {' or '.join(BESIDE)}.")
+    return Explorer(kind, Asked.begin(kind, model, hardware, strategy, loop, against=against, run=run))

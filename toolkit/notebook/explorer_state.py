@@ -1,0 +1,302 @@
+"""What a panel asks: where its controls stand, what each can be set to, and the same question as a shell's command."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import flag, from_dict, spell
+from toolkit.config.run_config import EMBEDDED
+from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
+from toolkit.config.train_config import Loop
+from toolkit.devices.gpu_catalog import CARDS
+from toolkit.devices.machine import Hardware, hardware
+from toolkit.forecasting.finished_run import read_seen
+from toolkit.models import ModelSpec, describe
+
+HERE = "this machine"
+SECOND = "against_"
+"""What stands before the name of a control of the second strategy."""
+
+NODE = 8
+"""Devices of a node, where there are more than one node's."""
+
+SHARDED = ("sharding", "offload", "adapter", "precision", "activation_checkpointing")
+BATCH = ("seq_len", "micro_batch")
+NAMES = {
+    "memory": ("model", "device", "devices", *SHARDED, *BATCH),
+    "compare": ("model", "device", "devices", *SHARDED, *(SECOND + name for name in SHARDED), *BATCH),
+    "timeline": ("model", "device", "devices", *SHARDED, *BATCH),
+    "precision": ("model", "device", "precision", "adapter"),
+}
+"""Which controls each panel has: those that its answer depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A control: what it is called, what it says of itself, and what it can be set to."""
+
+    name: str
+    label: str
+    told: str
+    values: tuple[Any, ...]
+    value: Any
+    """Where it stands."""
+    slides: bool = False
+    """Whether it is a slider: numbers in their order."""
+    quick: bool = False
+    """Whether every answer is there at once, since nothing has to be traced for it."""
+    group: str = ""
+    """Whose it is, where a panel has two strategies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Where the controls stand, and what no control shows."""
+
+    models: Mapping[str, ModelSpec]
+    here: Hardware
+    named: str
+    """What `here` is called."""
+    implied: bool
+    """Whether a shell, too, begins from `here` where no machine is named."""
+    base: Strategy
+    second: Strategy
+    batch: Loop
+    values: Mapping[str, Any]
+    """Control → value."""
+    began: Mapping[str, Any]
+    """Where they stood at first."""
+    run: str | None = None
+    """Folder of a run that stands beside."""
+
+    @classmethod
+    def begin(
+        cls,
+        kind: str,
+        model: Any,
+        on: Hardware | str | None,
+        strategy: Strategy | None,
+        loop: Loop | None,
+        *,
+        against: Strategy | None = None,
+        run: Any = None,
+    ) -> Asked:
+        """As `explore` was called; what it leaves open is the run's own, where there is one.
+
+        Raises:
+            ToolkitError: for a model, a machine or a run that is not known.
+        """
+        folder, implied = None if run is None else str(getattr(run, "folder", run)), on is None
+        seen = read_seen(folder) if folder is not None else None
+        if seen is not None:
+            model, strategy, loop = seen.model if model is None else model, strategy or seen.strategy, loop or seen.loop
+            if on is None:
+                machine = seen.hardware or hardware()
+                on = dataclasses.replace(machine, count=seen.ranks // machine.nodes)
+        several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
+        specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
+        machine = on if isinstance(on, Hardware) else hardware(on)
+        base = strategy or (Strategy(sharding=_sharded()[0]) if machine.ranks > 1 else Strategy())
+        second, batch = (
+            against or dataclasses.replace(base, sharding=_another(base, machine.ranks), dp_replicate=1),
+            loop or Loop(),
+        )
+        standing = {"model": specs[0].name, "device": _called(machine, on), "devices": machine.ranks}
+        for name in NAMES[kind]:
+            if name.startswith(SECOND):
+                standing[name] = getattr(second, name.removeprefix(SECOND))
+            elif name not in standing:
+                standing[name] = getattr(batch if name in BATCH else base, name)
+        return cls(
+            models={spec.name: spec for spec in specs},
+            here=machine,
+            named=_called(machine, on),
+            implied=implied,
+            base=base,
+            second=second,
+            batch=batch,
+            values=standing,
+            began=dict(standing),
+            run=folder,
+        )
+
+    def but(self, **values: Any) -> Asked:
+        """The same with other values."""
+        return dataclasses.replace(self, values={**self.values, **values})
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's."""
+        return self.models[self.values["model"]]
+
+    @property
+    def machine(self) -> Hardware:
+        """So many of the chosen device, on nodes of eight."""
+        count, nodes = self._nodes()
+        if self.values["device"] == self.named:
+            return dataclasses.replace(self.here, count=count, nodes=nodes)
+        return hardware(self.machine_words)
+
+    @property
+    def machine_words(self) -> str:
+        """As `hardware` takes it: a device by its name in the catalog, where it has one."""
+        count, nodes = self._nodes()
+        own, word = self.here.device, str(self.values["device"])
+        if word == self.named:
+            missing = "cpu" if own.kind == "cpu" else f"<{own.name}, which the catalog lacks>"
+            word = next((key for key, card in CARDS.items() if card == own.card), missing)
+        return (f"{nodes} nodes x " if nodes > 1 else "") + f"{count}x {word}"
+
+    def _nodes(self) -> tuple[int, int]:
+        asked = self.values["devices"]
+        if asked == self.here.ranks:
+            return self.here.count, self.here.nodes
+        cpu = self.values["device"] == self.named and self.here.device.kind == "cpu"
+        return (asked, 1) if cpu or asked % NODE else (NODE, asked // NODE)
+
+    def fields(self, owner: Strategy | Loop, before: str = "") -> dict[str, Any]:
+        """A strategy's or a loop's fields as the controls say, whether they can be or not."""
+        known = {name: self.values.get(before + name, value) for name, value in dataclasses.asdict(owner).items()}
+        if "sharding" in known:
+            row = SHARDINGS.get(known["sharding"])
+            known["dp_replicate"] = max(2, known["dp_replicate"]) if row and row.hybrid else 1
+        return known
+
+    @property
+    def strategy(self) -> Strategy:
+        """The first.
+
+        Raises:
+            StrategyError: for what no engine can run.
+        """
+        return from_dict(Strategy, self.fields(self.base))
+
+    @property
+    def against(self) -> Strategy:
+        """The second.
+
+        Raises:
+            StrategyError: for what no engine can run.
+        """
+        return from_dict(Strategy, self.fields(self.second, SECOND))
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """One of each engine.
+
+        Raises:
+            StrategyError: for what no engine can run.
+        """
+        fields = {**self.fields(self.base), "offload": "none", "dp_replicate": 1}
+        return [from_dict(Strategy, {**fields, "sharding": word}) for word in usual_shardings()]
+
+    @property
+    def loop(self) -> Loop:
+        """Batch and lengths.
+
+        Raises:
+            StrategyError: for a value out of its range.
+        """
+        return from_dict(Loop, self.fields(self.batch))
+
+
+def _another(strategy: Strategy, ranks: int) -> str:
+    """A sharding to compare this one with: another one that shards, else one that replicates."""
+    able = _sharded()[::-1] if ranks > 1 else _sharded()
+    return next((word for word in (*able, *usual_shardings()) if word != strategy.sharding), strategy.sharding)
+
+
+def _sharded() -> list[str]:
+    """The usual shardings that shard everything."""
+    return [word for word in usual_shardings() if not SHARDINGS[word].smaller]
+
+
+def _called(machine: Hardware, on: Hardware | str | None) -> str:
+    """This machine's device is called so: its name is long, and nobody chose it."""
+    return HERE if on is None else "cpu" if machine.device.kind == "cpu" else machine.device.name
+
+
+def choices(kind: str, asked: Asked) -> list[Choice]:
+    """The controls of a panel, in order. One with a single value is left out."""
+    found = [_choice(name, asked, kind) for name in NAMES[kind]]
+    return [one for one in found if len(one.values) > 1]
+
+
+def _choice(name: str, asked: Asked, kind: str) -> Choice:
+    value = asked.values[name]
+    if name == "model":
+        told, values = "what is trained", tuple(asked.models)
+        return Choice(name=name, label="model", told=told, values=values, value=value)
+    if name == "device":
+        values = tuple(dict.fromkeys((asked.named, *CARDS)))
+        told = "the device of a rank, from the catalog where it is only named"
+        return Choice(name=name, label="device", told=told, values=values, value=value)
+    if name == "devices":
+        told = "how many devices, one rank each; more than eight are on nodes of eight"
+        numbers = _counts(1, 512, asked.here.ranks, value)
+        return Choice(name=name, label="devices", told=told, values=numbers, value=value, slides=True, quick=True)
+    if name in BATCH:
+        # Longer than the model can is a sentence, and nobody looks for it on a slider.
+        longest = max((spec.max_positions or 131_072) for spec in asked.models.values())
+        least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
+        told, label = _help(Loop, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
+        numbers = _counts(min(least, most), most, getattr(asked.batch, name), value)
+        return Choice(name=name, label=label, told=told, values=numbers, value=value, slides=True)
+    field = name.removeprefix(SECOND)
+    group = "" if kind != "compare" else "second" if name != field else "first"
+    known = {f.name: f for f in dataclasses.fields(Strategy)}[field]
+    values = tuple(word for word in known.metadata["values"] if word not in known.metadata["later"])
+    return Choice(
+        name=name, label=field.replace("_", " "), told=_help(Strategy, field), values=values, value=value, group=group
+    )
+
+
+def _help(owner: type[Strategy] | type[Loop], name: str) -> str:
+    return str(next(f.metadata["help"] for f in dataclasses.fields(owner) if f.name == name))
+
+
+def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
+    """Powers of two, and these."""
+    powers = {2**power for power in range(20) if least <= 2**power <= most}
+    return tuple(sorted(powers | set(own)))
+
+
+def command(kind: str, asked: Asked) -> str:
+    """The same question in a shell."""
+    verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
+    words = ["toolkit", verb, *_model_word(asked)]
+    stays = asked.implied and all(asked.values[name] == asked.began[name] for name in ("device", "devices"))
+    words += [] if stays else ["--hardware", asked.machine_words]
+    strategy, second = asked.fields(asked.base), asked.fields(asked.second, SECOND)
+    # What a run was need not be said: the shell, too, begins from it.
+    plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), Loop())
+    if kind == "precision":
+        strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
+    words += spell(dict(_otherwise(strategy, plain)))
+    if kind != "precision":
+        words += spell(dict(_otherwise(asked.fields(asked.batch), batch)))
+    if kind == "compare":
+        differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
+        words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
+    if asked.run is not None:
+        words += ["--run", asked.run]
+    return shlex.join(words)
+
+
+def _model_word(asked: Asked) -> list[str]:
+    """What a shell can name; a config that was made in Python has no name there before it is saved."""
+    name = asked.spec.name
+    if name == EMBEDDED or (asked.run is not None and asked.values["model"] == asked.began["model"]):
+        return []
+    return ["<where its config is saved>" if asked.spec.source is None and not Path(name).exists() else name]
+
+
+def _otherwise(fields: Mapping[str, Any], plain: Strategy | Loop) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if value != getattr(plain, name):
+            yield name, value

@@ -1,0 +1,94 @@
+"""`Panel`: the widgets of an explorer. Nothing of ipywidgets is imported before one is made."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from toolkit.notebook.explorer_state import Choice
+
+GROUPS = {"": "", "first": "The first", "second": "Against"}
+"""Headings of the controls that belong together."""
+
+MOMENT = 0.4
+"""Seconds after which a person wonders whether anything happens."""
+
+BUSY = "The model is traced for this, once: some seconds, of a large one with an adapter half a minute."
+
+UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-path:inset(50%);white-space:nowrap"
+"""Takes no room on a page, and is read aloud all the same."""
+
+
+class Panel:
+    """Controls that call back as they are moved, and a line that says the answer to who cannot see it."""
+
+    def __init__(self, heading: str, choices: Sequence[Choice], moved: Callable[..., None]) -> None:
+        """Make a widget for each choice; `moved` is called with its name and its new value."""
+        import ipywidgets
+
+        self._moved, self._own = moved, False
+        self.controls = {choice.name: self._control(choice) for choice in choices}
+        self._said = ipywidgets.HTML()
+        groups = []
+        for group, title in GROUPS.items():
+            inside = [self.controls[choice.name] for choice in choices if choice.group == group]
+            named = [ipywidgets.HTML(f"<strong>{title}</strong>")] if title and inside else []
+            row = ipywidgets.Box(inside, layout=ipywidgets.Layout(flex_flow="row wrap", grid_gap="2px 14px"))
+            groups += [*named, row] if inside else []
+        self.box = ipywidgets.VBox([ipywidgets.HTML(f"<h3>{html.escape(heading)}</h3>"), *groups, self._said])
+
+    def _control(self, choice: Choice) -> Any:
+        import ipywidgets
+
+        from toolkit.notebook.slider import Slider
+
+        shown = {"value": choice.value, "description": choice.label, "tooltip": choice.told}
+        if choice.slides:
+            # A picture that has to be traced for comes once, where the slider is let go.
+            made = Slider(_options(choice), continuous_update=choice.quick, **shown)
+        else:
+            room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
+            made = ipywidgets.Dropdown(options=_options(choice), **shown, **room)
+        made.observe(lambda change: self._observed(choice.name, change.new), names="value")
+        return made
+
+    def _observed(self, name: str, value: Any) -> None:
+        if not self._own:
+            self._moved(**{name: value})
+
+    def move(self, choice: Choice) -> None:
+        """Put a control where the program says, without calling back; a word that it does not know leaves it."""
+        from traitlets import TraitError
+
+        control, self._own = self.controls[choice.name], True
+        try:
+            with contextlib.suppress(TraitError):
+                if choice.slides:
+                    control.offer(_options(choice), choice.value)
+                else:
+                    control.value = choice.value
+        finally:
+            self._own = False
+
+    def say(self, sentence: str, *, seen: bool = False) -> None:
+        """Screen readers hear it when they have a moment; eyes see it above the picture, or here where `seen`."""
+        style = "" if seen else f' style="{UNSEEN}"'
+        self._said.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Where an answer takes longer than a moment, it says so until then."""
+        late = threading.Timer(MOMENT, self.say, [BUSY], {"seen": True})
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+            late.join()
+
+
+def _options(choice: Choice) -> list[tuple[str, Any]]:
+    return [(f"{value:,}" if isinstance(value, int) else str(value), value) for value in choice.values]

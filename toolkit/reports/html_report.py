@@ -1,0 +1,168 @@
+"""`Report`: a run as its folder tells it; in a terminal, in a notebook, as JSON, and as a page of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import at_home, open_regular, write_whole
+from toolkit.core.display import Shown, Table
+from toolkit.core.drawing import figure
+from toolkit.core.errors import RunError
+from toolkit.core.redaction import redact, visible
+from toolkit.reports.page import MADE, html_page
+from toolkit.reports.parts import Section
+from toolkit.reports.record import Record, read_record, step_seconds, throughput
+from toolkit.reports.sections import figures, sections_of
+from toolkit.run_folder.folder import refuse_links
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Shown):
+    """A run: what was asked, what was got, how the forecast held, how it ended."""
+
+    run: Record
+
+    @property
+    def status(self) -> str:
+        """`running`, `finished`, `stopped` or `failed`."""
+        return self.run.status
+
+    def page(self) -> str:
+        """The run as one HTML page that needs nothing else: no script, no network."""
+        name = self.run.path.absolute().name
+        return redact(html_page(name, self.run.status, figures(self.run), sections_of(self.run)))
+
+    def write(self, path: str | Path | None = None) -> Path:
+        """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
+
+        Raises:
+            RunError: where it cannot be written, and where another place holds a file that is no report.
+        """
+        target = at_home(path) if path else self.run.path / "report.html"
+        if path is None:
+            refuse_links(self.run.path)
+        elif target.exists() and not _is_report(target):
+            raise RunError(f"{target} exists and is no report. Remove it, or choose another place with -o.")
+        try:
+            write_whole(target, self.page().encode())
+        except OSError as error:
+            raise RunError(f"{target} cannot be written: {error.strerror}. Choose another place with -o.") from error
+        return target
+
+    def tables(self) -> list[Table]:
+        told = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
+        return [told, *(table for section in sections_of(self.run) for table, _ in section.tables)]
+
+    def __str__(self) -> str:
+        parts = [self.tables()[0].text(), *(section.text() for section in sections_of(self.run))]
+        return visible(redact("\n\n".join(parts)))
+
+    def _repr_html_(self) -> str:
+        return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections_of(self.run)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""
+        run, about, memory = self.run, self.run.about, self.run.memory or {}
+        told = ("target", "strategy", "loop", "recipe", "ranks", "seed", "data", "started", "finished", "attempts")
+        return {
+            "run": str(run.path),
+            "status": run.status,
+            "words": run.words,
+            "then": run.then,
+            "command": run.command,
+            **{name: about.get(name) for name in told},
+            **_progress(run),
+            "evaluations": [{"step": one["step"], "loss": one["eval_loss"]} for one in run.evaluations],
+            "checkpoints": [dict(one) for one in run.checkpoints],
+            "audits": memory.get("audits"),
+            "measured": memory.get("measured"),
+            "reason": memory.get("reason"),
+            "forecast": run.forecast,
+            "unforecast": memory.get("unforecast"),
+            "versions": about.get("versions"),
+            "hardware": about.get("hardware"),
+        }
+
+
+def report(path: str | Path) -> Report:
+    """What a run's folder tells: also of one that goes on, was stopped or failed.
+
+    Raises:
+        RunError: for a folder that holds no run, and a file in it that cannot be read, or says what no run does.
+    """
+    found = Report(run=read_record(path))
+    try:
+        found.tables(), found.to_dict()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise RunError(
+            f"{path} says what no run does ({type(error).__name__}: {str(error)[:200]}), and cannot be shown. Another version, or "
+            "somebody by hand, wrote its files."
+        ) from error
+    return found
+
+
+@contextlib.contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """However what is inside ends, `report.html` is written then, if the run had begun. It changes nothing of how it ended."""
+    try:
+        yield
+    except BaseException:
+        _leave(path)  # in silence: what is said is the error
+        raise
+    if written := _leave(path):
+        with contextlib.suppress(OSError):
+            print(f"report: {written}", file=sys.stderr)
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            return MADE.encode() in file.read(1000)
+    except OSError:
+        return False
+
+
+def _leave(path: Path) -> Path | None:
+    """The page's place; None where it could not be written, whatever was in its way."""
+    try:
+        return report(path).write() if (path / "run.json").exists() else None
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            print(f"toolkit: there is no report of {path}: {error}", file=sys.stderr)
+        return None
+
+
+def _progress(run: Record) -> dict[str, Any]:
+    steps = run.steps
+    losses = [(event["loss"], event["step"]) for event in steps if event["loss"] is not None]
+    lowest = min(losses, default=(None, None))
+    loss: Mapping[str, Any] = {
+        "first": losses[0][0] if losses else None,
+        "last": losses[-1][0] if losses else None,
+        "lowest": lowest[0],
+        "lowest_step": lowest[1],
+    }
+    return {
+        "steps": run.done,
+        "skipped": sum(bool(event.get("skipped")) for event in steps),
+        "tokens": sum(event.get("tokens") or 0 for event in steps),
+        "seconds": sum(event["seconds"] for event in steps),
+        "step_seconds": step_seconds(steps) if steps else None,
+        "tokens_per_second": throughput(steps),
+        "loss": loss,
+    }
+
+
+def _in_notebook(section: Section) -> str:
+    """Without headings: a notebook has its own."""
+    words = f"<p><strong>{escape(section.title)}.</strong> {escape(section.words)}</p>"
+    code = f"<pre>{escape(section.code)}</pre>" if section.code else ""
+    pictures = "".join(figure(svg, table) for table, svg in section.tables if svg)
+    plain = "".join(f"<div>{table.html()}</div>" for table, svg in section.tables if not svg)
+    return f'{words}{code}{pictures}<div style="display:flex;flex-wrap:wrap;gap:0 2em">{plain}</div>'

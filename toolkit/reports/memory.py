@@ -1,0 +1,104 @@
+"""Memory forecast and measured, side by side: tables with their ratio, and pictures of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from toolkit.core.display import Table
+from toolkit.core.drawing import Bar, bars
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes
+
+INDENT = "\N{NO-BREAK SPACE}" * 2
+
+
+def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
+    """A rank's bytes at its peak, forecast and measured, and their picture.
+
+    What no audit can tell apart is measured as one, `transient`, and forecast part by part.
+
+    Args:
+        forecast: as `Forecast.to_dict` says it, or None.
+        measured: as `memory.json` says it, or None.
+    """
+    foretold: Mapping[str, int] = forecast["device"]["parts"] if forecast else {}
+    seen: Mapping[str, int] = measured["parts"] if measured else {}
+    within = [part for part, size in foretold.items() if part not in seen and size] if measured else []
+    rows = []
+    for part, size in seen.items():
+        other = foretold.get(part, sum(foretold[name] for name in within) if part == "transient" else 0)
+        rows.append(_row(part, other if forecast else None, size))
+    rows += [_row(f"{INDENT}{part}", foretold[part], None) for part in within]
+    if not measured:
+        rows += [_row(part, size, None) for part, size in foretold.items() if size]
+    peaks = [source["peak_bytes"] if source else None for source in (forecast and forecast["device"], measured)]
+    rows.append(_row("all", *peaks))
+    found = [Bar(label="forecast", parts=foretold)] if foretold else []
+    found += [Bar(label="measured", parts=seen)] if seen else []
+    limit = forecast["device"].get("limit_bytes") if forecast else None
+    picture = bars(found, title="Peak of a rank, by part", limit=limit, limit_label="a rank has")
+    table = compared("Peak of a rank, by part", "part", rows)
+    if within:
+        table = replace(table, notes=["Indented: what is measured as one, transient, and forecast part by part."])
+    return _known(table, forecast, measured), picture
+
+
+def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
+    """The highest total of each phase, forecast and measured, and their picture."""
+    foretold: Mapping[str, int] = forecast["device"]["phases"] if forecast else {}
+    seen: Mapping[str, int] = measured["phases"] if measured else {}
+    names = [name for name in PHASES if name in foretold or name in seen]
+    found = []
+    for name in names:
+        for label, source in (("forecast", foretold), ("measured", seen)):
+            if name in source:
+                found.append(Bar(label=f"{name}, {label}", parts={name: source[name]}))
+    rows = [_row(name, foretold.get(name), seen.get(name)) for name in names]
+    title = "Highest total of each phase"
+    return _known(compared(title, "phase", rows), forecast, measured), bars(found, title=title)
+
+
+def _row(name: str, foretold: int | None, measured: int | None) -> tuple[str, ...]:
+    cells = ("–" if size is None else format_bytes(size) for size in (foretold, measured))
+    return (name, *cells, ratio(foretold, measured))
+
+
+def compared(title: str, what: str, rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table whose rows hold a name, a forecast, what was measured, and their ratio."""
+    return Table(title=title, columns=(what, "forecast", "measured", "forecast / measured"), rows=rows)
+
+
+def by_rank(memory: Mapping[str, Any]) -> Table:
+    """What was measured of each rank, as `memory.json` says it."""
+    ranks = memory["measured"]["per_rank"]
+    seen = [name for name in PHASES if any(name in rank["phases"] for rank in ranks)]
+    sizes = ("peak_bytes", "live_bytes", "reserved_bytes", "device_bytes", "rss_peak_bytes")
+    known = [name for name in sizes if any(rank.get(name) is not None for rank in ranks)]
+    names = {"peak_bytes": "peak", "live_bytes": "between steps", "rss_peak_bytes": "peak RSS"}
+    rows = [
+        (str(rank["rank"]), *(_size(rank.get(name)) for name in known), *(_size(rank["phases"].get(n)) for n in seen))
+        for rank in ranks
+    ]
+    columns = ("rank", *(names.get(name, name.removesuffix("_bytes")) for name in known), *seen)
+    notes = [memory["reason"]] if memory.get("reason") else []
+    return Table(title="Measured, by rank and phase", columns=columns, rows=rows, notes=notes)
+
+
+def _known(table: Table, forecast: object, measured: object) -> Table:
+    """Without the columns of what there is not."""
+    if forecast and measured:
+        return table
+    kept = (0, 1) if forecast else (0, 2)
+    rows = [[row[place] for place in kept] for row in table.rows]
+    return replace(table, columns=[table.columns[place] for place in kept], rows=rows)
+
+
+def ratio(foretold: float | None, measured: float | None) -> str:
+    """The forecast as a multiple of what was measured."""
+    return f"{foretold / measured:.2f}x" if foretold and measured else "–"
+
+
+def _size(size: int | None) -> str:
+    return "–" if size is None else format_bytes(size)

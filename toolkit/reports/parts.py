@@ -1,0 +1,51 @@
+"""What the parts of a report share: `Section`, and how the lines of a long run are told in few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.core.display import Table
+
+ROWS = 12
+"""Rows of a table in which a long run's lines are told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of a report."""
+
+    title: str
+    words: str = ""
+    """A paragraph."""
+    code: str = ""
+    """What is shown as it is: a command, the last words of a rank."""
+    tables: Sequence[tuple[Table, str]] = ()
+    """Each with its picture, or an empty text."""
+
+    def text(self) -> str:
+        """For a terminal."""
+        code = "\n".join("    " + line for line in self.code.splitlines())
+        told = [part for part in (self.words, code, *(table.text() for table, _ in self.tables)) if part]
+        return "\n\n".join([f"== {self.title} ==", *told])
+
+
+def told(
+    title: str,
+    columns: Sequence[str],
+    lines: Sequence[Mapping[str, Any]],
+    row: Callable[[Mapping[str, Any]], Any],
+    file: str,
+) -> Table:
+    """A table of lines of a file: of many at most `ROWS`, evenly, the first and the last among them."""
+    places = list(range(len(lines)))
+    if len(lines) > ROWS:
+        places = [round(place * (len(lines) - 1) / (ROWS - 1)) for place in range(ROWS)]
+    notes = [f"{ROWS} of {len(lines):,}; all are in {file}."] if len(lines) > ROWS else []
+    return Table(title=title, columns=columns, rows=[row(lines[place]) for place in places], notes=notes)
+
+
+def spell_number(value: float | None) -> str:
+    """JSON's null stands for what was not finite."""
+    return "not finite" if value is None else f"{value:.4f}"

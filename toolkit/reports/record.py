@@ -1,0 +1,201 @@
+"""What a run's folder says, read once and without secrets: also of a run that goes on, was stopped, or failed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import differing, from_dict, spell, to_flags
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.atomic_io import check_fields, read_events, read_json
+from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.redaction import redact, redact_all
+from toolkit.run_folder.folder import Folder, first_error, look, read_run_json
+from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.run_folder.run_lock import held_by_others
+from toolkit.training.resumption import how_to_go_on
+
+WARM = 5
+"""Steps that do not count for tokens/s: the memory window lies in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run, as its folder tells it."""
+
+    path: Path
+    about: Mapping[str, Any]
+    """`run.json`."""
+    steps: tuple[Mapping[str, Any], ...]
+    """Lines of `events.jsonl` that have a loss."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    """Lines that have an evaluation's."""
+    checkpoints: tuple[Mapping[str, Any], ...]
+    """Lines of `checkpoints.jsonl`."""
+    memory: Mapping[str, Any] | None
+    """`memory.json`, which a run writes as it finishes."""
+    status: str
+    """`running`, `finished`, `stopped` or `failed`."""
+    words: str
+    """What was said as it ended, or where its ranks are."""
+    then: str
+    """How to go on; empty where there is nothing to do."""
+
+    @property
+    def forecast(self) -> Mapping[str, Any] | None:
+        """What was foretold before the first step."""
+        return (self.memory or {}).get("forecast") or self.about.get("forecast")
+
+    @property
+    def measured(self) -> Mapping[str, Any] | None:
+        """The worst rank's peak, by part and phase."""
+        return (self.memory or {}).get("measured")
+
+    @property
+    def done(self) -> int:
+        """The last step that was done; 0 before the first."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def target(self) -> Mapping[str, Any] | None:
+        """The script, module or function that it ran; None of the recipe."""
+        found: Mapping[str, Any] | None = self.about.get("target")
+        return found
+
+    @property
+    def command(self) -> str:
+        """What does the same again, with what was left open as it was decided: a command, or of a function a line of Python."""
+        about, target = self.about, self.target
+        if target is not None:
+            return _own_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
+        try:
+            owners = (from_dict(kind, about[kind.__name__.lower()]) for kind in (Recipe, Strategy, Loop))
+            words = to_flags(*owners)
+        except StrategyError:  # of another version, which had other fields
+            words = spell({**about["recipe"], **about["strategy"], **about["loop"]})
+        return " ".join(["toolkit train --processes", str(about["ranks"]), *map(shlex.quote, words)])
+
+
+def read_record(path: str | Path) -> Record:
+    """Read a run's folder.
+
+    Raises:
+        RunError: for a folder that holds no run, and a file in it that cannot be read.
+    """
+    folder = look(path)
+    about = redact_all(read_run_json(folder.path))
+    events = redact_all(read_events(folder.events))
+    status, words = ended(folder, about)
+    return Record(
+        path=folder.path,
+        about=about,
+        steps=tuple(event for event in events if "loss" in event),
+        evaluations=tuple(event for event in events if "eval_loss" in event),
+        checkpoints=tuple(redact_all(read_events(folder.published))),
+        memory=memory_of(folder, about),
+        status=status,
+        words=redact(words),
+        then="" if status in ("finished", "running") else redact(_then(folder)),
+    )
+
+
+def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of the median step after the fifth."""
+    return _median([event["seconds"] for event in steps[WARM:] or steps])
+
+
+def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per second over all ranks, of the median step after the fifth; None where steps do not say their tokens."""
+    found = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
+    return _median(found) if found else None
+
+
+def pace(event: Mapping[str, Any]) -> float | None:
+    """Tokens per second of a step: one that `tk.log` wrote may say none."""
+    return event["tokens"] / event["seconds"] if event.get("tokens") and event["seconds"] else None
+
+
+def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> str:
+    if target["kind"] == "function":
+        said = ", ".join(f"{name}={value!r}" for name, value in differing(strategy).items())
+        return f"tk.launch({target['name']}, tk.Strategy({said}), processes={ranks})"
+    words = [*to_flags(strategy), target["name"], *target["arguments"]]
+    return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
+
+
+def _median(values: Sequence[float]) -> float:
+    from statistics import median
+
+    return float(median(values))
+
+
+def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`memory.json` of this attempt: a finished run that goes on with other flags has an older one until it finishes again.
+
+    Raises:
+        RunError: where it cannot be read.
+    """
+    try:
+        if folder.memory.stat().st_mtime < _started(about):
+            return None
+        found: dict[str, Any] = redact_all(read_json(folder.memory))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder.memory} cannot be read: {error}. Repair or remove it.") from error
+    return found
+
+
+def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
+    """How a run that had begun is, in a word, and what is said of that."""
+    beats = list(read_beats(folder.logs).values())
+    if about.get("finished"):
+        return "finished", f"It finished at {about['finished']}."
+    if held_by_others(folder.path):
+        return "running", "It goes on. " + " ".join(_where(beat) for beat in sorted(beats, key=lambda beat: beat.rank))
+    if (said := _said(folder, about)) is not None:
+        return said
+    raised = folder.errors()
+    if (rank := first_error(raised)) is not None:
+        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
+    if beats and all(beat.phase == "ended" for beat in beats):
+        return "stopped", "It was stopped, as asked."
+    gone = "Its processes are gone and left no word: they were killed, or the machine went down."
+    return "failed", " ".join([gone, *(_where(beat) for beat in beats[:1])])
+
+
+def _said(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What the supervisor left of this attempt; an older one's word does not count."""
+    try:
+        end = read_json(folder.end)
+        check_fields(end, {"how": str, "message": str, "attempt": int})
+        # Not by times: a clock may be set back.
+        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _started(about: Mapping[str, Any]) -> float:
+    """When the last attempt began, in seconds since 1970; 0 where nothing says it."""
+    from datetime import datetime
+
+    try:
+        return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
+    except (ValueError, LookupError, TypeError):
+        return 0.0
+
+
+def _then(folder: Folder) -> str:
+    try:
+        return how_to_go_on(folder)
+    except StrategyError as error:
+        return f"This version cannot go on with it: {error}"
+
+
+def _where(beat: Heartbeat) -> str:
+    return f"Rank {beat.rank} was {beat.where}."

@@ -1,0 +1,231 @@
+"""The parts of a report, each from what a run's folder says: words, commands, tables, and pictures beside their tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Table
+from toolkit.core.redaction import MARK
+from toolkit.core.units import format_bytes, format_count, format_seconds
+from toolkit.exporters import logits_text
+from toolkit.reports.memory import by_part, by_phase, by_rank, ratio
+from toolkit.reports.parts import Section, spell_number, told
+from toolkit.reports.progress import checkpoints, speed, training
+from toolkit.reports.record import Record, throughput
+
+SAID = (
+    "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
+    "micro_batch", "accumulation", "seq_len", "optimizer", "lr", "steps", "seed",
+)  # fmt: skip
+"""Fields that are told whatever they are; others where they differ from their defaults."""
+
+STATES = ("trainable", "frozen", "master", "optimizer")
+
+
+def sections_of(run: Record) -> list[Section]:
+    """All of them, in the order of the page."""
+    made = (_outcome, _asked, _got, _beside, training, checkpoints, _saved, _attempts, _machine)
+    return [section for make in made if (section := make(run)) is not None]
+
+
+def figures(run: Record) -> list[tuple[str, str]]:
+    """What a person asks first, each as a name and a value."""
+    loop, steps = run.about["loop"], run.steps
+    asked = f" of {int(loop['steps']):,}" if "steps" in loop else ""
+    found = [("status", run.status), ("steps", f"{run.done:,}{asked}")]
+    losses = [event["loss"] for event in steps if event["loss"] is not None]
+    if losses:
+        found.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
+    if run.evaluations:
+        found.append(("evaluation loss", spell_number(run.evaluations[-1]["eval_loss"])))
+    if steps:
+        if rate := throughput(steps):
+            found.append(("tokens/s", f"{rate:,.0f}"))
+        found.append(("time in steps", format_seconds(sum(event["seconds"] for event in steps))))
+    if run.measured:
+        found.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
+        if run.forecast:
+            foretold = run.forecast["device"]["peak_bytes"]
+            found.append(("forecast / measured", ratio(foretold, run.measured["peak_bytes"])))
+    elif run.forecast:
+        found.append(("forecast peak", format_bytes(run.forecast["device"]["peak_bytes"])))
+    return found
+
+
+def _outcome(run: Record) -> Section:
+    if run.status == "failed":
+        return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
+    words = " ".join(dict.fromkeys(filter(None, (run.words, "" if run.then in run.words else run.then))))
+    return Section(
+        title="How it goes" if run.status == "running" else "How it ended", words=words[:1].upper() + words[1:]
+    )
+
+
+def _asked(run: Record) -> Section:
+    if run.target is not None:
+        return _own(run, run.target)
+    about, loop, command = run.about, run.about["loop"], run.command
+    sizes = {**loop, **about.get("parallelism", {})}
+    samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
+    more = {
+        Strategy: [("ranks", str(about["ranks"]))],
+        Loop: [("global batch", f"{samples} samples")],
+        Recipe: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
+    }
+    tables = [_fields(kind, about[kind.__name__.lower()], rows) for kind, rows in more.items()]
+    notes = ["Fields that are not listed have their defaults."]
+    if MARK in command:
+        notes.append(f"A secret stood where the command says {MARK}: give it anew.")
+    return Section(
+        title="What was asked",
+        words=" ".join([*notes, "The command that does the same again:"]),
+        code=command,
+        tables=[(table, "") for table in tables],
+    )
+
+
+def _own(run: Record, target: Mapping[str, Any]) -> Section:
+    """Of a script, module or function: what it was, and the strategy that `tk.accelerator()` found ready."""
+    ran = [("kind", target["kind"]), ("name", target["name"])]
+    if target["arguments"]:
+        ran.append(("arguments", " ".join(target["arguments"])))
+    if target["sha256"]:
+        ran.append(("sha256 of its file", target["sha256"]))
+    strategy = _fields(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
+    words = "Fields that are not listed have their defaults. "
+    words += f"A secret stood where it says {MARK}: give it anew. " if MARK in run.command else ""
+    words += "What does the same again"
+    more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
+    tables = [(Table(title="Target", columns=("field", "value"), rows=ran), ""), (strategy, "")]
+    return Section(title="What was asked", words=words + more, code=run.command, tables=tables)
+
+
+def _fields(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
+    """Those of a dataclass that say most, and those that differ from their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    shown = [
+        name for name, value in values.items() if value is not None and (name in SAID or value != defaults.get(name))
+    ]
+    rows = [(name, _plain(values[name])) for name in shown]
+    return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, *more])
+
+
+def _got(run: Record) -> Section | None:
+    if run.target is not None:  # its ranks' memory is its own to measure
+        return None
+    audits = (run.memory or {}).get("audits") or []
+    if not audits:
+        return Section(
+            title="What was got",
+            words="What each rank held is written to memory.json when a run finishes; this one has none.",
+        )
+    return Section(
+        title="What was got",
+        words=f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s).",
+        tables=[(_holdings(audits), ""), (_ledger(audits[0]), "")],
+    )
+
+
+def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
+    """Bytes of each rank beside the engine's account; ranks that hold the same are one row."""
+
+    def cells(held: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple("–" if held.get(part) is None else format_bytes(held[part]) for part in STATES)
+
+    same: dict[tuple[str, ...], list[int]] = {}
+    for rank, audit in enumerate(audits):
+        same.setdefault(cells(audit["held"]), []).append(rank)
+    rows = [(_ranks(ranks), *held) for held, ranks in same.items()]
+    if audits[0].get("expected"):
+        rows.append(("account", *cells(audits[0]["expected"])))
+    notes = ("account: what the engine's arithmetic says a rank holds.",)
+    return Table(title="States held between steps, by rank", columns=("rank", *STATES), rows=rows, notes=notes)
+
+
+def _ledger(audit: Mapping[str, Any]) -> Table:
+    held, asked = audit["held"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
+    rows = [(part, dtype, asked.get(part, "–")) for part, dtype in held.items()]
+    return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
+
+
+def _beside(run: Record) -> Section | None:
+    if run.target is not None:
+        return None
+    title = "Forecast beside measured"
+    forecast, measured = run.forecast, run.measured
+    why = (run.memory or {}).get("reason") or "peaks are written when a run finishes"
+    unforecast = (run.memory or {}).get("unforecast") or "it was not forecast"
+    if not forecast and not measured:
+        return Section(title=title, words=f"There is neither: {unforecast}; {why}.")
+    words = ["Bytes of the rank that holds most, by what it holds at its peak, and the highest total of each phase."]
+    if not measured:
+        words.append(f"Nothing was measured: {why}.")
+    elif not forecast:
+        words.append(f"There is no forecast: {unforecast}.")
+    elif forecast["device"]["peak_phase"] != measured["peak_phase"]:
+        foretold = forecast["device"]["peak_phase"]
+        words.append(f"The peak was forecast in {foretold} and measured in {measured['peak_phase']}.")
+    tables = [by_part(forecast, measured), by_phase(forecast, measured)]
+    if measured:
+        tables.append((by_rank(run.memory or {}), ""))
+    if run.steps:
+        tables.append((speed(run), ""))
+    return Section(title=title, words=" ".join(words), tables=tables)
+
+
+def _saved(run: Record) -> Section | None:
+    export = run.about.get("export")
+    if run.status != "finished" or not export:
+        return None
+    rows = [("folder", export["folder"]), ("logits against the trained model", logits_text(export["logits_error"]))]
+    table = Table(title="Saved and checked", columns=("what", "value"), rows=rows)
+    return Section(title="The trained model", words=" ".join(export["notes"]), tables=[(table, "")])
+
+
+def _attempts(run: Record) -> Section | None:
+    attempts = run.about.get("attempts") or []
+    if not attempts:
+        return None
+    numbered = [{"number": number, **one} for number, one in enumerate(attempts, start=1)]
+
+    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
+        sharding = one["strategy"]["sharding"]
+        return str(one["number"]), one["started"], sharding, str(one["ranks"]), f"{one.get('from_step', 0):,}"
+
+    columns = ("attempt", "started", "sharding", "ranks", "from step")
+    return Section(title="Attempts", tables=[(told("Attempts", columns, numbered, row, "run.json"), "")])
+
+
+def _machine(run: Record) -> Section:
+    about = run.about
+    versions = [(name, version or "not installed") for name, version in about.get("versions", {}).items()]
+    machine, rows = about.get("hardware") or {}, []
+    if device := machine.get("device"):
+        nodes, count = machine.get("nodes", 1), machine.get("count", 1)
+        rows = [("device", f"{device['name']} ({device['kind']})")]
+        if device["kind"] != "cpu":  # which all ranks share
+            rows.append(("devices", str(count) if nodes == 1 else f"{nodes * count}, {count} on each of {nodes} nodes"))
+        rows.append(("memory of a device", format_bytes(device["total_bytes"])))
+        rows.append(("memory of the host", format_bytes(machine["host_bytes"])))
+    tables = [
+        (Table(title="Machine", columns=("figure", "value"), rows=rows), ""),
+        (Table(title="Versions", columns=("library", "version"), rows=versions), ""),
+    ]
+    return Section(title="Machine and versions", tables=[pair for pair in tables if pair[0].rows])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`0`, `0–3`, `0, 2`."""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _plain(value: Any) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

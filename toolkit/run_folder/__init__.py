@@ -1,0 +1,1 @@
+"""A run's folder: paths, events, lock, heartbeat."""

@@ -1,0 +1,427 @@
+"""A run's folder: its paths, what is written into it, and the lock. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import DRAFT, append_line, at_home, check_fields, read_json, unwritable, write_json
+from toolkit.core.errors import RunError
+from toolkit.core.redaction import redact_all
+from toolkit.run_folder.run_lock import hold, is_lock, run_token
+
+RUNS = "runs"
+"""Where runs are that nobody gave a place."""
+
+BEGUN = {"lock", "logs", "accelerate.yaml"}
+"""What is in a folder before its run has begun."""
+
+LOGS = re.compile(
+    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(supervisor|failures|end)\.json|function\.pkl"
+)
+"""What a run writes into `logs`; anything else there is somebody's own."""
+
+_DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
+
+RUN: Mapping[str, Any] = {
+    "strategy": dict, "loop": dict, "recipe": dict, "ranks": int, "parallelism": dict, "settings": dict,
+    "forecast": dict | None, "versions": dict, "hardware": dict, "seed": int, "data": dict, "started": str,
+    "finished": str | None, "export": dict | None, "target": dict | None, "attempts": list,
+}  # fmt: skip
+"""Fields of `run.json`."""
+
+ATTEMPT: Mapping[str, Any] = {"strategy": dict, "ranks": int, "started": str, "from_step": int}
+"""Fields of one of its attempts."""
+
+RANKS = 2**20
+"""More than any run has."""
+
+LONGEST = 200
+"""Bytes of a run's name: files in its folder have longer ones."""
+
+SPARE = 8192
+"""Bytes that each rank keeps free for the words in which it ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A run's folder, held by this process until `leave()` or its end. Made by `enter`."""
+
+    path: Path
+    token: str
+    """The run that holds the folder: the same word in its supervisor and in every rank."""
+    created: bool
+    """Whether this process was the first of its run, and the run is a new one."""
+    lock: int
+    """Open file descriptor of the lock."""
+
+    @property
+    def run_json(self) -> Path:
+        """Strategy, loop, forecast, versions, hardware, seed, data fingerprint."""
+        return self.path / "run.json"
+
+    @property
+    def events(self) -> Path:
+        """A line a step."""
+        return self.path / "events.jsonl"
+
+    @property
+    def memory(self) -> Path:
+        """Measured peaks, rank by phase."""
+        return self.path / "memory.json"
+
+    @property
+    def config(self) -> Path:
+        """The Accelerate config file that the run was launched with."""
+        return self.path / "accelerate.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def published(self) -> Path:
+        """A line for each checkpoint that was published: its step, bytes, and what it cost."""
+        return self.path / "checkpoints.jsonl"
+
+    @property
+    def export(self) -> Path:
+        """The trained model."""
+        return self.path / "export"
+
+    @property
+    def report(self) -> Path:
+        """The run as a page."""
+        return self.path / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        """What the processes printed."""
+        return self.path / "logs"
+
+    def log(self, rank: int) -> Path:
+        """What a rank printed."""
+        return self.logs / f"rank-{rank}.log"
+
+    def beat(self, rank: int) -> Path:
+        """A rank's sign of life."""
+        return self.logs / f"rank-{rank}.beat"
+
+    def error(self, rank: int) -> Path:
+        """How a rank ended, where an exception ended it."""
+        return self.logs / f"rank-{rank}.error.json"
+
+    @property
+    def end(self) -> Path:
+        """How the last attempt ended, as its supervisor said it; nothing where it finished."""
+        return self.logs / "end.json"
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Add a line to `events.jsonl`."""
+        append_line(self.events, event)
+
+    def record_error(self, rank: int, error: BaseException) -> None:
+        """Leave for the supervisor what ended this rank: it raises a `ToolkitError` again as it was."""
+        self.logs.mkdir(exist_ok=True)
+        about = {
+            "type": type(error).__name__,
+            "time": time.time(),
+            "tick": time.monotonic(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        try:
+            write_json(self.error(rank), {**about, "message": str(error)})
+        except RunError:
+            short = str(error)[: SPARE // 16]  # JSON spells a character in 12 bytes at most
+            with contextlib.suppress(OSError):
+                with self._spare(rank).open("r+") as file:
+                    file.write(json.dumps(redact_all({**about, "message": short})))
+                self._spare(rank).rename(self.error(rank))
+
+    def record_end(self, how: str, message: str) -> None:
+        """Leave for whoever looks later how a run that had begun ended: `stopped` or `failed`, and what was said of it."""
+        if self.run_json.exists():
+            with contextlib.suppress(RunError):  # a full disk: the user has been told
+                attempt = len(read_run_json(self.path).get("attempts", ()))
+                write_json(self.end, {"how": how, "attempt": attempt, "message": message})
+
+    def errors(self) -> dict[int, dict[str, Any]]:
+        """Rank → the exception that ended it, as `record_error` left it."""
+        kinds = {"type": str, "message": str, "time": int | float, "tick": int | float, "host": str}
+        found = {}
+        for path in self.logs.glob("rank-*.error.json"):
+            with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
+                error = read_json(path)
+                check_fields(error, kinds)
+                if set(kinds) <= set(error):
+                    found[int(path.name.split(".")[0].removeprefix("rank-"))] = error
+        return found
+
+    @contextlib.contextmanager
+    def room_for_error(self, rank: int) -> Iterator[None]:
+        """Meanwhile `record_error` works on a full disk, too: what is overwritten has its room, and a name needs none."""
+        with contextlib.suppress(OSError):
+            self._spare(rank).write_text(" " * SPARE)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare(rank).unlink(missing_ok=True)
+
+    def _spare(self, rank: int) -> Path:
+        return self.logs / f".rank-{rank}.spare"
+
+    def leave(self) -> None:
+        """Let the next run in."""
+        os.close(self.lock)
+
+    def discard(self, *, shared: bool = False) -> None:
+        """Remove a new run that has nothing to show: made here, and nothing in it but what every run begins with.
+
+        Only files that a run writes are removed: a file of the user's own stays, and its folder with it.
+
+        Args:
+            shared: another rank of the run may have made the folder, and may be removing it at the same time.
+        """
+        if not shared and not self.created:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if not _foreign(self.path) and {entry.name for entry in self.path.iterdir()} <= {*BEGUN, "run.json"}:
+                for file in (
+                    *self.logs.glob("*"),
+                    *self.logs.glob(".*"),
+                    self.config,
+                    self.run_json,
+                    self.path / "lock",
+                ):
+                    file.unlink(missing_ok=True)
+                for folder in (self.logs, self.path):
+                    with contextlib.suppress(OSError):  # not there, or not empty any more
+                        folder.rmdir()
+        with contextlib.suppress(OSError):  # where it was the only run
+            if self.path.parent == Path("runs"):
+                self.path.parent.rmdir()
+
+    def __enter__(self) -> Folder:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave."""
+        self.leave()
+
+
+def enter(path: str | Path, *, resume: bool = False, token: str | None = None, wait: float = 10.0) -> Folder:
+    """Make a new run's folder, or go on in an old one's, and hold it against every other run.
+
+    The supervisor of a run and each of its ranks enter; a second run is let in when all of them are gone. It needs
+    `flock`: Linux and macOS have it on local disks, Linux on NFS too.
+
+    Args:
+        path: the folder; parents are made.
+        resume: the folder must hold a run; otherwise it must not.
+        token: names the run. A supervisor passes `new_token()`; a rank takes the default, `run_token()`.
+        wait: seconds to wait for another run's processes to end.
+
+    Raises:
+        RunError: the folder holds a run or other files (or, resuming, none); it holds a link that leads out of it; another
+            run's processes hold it after `wait` seconds; it cannot be made. Nothing is written then.
+    """
+    path, token = at_home(path), token or run_token()
+    if resume and not (path / "run.json").is_file():
+        raise _no_run(path)
+    if not resume and not (path / "lock").exists():
+        _refuse_old(path)
+    refuse_links(path)
+
+    def admit() -> None:
+        if not resume:
+            _refuse_old(path)
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise RunError(
+            f"the run folder {path} cannot be made: {error.strerror}. Choose another folder with --run-dir."
+        ) from error
+    try:
+        first = hold(path, lock, token, wait, admit=admit)
+    except OSError as error:
+        os.close(lock)
+        raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    return Folder(path=path, token=token, created=first and not resume, lock=lock)
+
+
+def look(path: str | Path) -> Folder:
+    """A run's folder to read in, whoever holds it: nobody is kept out.
+
+    Raises:
+        RunError: where it holds no run.
+    """
+    folder = unheld(path)
+    if not folder.run_json.is_file():
+        raise _no_run(folder.path)
+    return folder
+
+
+def unheld(path: str | Path) -> Folder:
+    """The paths of a run that may not have begun."""
+    return Folder(path=at_home(path), token="", created=False, lock=-1)
+
+
+def check_new(path: str | Path | None) -> None:
+    """Refuse early a folder in which `enter` could not make a new run; of None, the place of new ones. Writes nothing.
+
+    Raises:
+        RunError: for a folder that holds a run or other files, and for a place that cannot be written.
+    """
+    if path is not None:
+        _refuse_old(at_home(path))
+    check_place(RUNS if path is None else path)
+
+
+def check_place(path: str | Path) -> None:
+    """Refuse early a folder that could not be made, or not be written into. Writes nothing.
+
+    Raises:
+        RunError: with the place that is in the way.
+    """
+    path = at_home(path)
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    why = "it is a file" if not there.is_dir() else "" if os.access(there, os.W_OK) else "it cannot be written"
+    if why:
+        raise RunError(f"the run folder {path} cannot be made in {there}: {why}. Choose another folder with --run-dir.")
+
+
+def new_path(root: str | Path, word: str) -> Path:
+    """Make an empty folder for a run: `runs/20261121-0930-zero3`, with a number behind it where that exists.
+
+    Raises:
+        RunError: where none can be made.
+    """
+    stem = f"{time.strftime('%Y%m%d-%H%M')}-{word}"
+    for number in range(1, 10_000):
+        path = at_home(root) / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(
+                f"the run folder {path} cannot be made: {error.strerror}. Choose one with --run-dir."
+            ) from error
+        return path
+    raise RunError(f"{root} holds {number} runs named {stem}: choose a folder with --run-dir.")
+
+
+def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The rank whose error came first: by a count of seconds that nobody sets back; over several hosts by their clocks."""
+    by = "tick" if len({error["host"] for error in raised.values()}) == 1 else "time"
+    return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
+
+
+def read_run_json(path: Path) -> dict[str, Any]:
+    """What `run.json` of a run's folder says: fields of their types, whoever wrote it.
+
+    Raises:
+        RunError: where there is none, or it is none of ours.
+    """
+    file = path / "run.json"
+    try:
+        found: dict[str, Any] = read_json(file)
+        check_fields(found, RUN)
+        for attempt in found.get("attempts", ()):
+            check_fields(attempt, ATTEMPT)
+    except FileNotFoundError:
+        raise _no_run(path) from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
+    missing = {"strategy", "loop", "recipe", "ranks"} - set(found)
+    if missing:
+        raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
+    if not 0 < found["ranks"] <= RANKS:
+        raise RunError(
+            f"{file}: ranks is {found['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
+        )
+    sizes = found.get("parallelism", {}).values()
+    if not all(type(size) is int and 0 < size <= RANKS for size in sizes):
+        raise RunError(
+            f"{file}: parallelism is not made of sizes of at least 1. Name the folder of a run to go on with."
+        )
+    return found
+
+
+def _refuse_old(path: Path) -> None:
+    """A new run starts in a folder that does not exist or is empty; a lock and logs of ours alone are no run."""
+    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
+        raise RunError(
+            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
+            "at the beginning, which begins a flag. Choose another with --run-dir."
+        )
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
+    if (path / "run.json").exists() or (path / "events.jsonl").exists():
+        raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
+    if found := _foreign(path):
+        raise RunError(
+            f"{path} is not empty (it has {min(found)}): expected a new or an empty folder. "
+            "Choose another with --run-dir."
+        )
+
+
+def _foreign(path: Path) -> set[str]:
+    """What is in a folder that no run of ours wrote before it had begun: a new run neither removes nor replaces it."""
+    drafts = {entry.name for entry in path.iterdir() if _DRAFT.fullmatch(entry.name)}  # of a process that was killed
+    found = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
+    lock, logs = path / "lock", path / "logs"
+    if lock.exists() and not is_lock(lock):
+        found.add("lock")
+    if (path / "accelerate.yaml").exists() and not lock.exists():
+        found.add("accelerate.yaml")  # a run of ours writes it behind its lock
+    if logs.exists() and not logs.is_dir():
+        found.add("logs")
+    for entry in logs.iterdir() if logs.is_dir() else ():
+        if entry.is_dir() or not (LOGS.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
+            found.add(f"logs/{entry.name}")
+    return found
+
+
+def refuse_links(path: Path) -> None:
+    """A run writes into its folder and nowhere else: another's folder may link to files of ours.
+
+    Raises:
+        RunError: for a link that leads out of it, and for a pipe or device in it.
+    """
+    for folder in (path, path / "logs", path / "checkpoints"):
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            leads = Path(os.path.realpath(entry))  # `resolve` raises for links in a circle
+            if entry.is_symlink() and Path(os.path.realpath(path)) not in leads.parents:
+                raise RunError(
+                    f"{entry} is a link that leads out of the run's folder, to {leads}, and a run writes there. "
+                    "Put the file or folder itself in its place, or choose another folder with --run-dir."
+                )
+            if not entry.is_file() and not entry.is_dir() and os.path.exists(entry):
+                raise RunError(f"{entry} is neither a file nor a folder, and a run writes there. Remove it.")
+
+
+def _no_run(path: Path) -> RunError:
+    return RunError(
+        f"{path} holds no run: {path / 'run.json'} does not exist. Name a run's folder, as `toolkit runs` lists them; one that "
+        "was stopped before it had begun is started anew."
+    )

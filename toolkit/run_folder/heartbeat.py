@@ -1,0 +1,200 @@
+"""A rank's sign of life: a small file that a thread rewrites about once a second. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import read_json
+from toolkit.core.phases import observe
+
+EVERY = 1.0
+"""Seconds between two beats."""
+
+_SIZE = 256  # always as many bytes: a full disk has room for what is overwritten
+IN_A_STEP = ("begin", "forward", "backward", "step")
+"""Phases in which every rank waits for all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What a rank last said of itself."""
+
+    rank: int
+    pid: int
+    step: int
+    """The step that it was in, or had done last; 0 before the first."""
+    phase: str
+    """One of `phases.PHASES`, or outside of them: `start`, `begin` (in a step, waiting), `between` (a step is done),
+    `evaluate`, `wait` (for rank 0, which works alone), `ended`."""
+    marks: int
+    """How often it came to another place: of ranks of one stage, the one with the fewest is behind."""
+    stage: int = 0
+    """Its pipeline stage. Ranks of different stages run different code, and their marks cannot be compared."""
+    listens: bool
+    """Whether a signal is a wish to it that it fulfils when its step is done; otherwise it just ends."""
+    rss: int
+    """Bytes of the process that were in memory."""
+    cpu: float
+    """Seconds of processor time that the process has used."""
+    time: float
+    """Seconds since 1970."""
+
+    @property
+    def where(self) -> str:
+        """`in the backward of step 3`, to follow «it was»."""
+        if self.phase in IN_A_STEP[1:]:
+            return f"in the {self.phase} of step {self.step}"
+        known = {
+            "start": "before its first step",
+            "begin": f"in step {self.step}",
+            "between": f"after step {self.step}" if self.step else "before its first step",
+            "wait": "waiting for rank 0" + (f", after step {self.step}" if self.step else ""),
+            "ended": f"at its end, after step {self.step}",
+        }
+        return known.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
+
+
+_beating: list[Beat] = []
+"""Of this process: none or one."""
+
+
+@contextlib.contextmanager
+def show_waiting(*, main: bool) -> Iterator[None]:
+    """Show in this process's heartbeat that it waits for rank 0. Rank 0, `main`, stays in its phase."""
+    here = [(beat, beat.phase if main else "wait") for beat in _beating]
+    for beat, name in here:
+        beat._observe(name, True)  # on all ranks: their marks stay comparable
+    try:
+        yield
+    finally:
+        for beat, name in here:
+            beat._observe(name, False)
+
+
+class Beat:
+    """Writes a rank's heartbeat: a context, from the process's beginning to its end.
+
+    The main thread sets fields in memory, which costs nothing; a thread of its own writes them down once a second.
+    """
+
+    def __init__(self, path: Path, rank: int, *, every: float = EVERY) -> None:
+        """`path`: the file, whose folder exists; `every`: seconds."""
+        self.path, self.rank, self.every = path, rank, every
+        self.step, self.marks, self.stage, self.listens = 0, 0, 0, False
+        self._place = "start"
+        self._phases: list[str] = []
+        self._stop = threading.Event()
+
+    @property
+    def phase(self) -> str:
+        """Where the rank is: see `Heartbeat.phase`."""
+        return self._phases[-1] if self._phases else self._place
+
+    def note(self, place: str, *, step: int | None = None) -> None:
+        """Say where the rank is outside of phases, and in which step."""
+        self._place, self.marks = place, self.marks + 1
+        self.step = self.step if step is None else step
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """While signals are wishes. Written down at once: who stops the run has to know."""
+        self.listens = True
+        self._write()
+        try:
+            yield
+        finally:
+            self.listens = False
+            self._write()
+
+    @property
+    def last(self) -> Heartbeat:
+        """What is written next."""
+        return Heartbeat(
+            rank=self.rank,
+            pid=os.getpid(),
+            step=self.step,
+            phase=self.phase,
+            marks=self.marks,
+            stage=self.stage,
+            listens=self.listens,
+            rss=_rss(),
+            cpu=round(time.process_time(), 3),
+            time=time.time(),
+        )
+
+    def _observe(self, name: str, begins: bool) -> None:
+        self.marks += 1
+        if begins:
+            self._phases.append(name)
+        elif self._phases and sys.exc_info()[1] is None:  # where an exception came from stays the rank's last place
+            self._phases.pop()
+
+    def _write(self) -> None:
+        text = json.dumps(vars(self.last)).ljust(_SIZE - 1) + "\n"
+        with contextlib.suppress(OSError):  # nobody is told that a beat is missing but by its absence
+            os.pwrite(self._file, text.encode(), 0)
+
+    def _go_on(self) -> None:
+        while not self._stop.wait(self.every):
+            self._write()
+
+    def __enter__(self) -> Beat:
+        """Begin to beat."""
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write()
+        self._unobserve = observe(self._observe)
+        _beating.append(self)
+        self._thread = threading.Thread(target=self._go_on, name="toolkit-heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        """The last beat: where the rank ended, or that it came to its end."""
+        self._stop.set()
+        self._thread.join()
+        self._unobserve()
+        _beating.remove(self)
+        if kind is None:
+            self._phases.clear()
+            self.note("ended")
+        self._write()
+        os.close(self._file)
+
+
+def read_beats(logs: Path) -> dict[int, Heartbeat]:
+    """Rank → its last heartbeat, of those that have written one into `logs`. Files of another content are left out."""
+    found = {}
+    for path in logs.glob("rank-*.beat"):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # just being written
+            beat = Heartbeat(**read_json(path))
+            _check(beat)
+            found[beat.rank] = beat
+    return found
+
+
+def _check(beat: Heartbeat) -> None:
+    """Raise ValueError for a field of another type, and for a number that is no process id."""
+    for field in fields(beat):
+        kind = type(getattr(beat, field.name))
+        if kind.__name__ != field.type and (kind, field.type) != (int, "float"):
+            raise ValueError(f"{field.name}: expected {field.type}, found {kind.__name__}")
+    if not 0 < beat.pid < 2**31:
+        raise ValueError(f"pid: expected a process id, found {beat.pid}")
+
+
+def _rss() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:
+        return 0

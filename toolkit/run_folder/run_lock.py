@@ -1,0 +1,223 @@
+"""Who writes into a run's folder: one lock that the processes of one run share. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import check_fields, open_regular, parse_json
+from toolkit.core.errors import RunError
+
+TOKEN = "TOOLKIT_RUN_TOKEN"
+"""The environment variable by which a supervisor tells its ranks which run they belong to."""
+
+SUPERVISOR = "supervisor"
+
+_LINE: Mapping[str, Any] = {"token": str, "pid": int, "started": str, "host": str, "role": str}
+_LONGEST = 2**20
+
+
+def supervised() -> bool:
+    """Whether a supervisor of ours started this process: it then shows errors and the logs' last lines."""
+    return TOKEN in os.environ
+
+
+def new_token() -> str:
+    """A name that no other run has."""
+    return uuid.uuid4().hex
+
+
+def run_token() -> str:
+    """What all ranks of this run, and of no other, have in common: what the supervisor set, or else their launcher."""
+    if found := os.environ.get(TOKEN):
+        return found
+    if "LOCAL_RANK" not in os.environ:
+        return new_token()
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        return f"{socket.gethostname()}-{os.getppid()}-{started(os.getppid())}"
+    return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
+
+
+def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], object]) -> bool:
+    """Take the lock together with the other processes of this run; true for the first of them.
+
+    The file names the run, and all of the run's processes share the lock. The first takes it alone, writes the name,
+    and then shares it; `flock` lets go in between, so whoever comes to share reads the name again afterwards. While
+    anybody shares, nobody has it alone, and the name stands.
+
+    Args:
+        path: the run's folder, for messages.
+        lock: descriptor of its open lock file.
+        token: names the run.
+        wait: seconds to wait for another run's processes to end.
+        admit: called by the first, who has the lock alone; raises where the folder is not for this run.
+
+    Raises:
+        RunError: after `wait` seconds, with the holders' process ids; where the file system has no `flock`.
+    """
+    deadline, first = time.monotonic() + wait, False
+    while True:
+        if _flock(path, lock, shared=True):
+            if _holders(lock)[:1] == [{"token": token}]:
+                who = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
+                _write_line(lock, {**who, "role": _role()})
+                return first
+            _unlock(lock)
+        first = False
+        if _flock(path, lock, shared=False):
+            admit()
+            os.ftruncate(lock, 0)
+            _write_line(lock, {"token": token})
+            first = True
+            continue
+        if time.monotonic() >= deadline:
+            raise RunError(_held_by(path, lock))
+        time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
+
+
+def supervisor_of(path: Path) -> dict[str, Any] | None:
+    """`pid`, `started` and `host` of the supervisor that entered the folder last; None where none has."""
+    try:
+        with open_regular(path / "lock") as file:
+            lines = list(_lines(file.read(_LONGEST)))
+    except OSError:
+        return None
+    return next((line for line in reversed(lines) if line.get("role") == SUPERVISOR), None)
+
+
+def _flock(path: Path, lock: int, *, shared: bool) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be locked: {error.strerror}. Choose a folder on a file system with flock (--run-dir)."
+        ) from error
+    return True
+
+
+def _unlock(lock: int) -> None:
+    import fcntl
+
+    fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _write_line(lock: int, line: Mapping[str, Any]) -> None:
+    os.write(lock, (json.dumps(line) + "\n").encode())
+
+
+def _holders(lock: int) -> list[dict[str, Any]]:
+    return list(_lines(os.pread(lock, _LONGEST, 0)))
+
+
+def _lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of a lock that name a run or one of its processes; anything else in it says nothing."""
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            found = parse_json(line)
+            check_fields(found, _LINE)
+            if set(found) != {"token"}:
+                check_process(found)
+            yield found
+
+
+def check_process(found: Any) -> None:
+    """Refuse what names no process: a number below 2 is that of a group, of all processes, or of the system's first one.
+
+    Raises:
+        ValueError: with what is wrong.
+    """
+    check_fields(found, _LINE)
+    missing = {"pid", "started", "host"} - set(found)
+    if missing or not 1 < found["pid"] < 2**31:
+        raise ValueError(f"it has no {min(missing)}" if missing else f"pid is {found['pid']}")
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is a lock of ours: empty, or begun with the name of a run."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(_LONGEST)
+    except OSError:
+        return False
+    if path.is_symlink():
+        return False
+    return not data or next(_lines(data.splitlines()[0]), {}).keys() == {"token"}
+
+
+def _held_by(path: Path, lock: int) -> str:
+    here = socket.gethostname()
+    holders = [line for line in _holders(lock) if "pid" in line and line["pid"] != os.getpid()]
+    living = [line for line in holders if line["host"] != here or still(line)] or holders
+    who = (
+        ", ".join(f"process {line['pid']} ({line.get('role')}, on {line['host']})" for line in living) or "another run"
+    )
+    return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
+
+
+def held_by_others(path: Path) -> bool:
+    """Whether a living process beside this one is in the run's folder: it goes on."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        with contextlib.suppress(RunError):  # no flock here, where a run may have been copied to
+            if _flock(path, lock, shared=False):  # for an instant: who enters meanwhile asks again
+                return False
+        here, ours = socket.gethostname(), os.getpid()
+        return any(
+            line["host"] != here or (line["pid"] != ours and still(line)) for line in _holders(lock) if "pid" in line
+        )
+    finally:
+        os.close(lock)
+
+
+def process_lives(pid: int) -> bool:
+    """Whether there is a process of this number on this machine, whoever owns it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def still(line: Mapping[str, Any]) -> bool:
+    """Whether the process that a line names lives here: its number may have come to another one."""
+    return process_lives(line["pid"]) and line["started"] == started(line["pid"]) != ""
+
+
+def _role() -> str:
+    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else SUPERVISOR
+
+
+def started(pid: int) -> str:
+    """When a process began, in clock ticks: with it a pid names one process for good.
+
+    Empty of a process that has ended and whose parent has not looked yet.
+    """
+    if not Path("/proc/self/stat").exists():
+        import psutil
+
+        try:
+            return str(psutil.Process(pid).create_time())
+        except psutil.Error:
+            return ""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state == "Z" else fields[18]

@@ -1,0 +1,1 @@
+"""Set-up, loading, preparation, the loop, evaluation, resumption: what a rank does."""

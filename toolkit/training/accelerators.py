@@ -1,0 +1,405 @@
+"""The `accelerate.Accelerator` of a job: a loop of the user's own means the same on every engine."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
+
+from toolkit.core.errors import NotFinite, RunError, StrategyError
+from toolkit.core.phases import phase
+from toolkit.engines.adapters import keep_packing
+from toolkit.engines.base import engine_of
+from toolkit.engines.environment import engine_environment
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared
+from toolkit.training.master_weights import restore_masters
+from toolkit.training.preparation import audit, check_pair, check_uniform
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator as Upstream
+else:
+    Upstream = object  # importing this module imports no accelerate
+
+
+@cache
+def accelerator_class() -> Any:
+    """Accelerate's Accelerator with the methods of `UniformLoop`."""
+    import accelerate
+
+    return type("Accelerator", (UniformLoop, accelerate.Accelerator), {})
+
+
+class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
+    """Accumulation, clipping and the audit follow the job on every engine. Everything else is Accelerate's.
+
+    - The gradient is the mean over `Loop.accumulation` micro-batches. A loader's incomplete rest is one step too, and
+      its sum is divided by `accumulation`, as Accelerate does.
+    - A prepared optimizer's `step` clips the norm of all gradients that it steps with to `Loop.max_grad_norm` once, with
+      and without a call of `clip_grad_norm_`, and takes no step where the norm is not finite.
+    - A prepared scheduler's `step` does nothing in a micro-batch that only accumulates, and after a step that was skipped.
+    - Every rank gets rank 0's buffers.
+    - `prepare` raises `StrategyMismatch` where its result differs from the request.
+    """
+
+    def __init__(self, job: Job, timeout: timedelta | None = None, **options: Any) -> None:
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+        _reset_state(job, timeout)
+        self.job = job
+        self.ended = False
+        self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
+        """Models with the checkpoint's values. `prepare` makes their fp32 masters exact."""
+        self._prepared: WeakSet[torch.nn.Module] = WeakSet()
+        self._norms: dict[int, torch.Tensor] = {}
+        """By the optimizer's id, the norm of its gradients before clipping. Empty until they are clipped."""
+        self._unscaled = False
+        """fp16's scaler has unscaled the gradients of this step."""
+        self._took_step = False
+        """DeepSpeed took a step in `backward`, and the loop has not called `step` since."""
+        with engine_environment(job):
+            super().__init__(
+                **engine_of(job.strategy).accelerator_kwargs(job, timeout),
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=job.loop.accumulation,
+                    sync_each_batch=engine_of(job.strategy).sync_each_batch,
+                ),
+                # Batches are sharded by `data`, whose order does not depend on the number of ranks.
+                dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
+                # A prepared scheduler would otherwise step once for every rank.
+                step_scheduler_with_optimizer=False,
+                **options,
+            )
+        AcceleratorState._shared_state.setdefault("owners", WeakSet()).add(self)
+
+    @property
+    def _deepspeed(self) -> bool:
+        return engine_of(self.job.strategy).steps_in_backward
+
+    def end_training(self) -> None:
+        """Accelerate's. Afterwards this process can make another Accelerator."""
+        import torch.distributed as dist
+
+        if self._deepspeed and dist.is_initialized():
+            from deepspeed import comm
+            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+            comm.destroy_process_group()  # DeepSpeed's own references to the groups go with them
+            unset_hf_deepspeed_config()  # otherwise the next model is made under ZeRO-3
+        super().end_training()
+        self.ended = True
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Accelerate's, with the audit, and exact fp32 masters for a model of `toolkit.load()`.
+
+        Raises:
+            StrategyError: for a second optimizer under DeepSpeed and fp16.
+            StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
+        """
+        import torch
+
+        models = [item for item in objects if isinstance(item, torch.nn.Module)]
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        engine = engine_of(self.job.strategy)
+        if engine.prepares_pair and (optimizers or engine.needs_optimizer):
+            check_pair(models, optimizers)
+        self._check_optimizers(optimizers)
+        for model in models:
+            check_uniform(self.job, model)
+            engine.before_prepare(self.job, model)
+            keep_packing(model)  # a user's own may be quantized, too
+            if not engine.broadcasts_buffers:
+                _broadcast_buffers(model)
+        known = [*self._optimizers, *self._schedulers]
+        with phase("prepare"), engine_environment(self.job):
+            made = super().prepare(*objects, device_placement=device_placement)
+            for item in (*self._optimizers, *self._schedulers):
+                if not any(item is other for other in known):
+                    self._replace_step(item)
+            if self._deepspeed and optimizers:
+                # `backward` uses the engine that was made first, which may be a teacher's.
+                self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
+            elif self._deepspeed:
+                # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
+                self._optimizers[:] = [item for item in self._optimizers if any(item is other for other in known)]
+            # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+            items = made if isinstance(made, list | tuple) else (made,)
+            self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
+            self._check_prepared(items, any(model in self.from_checkpoint for model in models))
+        return made
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Accelerate's. A model that its engine has distributed while loading gets autocast, and no DDP around it."""
+        unwrapped = evaluation_mode or not engine_of(self.job.strategy).wraps_model
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
+
+    def _check_prepared(self, items: Sequence[Any], from_checkpoint: bool) -> None:
+        """Audit a model and its optimizer with the call that completes the two: DDP takes them one by one, too."""
+        if not self._optimizers or not self._prepared:
+            return
+        optimizer = self._optimizers[-1]
+        model = self._model_of(optimizer)
+        if model is None or not any(item is model or item is optimizer for item in items):
+            return
+        prepared = Prepared(self.job, model, optimizer, self)
+        if from_checkpoint:
+            restore_masters(prepared)
+        audit(prepared, known=from_checkpoint)
+        if not engine_of(self.job.strategy).model_no_sync:
+            model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
+
+    def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Refuse a second optimizer where only one can step: DeepSpeed steps one, and fp16's scale changes with its step."""
+        added = [item for item in optimizers if not any(item is other for other in self._optimizers)]
+        if added and len(self._optimizers) + len(added) > 1 and (self._deepspeed or self.scaler is not None):
+            strategy = self.job.strategy
+            what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
+            raise StrategyError(
+                f"prepare got {len(self._optimizers) + len(added)} optimizers in all, and {what} can step one. Give one "
+                "optimizer with several parameter groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32'."
+            )
+
+    def _model_of(self, optimizer: Any) -> Any:
+        """The prepared model that an optimizer steps. DeepSpeed's optimizer holds other tensors than its model."""
+        if self._deepspeed:
+            return next((engine for engine in self._models if engine.optimizer is optimizer.optimizer), None)
+        stepped = {id(parameter) for parameter in self._parameters_of(optimizer)}
+        return next((model for model in self._prepared if any(id(p) in stepped for p in model.parameters())), None)
+
+    def _parameters_of(self, optimizer: Any) -> list[torch.nn.Parameter]:
+        """The trained parameters that an optimizer steps."""
+        if self._deepspeed:
+            stepped = self._model_of(optimizer).parameters()
+        else:
+            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [parameter for parameter in stepped if parameter.requires_grad]
+
+    def _replace_step(self, item: Any) -> None:
+        """Clip before an optimizer's `step`, and step a scheduler with the optimizer only.
+
+        No hook of torch's: it runs behind fp16's scaler, which leaves the gradients of a fused optimizer scaled. A
+        method: torch's schedulers replace an optimizer's `step` too, and take it apart.
+        """
+        import torch
+
+        upstream: Callable[..., Any] = item.step
+
+        def step_optimizer(optimizer: Any, closure: Any = None) -> None:
+            if closure is not None:
+                raise StrategyError(
+                    "optimizer.step got a closure, whose gradients can be neither clipped nor checked before the step. "
+                    "Call accelerator.backward(loss), then optimizer.step() without a closure."
+                )
+            if self.sync_gradients:
+                self._check_finite(self._clip(optimizer))
+            upstream()
+            if self.sync_gradients:
+                self._norms.pop(id(optimizer), None)
+                self._unscaled = self._took_step = False
+
+        def step_scheduler(scheduler: Any, *arguments: Any, **named: Any) -> None:
+            if self.sync_gradients and not any(optimizer.step_was_skipped for optimizer in scheduler.optimizers):
+                upstream(*arguments, **named)
+
+        item.step = MethodType(step_optimizer if isinstance(item, torch.optim.Optimizer) else step_scheduler, item)
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Accelerate's: the loss is divided by `Loop.accumulation`.
+
+        Raises:
+            StrategyError: for a second call before `optimizer.step()` where DeepSpeed has taken a step in the first.
+        """
+        if self._took_step and self.sync_gradients:
+            raise StrategyError(
+                f"accelerator.backward was called twice before optimizer.step(), and sharding "
+                f"{self.job.strategy.sharding!r} took a step in the first call: DeepSpeed has to know the last micro-batch "
+                "beforehand. Give tk.Loop(accumulation=…), and write `with accelerator.accumulate(model):` around each one."
+            )
+        self._norms.clear()
+        self._unscaled = False
+        super().backward(loss, **options)
+        # A step that DeepSpeed skipped for its norm is no step, and the loop may leave `step` out.
+        self._took_step = self._deepspeed and self.sync_gradients and _is_finite(self._clip(self._optimizers[0]))
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Accelerate's, once a step: `step` unscales what the loop has not."""
+        if self.sync_gradients and not self._unscaled:
+            super().unscale_gradients(optimizer)
+            self._unscaled = True
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip to `Loop.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
+
+        Returns:
+            The global L2 norm before clipping, over all ranks and all optimizers whose parameters it got. None in a
+            micro-batch that only accumulates.
+
+        Raises:
+            StrategyError: for another norm than the job's, and for a part of the parameters.
+        """
+        import torch
+
+        given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        limit = self.job.loop.max_grad_norm
+        if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
+            raise StrategyError(
+                f"clip_grad_norm_ got max_norm {float(max_norm):g} (norm_type {float(norm_type):g}), and the job clips the L2 "
+                f"norm at {limit:g} on every engine. Give tk.Loop(max_grad_norm={float(max_norm):g}), or call it with {limit:g}."
+            )
+        stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
+        meant = [(optimizer, own) for optimizer, own in stepped if own & given] or stepped
+        trained = {identity for _, own in meant for identity in own}
+        if not trained or trained - given:
+            raise StrategyError(
+                f"clip_grad_norm_ got {len(trained & given)} of {len(trained)} trained parameters, and the norm is that of all "
+                "that an optimizer steps. Give model.parameters() of the prepared model."
+            )
+        if not self.sync_gradients:
+            return None
+        norms = [norm for optimizer, _ in meant if (norm := self._clip(optimizer)) is not None]
+        if len(norms) < 2:
+            return norms[0] if norms else None
+        together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return together
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> NoReturn:
+        """Refused: the sharding engines cannot.
+
+        Raises:
+            StrategyError: on every engine.
+        """
+        raise StrategyError(
+            f"clip_grad_value_ got clip_value {float(clip_value):g}, and no engine of the toolkit clips single values: "
+            "DeepSpeed and FSDP cannot. Give tk.Loop(max_grad_norm=…), which clips the L2 norm on every engine."
+        )
+
+    def _clip(self, optimizer: Any) -> torch.Tensor | None:
+        """Clip the gradients that an optimizer steps with, once a step. DeepSpeed has done it in `backward`."""
+        import torch
+
+        if self._deepspeed:
+            norm = self._model_of(optimizer).get_global_grad_norm()
+            # -1: an overflow
+            return None if norm is None else torch.tensor(float(norm) if norm >= 0 else math.inf, device=self.device)
+        if id(optimizer) not in self._norms:
+            self.unscale_gradients()
+            stepped = self._parameters_of(optimizer)
+            limit = self.job.loop.max_grad_norm or math.inf
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(stepped, limit)
+        return self._norms[id(optimizer)]
+
+    def _check_finite(self, norm: torch.Tensor | None) -> None:
+        """Under fp16 the scaler skips the step instead."""
+        if not self.job.precision.scaled and not _is_finite(norm):
+            raise NotFinite(
+                f"the gradient norm is {norm:g}, and the step was not taken. Weights are those of the step before. "
+                "Look at this step's batches, or lower the learning rate."
+            )
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Accelerate's. Under DeepSpeed a `backward` within it takes no step."""
+        if not self._deepspeed:
+            with super().no_sync(model):
+                yield
+            return
+        state = self.gradient_state
+        before, state.sync_gradients = state.sync_gradients, False
+        try:
+            yield
+        finally:
+            state.sync_gradients = before
+
+
+def _is_finite(norm: torch.Tensor | None) -> bool:
+    """A norm that is not known yet counts as finite."""
+    return norm is None or math.isfinite(norm)
+
+
+def _refuse_no_sync(sharding: str) -> NoReturn:
+    raise StrategyError(
+        f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every "
+        "sharding has."
+    )
+
+
+_made = 0
+"""Accelerators of this process, equally many on every rank."""
+
+
+def _reset_state(job: Job, timeout: timedelta | None) -> None:
+    """Accelerate keeps one state for the whole process: forget that of an Accelerator that was ended or dropped.
+
+    Accelerators of one process each, with one precision and one accumulation, can share a state.
+
+    Raises:
+        RunError: where the last one is still in use.
+    """
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+
+    global _made
+    if (owners := AcceleratorState._shared_state.get("owners")) is not None:
+        if any(not owner.ended for owner in owners):
+            gc.collect()  # a dropped one is part of cycles
+        if used := [owner for owner in owners if not owner.ended]:
+            other = _state(used[0].job)
+            if _state(job) == other and job.strategy.single_process:
+                return
+            raise RunError(
+                f"this process already has an Accelerator, with sharding {other[0]!r}, precision {other[1]!r} and "
+                f"accumulation {other[2]}, and Accelerate keeps one state a process. Call its end_training() first."
+            )
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+    if _made and not job.strategy.single_process and "RANK" in os.environ and not dist.is_initialized():
+        _init_group(job, timeout)
+    _made += 1
+
+
+def _state(job: Job) -> tuple[str, str, int]:
+    """What Accelerate keeps for the whole process."""
+    return job.strategy.sharding, job.strategy.precision, job.loop.accumulation
+
+
+def _broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [[buffer.cpu() for buffer in model.buffers()]]
+    broadcast_object_list(values, from_process=0)
+    for buffer, value in zip(model.buffers(), values[0], strict=True):
+        buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to
+
+
+def _init_group(job: Job, timeout: timedelta | None) -> None:
+    """Make this process's next process group, which Accelerate and DeepSpeed take as it is.
+
+    The launcher's store keeps the addresses of the groups that have ended, and torch gives every group their names,
+    which DTensor's caches need. So the keys get a prefix.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    backend = "gloo" if job.device.kind == "cpu" else "nccl" if job.strategy.offload == "none" else "cuda:nccl,cpu:gloo"
+    store, rank, size = next(iter(rendezvous("env://")))
+    dist.init_process_group(
+        backend, store=PrefixStore(f"accelerator-{_made}", store), rank=rank, world_size=size, timeout=timeout
+    )

@@ -1,0 +1,278 @@
+"""`load()`: model and tokenizer for training, read in the way that the engine needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.config.tables import ATTENTIONS
+from toolkit.core.errors import ModelError, StrategyError, StrategyMismatch
+from toolkit.core.units import dtype_name, format_count
+from toolkit.engines.adapters import (
+    adapt,
+    check_quantized,
+    keep_packing,
+    packed,
+    quantization,
+    read_dtype,
+    require_libraries,
+)
+from toolkit.engines.base import engine_of
+from toolkit.engines.environment import engine_environment
+from toolkit.engines.job import Job
+from toolkit.engines.records import job_of
+from toolkit.engines.states import persistent_buffers, quantizable
+from toolkit.engines.timeouts import on_main
+from toolkit.models import ModelSpec, require_weights
+from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars
+from toolkit.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Model and tokenizer for the job that an Accelerator was made for, ready for an optimizer and `prepare`.
+
+    The model is in train mode with its KV cache off, in the dtypes, attention and activation checkpointing that were
+    asked for, with an adapter where one was. What was done is printed by the main process, a line each.
+
+    Args:
+        accelerator: from `toolkit.accelerator(strategy, loop, spec)`.
+        allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
+
+    Returns:
+        A transformers model, or PEFT's around it, and the tokenizer with its pad token set.
+
+    Raises:
+        StrategyError: for an Accelerator made without a spec, and for a model without activation checkpointing.
+        StrategyMismatch: where transformers chose another attention, or left tied weights apart.
+        ModelError: for weights or a tokenizer that are missing, do not fit, or would mostly stay unquantized.
+        MissingLibrary: for an adapter whose library is not installed.
+    """
+    job = job_of(accelerator)
+    spec = job.spec
+    if spec is None:
+        raise StrategyError(
+            "this Accelerator was made without a model, so nothing says what to load. "
+            "Make it with `toolkit.accelerator(strategy, loop, toolkit.describe(model))`."
+        )
+    require_libraries(job)
+    if job.strategy.quantized:
+        check_quantized(spec, allow_unquantized)
+    require_weights(spec)
+    tokenizer = load_tokenizer(spec)
+    engine = engine_of(job.strategy)
+    bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
+    with bars, engine_environment(job):
+        model = engine.load_model(job, Reader(job, accelerator))
+    _check(job, model)
+    notes = [f"loading: {engine.loading_note(job)}", *_set_up(job, model, tokenizer)]
+    if job.strategy.adapter != "none":
+        model = cast("PreTrainedModel", adapt(job, model))
+        notes.append(_adapter_note(job, model))
+    engine.before_prepare(job, model)
+    accelerator.from_checkpoint.add(model)
+    model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
+    for note in notes:
+        accelerator.print(note)
+    return model, tokenizer
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The ways to read a checkpoint's weights, of which `Engine.load_model` takes one."""
+
+    job: Job
+    accelerator: Accelerator
+
+    def read(self, **options: Any) -> PreTrainedModel:
+        """Read the whole model on this rank; `options` go to `from_pretrained`."""
+        return _read(self.job, **options)
+
+    def read_on_main(self) -> PreTrainedModel:
+        """Read on rank 0; on other ranks make the same modules without memory. A collective."""
+        return _read_once(self.job, self.accelerator)
+
+
+def _read(job: Job, **options: Any) -> PreTrainedModel:
+    """The weights of the checkpoint, none of them missing."""
+    import torch
+
+    spec = cast("ModelSpec", job.spec)
+    try:
+        model, info = auto_class(spec).from_pretrained(
+            spec.source,
+            dtype=getattr(torch, read_dtype(job)),
+            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
+            quantization_config=quantization(job),
+            trust_remote_code=spec.runs_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        # Under ZeRO-3 a wrong shape is such an error; others, say of the network, are no mistake of the user's.
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise
+        raise ModelError(f"model {spec.name!r}: transformers cannot read its weights: {error}") from error
+    # What is missing or of another shape transformers would draw at random, and only warn.
+    wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + list(info["error_msgs"])
+    if wrong:
+        raise ModelError(
+            f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
+            f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
+        )
+    _freeze(job, model)
+    # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
+    type(model)._auto_class = None
+    keep_packing(model)
+    # Of these only the used ones may be reverted in saving; under ZeRO-3 transformers keeps them all (integrations/deepspeed.py).
+    model._weight_conversions = [one for one in getattr(model, "_weight_conversions", None) or () if one.was_used()]
+    if job.device.kind == "cpu":
+        _own(model)
+    return cast("PreTrainedModel", model)
+
+
+def _freeze(job: Job, model: PreTrainedModel) -> None:
+    """What text does not pass is held as what an adapter stands on: without a gradient, in the compute dtype."""
+    import torch
+
+    freeze(model, cast("ModelSpec", job.spec))
+    for parameter in model.parameters():
+        if not parameter.requires_grad and job.strategy.adapter == "none":
+            parameter.data = parameter.data.to(getattr(torch, job.compute_dtype))
+
+
+def _own(model: nn.Module) -> None:
+    """On CPU ranks copy tensors that still lie in the mapped file into memory that torch allocated.
+
+    They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
+    """
+    tensor: Any
+    for tensor in (*model.parameters(), *model.buffers()):
+        held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        if held.device.type != "cpu" or held.untyped_storage().resizable():
+            continue
+        if held is tensor:
+            tensor.data = tensor.data.clone()
+        else:  # in place: whoever has the DTensor keeps it
+            tensor._local_tensor = held.clone()
+
+
+def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
+    """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
+    from accelerate.utils import broadcast_object_list
+
+    model: PreTrainedModel | None = None
+
+    def read() -> dict[str, str]:
+        nonlocal model
+        model = _read(job)
+        # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
+        return {name: dtype_name(parameter.dtype) for name, parameter in model.named_parameters()}
+
+    dtypes = on_main(accelerator, read)
+    buffers = [persistent_buffers(model) if model is not None else {}]
+    broadcast_object_list(buffers, from_process=0)
+    return _hollow(job, dtypes, buffers[0]) if model is None else model
+
+
+def _hollow(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The model with rank 0's buffers, where each parameter has its shape, and one element of memory.
+
+    Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
+    all are 0.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    spec = cast("ModelSpec", job.spec)
+    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+    with init_empty_weights():
+        model = auto_class(spec).from_config(
+            config,
+            dtype=getattr(torch, read_dtype(job)),
+            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
+            trust_remote_code=spec.runs_code,
+        )
+    # `init_empty_weights` gives every name a parameter of its own.
+    model.tie_weights()
+    for name, parameter in list(model.named_parameters()):
+        empty = torch.zeros(1, dtype=getattr(torch, dtypes[name])).expand(parameter.shape)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(empty))
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.cpu())
+    freeze(model, spec)
+    return cast("PreTrainedModel", model)
+
+
+def _check(job: Job, model: PreTrainedModel) -> None:
+    """What was read is what was asked for."""
+    spec = cast("ModelSpec", job.spec)
+    used = model.config.get_text_config()._attn_implementation
+    if used != ATTENTIONS[job.strategy.attention].transformers:
+        raise StrategyMismatch(
+            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
+        )
+    for group in spec.tied:
+        if len({id(model.get_parameter(name)) for name in group}) > 1:
+            raise StrategyMismatch(f"model {spec.name!r}: tied weights came untied while loading: {', '.join(group)}.")
+    left = sorted(set(quantizable(spec)) - set(packed(model))) if job.strategy.quantized else []
+    if left:
+        raise ModelError(
+            f"model {spec.name!r}: transformers leaves {len(left)} linear modules of {spec.architecture} unquantized, "
+            f"the first {left[0]}. Choose adapter 'lora'."
+        )
+
+
+# Setting up ----------------------------------------------------------------------------------------------------------
+
+
+def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Cache off, pad token, activation checkpointing. Says what is set, a line each."""
+    spec = cast("ModelSpec", job.spec)
+    text = model.config.get_text_config()
+    model.config.use_cache = text.use_cache = False
+    model.config.pad_token_id = text.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    checkpointing = job.strategy.activation_checkpointing
+    if checkpointing == "full":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
+    if spec.frozen:
+        notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
+    if spec.moe is not None:
+        experts = f"{spec.moe.experts} a layer, {spec.moe.active} active"
+        notes.append(f"experts: {experts}, computed by {text._experts_implementation or 'eager'}")
+    if job.strategy.quantized:
+        bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
+        left = 1 - sum(packed(model).values()) / spec.elements
+        count = format_count(spec.elements)
+        notes.append(f"quantized: {bits}; {left:.0%} of {count} weights stay unquantized, in {job.compute_dtype}")
+    return notes
+
+
+def _adapter_note(job: Job, model: PreTrainedModel) -> str:
+    spec = cast("ModelSpec", job.spec)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = f"{format_count(trained)} trainable, {trained / (spec.elements + trained):.2%} of all"
+    linear = {f"{name}.weight" for name in spec.linears}
+    fused = any(parameter.role == "expert" and parameter.name not in linear for parameter in spec.parameters)
+    experts = "; fused experts have none" if fused else ""
+    if spec.unadapted and job.strategy.lora_targets == "all-linear":
+        names = sorted({name.rpartition(".")[2] for name in spec.unadapted})
+        experts += f", nor have {len(spec.unadapted)} modules that PEFT takes for them ({', '.join(names)})"
+    return f"adapter: {job.strategy.adapter}, rank {job.strategy.lora_rank}; {share}{experts}"

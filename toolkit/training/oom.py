@@ -1,0 +1,163 @@
+"""Out of memory: recognised, put into figures, and met by the smallest change that could fit."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.flags import from_dict, spell
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import OutOfMemory, ToolkitError, value_or
+from toolkit.core.units import format_bytes
+from toolkit.devices.machine import Device, hardware, host_memory
+from toolkit.engines.adapters import require_libraries
+from toolkit.engines.job import resolve
+from toolkit.forecasting.memory_advice import changed, changes
+from toolkit.run_folder.folder import Folder, read_run_json
+from toolkit.run_folder.heartbeat import Heartbeat
+
+_ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
+
+
+def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
+    """What a rank says of an error that `is_out_of_memory`: figures, and what to change."""
+    asked = _ASKED.search(str(error))
+    size = f"It asked for {_size(asked[1])}" if asked else "How much it asked for is not known"
+    return OutOfMemory(f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_held()}. {advice(folder, beat)}")
+
+
+def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) -> str:
+    """The message for a rank that the system killed: its last heartbeat is all that is known of it."""
+    who = f"rank {rank}" if rank is not None else f"rank {beat.rank} (which held most)" if beat else "a rank"
+    where = f" {beat.where}" if beat else ""
+    return (
+        f"{who} was killed by the system, whose memory had run out{where}. How much it asked for is not known; "
+        f"{_last_held(beat)}. {advice(folder, beat)}"
+    )
+
+
+def aborted_for_memory(folder: Folder, rank: int, asked: str | None, beat: Heartbeat | None) -> str:
+    """The message for a rank that one of its libraries ended; `asked`: bytes, where the library said so."""
+    size = f"It asked for {format_bytes(int(asked))}" if asked else "How much it asked for is not known"
+    where = f" {beat.where}" if beat else ""
+    return f"rank {rank} ran out of memory{where}. {size}; {_last_held(beat)}. {advice(folder, beat)}"
+
+
+def _last_held(beat: Heartbeat | None) -> str:
+    total, _ = host_memory()
+    held = f"it held {format_bytes(beat.rss)} at its last heartbeat, and " if beat else ""
+    return f"{held}the host has {format_bytes(total)}"
+
+
+def advice(folder: Folder, beat: Heartbeat | None) -> str:
+    """The smallest change that could fit, as a command line that goes on with the run."""
+    return value_or("What to change is not known: run.json cannot be read.", _advice, folder, beat)
+
+
+def _advice(folder: Folder, beat: Heartbeat | None) -> str:
+    if not folder.run_json.exists():
+        return "Take a smaller model, or a machine with more memory."
+    was = read_run_json(folder.path)
+    strategy, loop = from_dict(Strategy, was["strategy"]), from_dict(Loop, was["loop"])
+    device, target = hardware().device, was.get("target")
+    in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
+    possible = changes(strategy, loop, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
+    for change in (one for one in possible if target is None or OF_OWN_CODE.issuperset(one)):
+        if _can_run(strategy, loop, change, int(was["ranks"]), device):
+            flags = " ".join(spell(change))
+            if "adapter" in change:  # what is trained stays what it was
+                return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
+            return f"The smallest change that could fit: {_resume_command(folder, target, change)}."
+    if target is not None:
+        return f"Choose a smaller micro-batch in {target['name']}, a smaller model, or more memory."
+    return "Nothing smaller is left but --seq-len, a smaller model, or more memory."
+
+
+OF_OWN_CODE = {"sharding", "offload"}
+"""Changes that reach a script, module or function of the user's: its batch and its model are its own."""
+
+
+def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Mapping[str, Any]) -> str:
+    """What resumes a run with a change. A function is passed again, so that is a line of Python."""
+    if target is not None and target["kind"] == "function":
+        words = ", ".join(f"{name}={value!r}" for name, value in change.items())
+        return f"`tk.resume({str(folder.path)!r}, {target['name']}, {words})`, or a smaller micro-batch in it"
+    command = f"`toolkit resume {shlex.quote(str(folder.path))} {' '.join(spell(change))}`"
+    return command if target is None else f"{command}, or a smaller micro-batch in {target['name']}"
+
+
+def _can_run(strategy: Strategy, loop: Loop, change: Mapping[str, Any], ranks: int, device: Device) -> bool:
+    """Whether this machine can."""
+    try:
+        require_libraries(resolve(*changed(strategy, loop, change), None, ranks, device))
+    except ToolkitError:
+        return False
+    return True
+
+
+def memory_kills() -> int:
+    """How many processes the system has ended because memory ran out: of this control group, else of the machine."""
+    return _kills(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat"))
+
+
+def _kills(root: Path, own: Path, machine: Path) -> int:
+    """Of version 2 or 1; a container often sees another path than the one written here, and the root is then its own."""
+    files = {"": "memory.events", "memory": "memory.oom_control"}
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers in files:
+            for folder in (root / controllers / path.lstrip("/"), root / controllers):
+                found = _counted(folder / files[controllers])
+                if found is not None:
+                    return found
+    return _counted(machine) or 0
+
+
+def _counted(file: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+            return int(match[1])
+    return None
+
+
+def _size(text: str) -> str:
+    """torch says bytes on the host, and larger units on a device."""
+    number, _, unit = text.replace(",", "").partition(" ")
+    return format_bytes(int(number)) if unit.lower() == "bytes" else text
+
+
+def _held() -> str:
+    """What this process holds, and what there is: of its device where it has one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
+            free, total = torch.cuda.mem_get_info()
+            held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            return (
+                f"it held {format_bytes(held)} ({format_bytes(reserved)} reserved), and {format_bytes(free)} of the "
+                f"device's {format_bytes(total)} were free"
+            )
+    import psutil
+
+    return f"it held {format_bytes(psutil.Process().memory_info().rss)}; {_host()}"
+
+
+def _host() -> str:
+    """What is free of the host's memory, and of this process's own limit on addresses, where it has one."""
+    import resource
+
+    import psutil
+
+    total, free = host_memory()
+    said = f"{format_bytes(free)} of the host's {format_bytes(total)} were free"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return said
+    used = psutil.Process().memory_info().vms
+    return f"{format_bytes(used)} of the {format_bytes(limit)} that `ulimit -v` allows were in use; {said}"

@@ -1,0 +1,157 @@
+"""All that can be known, and refused, before an engine is set up or a process started: model, job, weights, tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.data import Contents, Rows, check_batch, described, embedded_tokenizer, find_rows, ingest, prepare_data
+from toolkit.devices.machine import Device, Hardware, hardware
+from toolkit.engines import cpu
+from toolkit.engines.adapters import check_quantized, require_libraries
+from toolkit.engines.job import Job, resolve
+from toolkit.forecasting import Forecast, forecast_job
+from toolkit.models import ModelSpec, describe, require_weights
+from toolkit.models.hf_loading import auto_class, quiet_bars
+from toolkit.models.tokenizer import load_tokenizer
+from toolkit.training.setup import check_trackers
+
+LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
+"""Whose versions `run.json` records."""
+
+PREPARED = "TOOLKIT_PREPARED_DATA"
+"""The environment variable in which the parent tells its ranks which rows to open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """All that can be known, and refused, before an engine is set up or a process started."""
+
+    job: Job
+    tokenizer: Any
+    rows: Rows
+    eval_rows: Rows | None
+    forecast: Forecast | None = None
+    """What the run will take; None where nobody asked, and where it cannot be forecast."""
+    unforecast: str | None = None
+    """Why it cannot be."""
+    notes: tuple[str, ...] = ()
+    """Which files of a folder are the data, and which are left out."""
+
+    @property
+    def handed_over(self) -> dict[str, str]:
+        """Environment of the ranks: they open the same rows, and read no data."""
+        evaluated = self.eval_rows.fingerprint if self.eval_rows else None
+        return {PREPARED: json.dumps([self.rows.fingerprint, evaluated, self.notes])}
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model that is trained."""
+        assert self.job.spec is not None, "get_ready describes the model"
+        return self.job.spec
+
+
+def get_ready(
+    recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device, *, prepared: str | None = None
+) -> Ready:
+    """Describe the model, resolve the job, read and tokenize the data, unless the parent did that and says so.
+
+    Args:
+        recipe, strategy, loop: what is trained, and how.
+        ranks: number of processes.
+        device: of a rank.
+        prepared: in a rank, the value of `PREPARED`.
+
+    Raises:
+        ToolkitError: for everything that would stop the run: strategy, model, weights, data.
+    """
+    if device.kind == "cpu":
+        cpu.say_so_to_deepspeed()
+    check_trackers(recipe.tracker)
+    require_libraries(resolve(strategy, loop, None, ranks, device))
+    rows, eval_rows, notes = _prepared(prepared)
+    # Mistakes in the data are found before anything heavy is imported.
+    data = None if rows else ingest(recipe.data, text_column=recipe.text_column)
+    eval_data = ingest(recipe.eval_data, text_column=recipe.text_column) if recipe.eval_data and not eval_rows else None
+    spec = described(recipe.model, recipe.trust_remote_code)
+    asked = resolve(strategy, loop, spec, ranks, device)
+    if strategy.quantized:
+        check_quantized(spec, recipe.allow_unquantized)
+    require_weights(spec)
+    tokenizer = load_tokenizer(spec)
+
+    def rows_of(contents: Contents) -> Rows:
+        return prepare_data(
+            contents,
+            tokenizer,
+            spec,
+            seq_len=asked.loop.seq_len,
+            mask_prompts=recipe.mask_prompts,
+            chat_template=recipe.chat_template,
+            packing=None if recipe.packing else False,
+            text_column=recipe.text_column,
+        )
+
+    rows = rows_of(data) if data else rows
+    assert rows is not None, "the data were prepared by the parent, or read here"
+    check_batch(rows, asked.loop, dp_size=asked.parallelism.dp_size)
+    eval_rows = rows_of(eval_data) if eval_data else eval_rows
+    read = {"data": data, "eval_data": eval_data}
+    notes += tuple(f"{name}: {each.source.summary}" for name, each in read.items() if each and each.source.summary)
+    return Ready(job=asked, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
+
+
+def _prepared(said: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
+    """Rows, rows for evaluation and notes that the parent handed over; nothing without a parent."""
+    if said is None:
+        return None, None, ()
+    rows, eval_rows, notes = json.loads(said)
+    return find_rows(rows), find_rows(eval_rows) if eval_rows else None, tuple(notes)
+
+
+def foretold(ready: Ready, recipe: Recipe, machine: Hardware) -> Ready:
+    """The same, with a forecast. Call before an engine is set up, which would partition what is traced."""
+    try:
+        if ready.job.strategy.adapter != "none":
+            import peft  # noqa: F401 - loading needs it too, and with it the trace needs no process of its own
+        found = forecast_job(ready.job, machine, one_document=ready.rows.one_document, checkpoints=recipe.checkpoints)
+        return dataclasses.replace(ready, forecast=found)
+    except Exception as error:  # a run goes on without a forecast, whatever was in its way
+        return dataclasses.replace(ready, unforecast=str(error))
+
+
+def draw_model(folder: str | Path, config: Any) -> str:
+    """Write a folder like one from the Hub: random weights of a transformers config, drawn from seed 0, and the embedded tokenizer.
+
+    For trying things out at any shape and without a network. The vocabulary has to hold the tokenizer's 4,096 tokens.
+    """
+    import torch
+
+    if hardware().device.kind == "cpu":
+        cpu.say_so_to_deepspeed()
+    auto = auto_class(describe(config))
+    with torch.random.fork_rng(devices=[]), quiet_bars(main=True, shown=False):
+        torch.default_generator.manual_seed(0)
+        auto.from_config(config).save_pretrained(folder)
+    embedded_tokenizer(Path(folder))
+    return str(folder)
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of `LIBRARIES`; None for what is not installed."""
+    from importlib import metadata
+
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,220 @@
+"""`prepare()`: the `accelerator.prepare` call. `audit()`: what came of it, beside what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.display import Shown, Table
+from toolkit.core.errors import StrategyMismatch
+from toolkit.core.units import format_bytes
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared, StateMemory, job_of
+from toolkit.engines.states import parameters_of
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+TOLERANCE = 0.02
+"""Of audited against accounted bytes: what padding and alignment may add."""
+
+PAIR = "prepare got {}. Give both in one call: the engine needs them together."
+
+SLACK = 16 * 1024
+"""Bytes below which a difference says nothing: a model of a few tensors is mostly padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Shown):
+    """What this rank really holds, beside what the engine's account says."""
+
+    engine: str
+    """Class of the prepared model."""
+    ranks: int
+    held: StateMemory
+    expected: StateMemory | None
+    """None where the job has no spec, or the model trains other parameters: there is no account then."""
+
+    def tables(self) -> list[Table]:
+        def cell(size: int | None) -> str:
+            return "–" if size is None else format_bytes(size)
+
+        rows = [
+            (
+                part,
+                cell(getattr(self.held, part)),
+                "–" if self.expected is None else cell(getattr(self.expected, part)),
+                self.held.dtypes.get(part, "–"),
+            )
+            for part in ("trainable", "frozen", "master", "optimizer")
+        ]
+        other = [f"{part} in {name}" for part, name in self.held.dtypes.items() if part in ("gradients", "reduce")]
+        title = f"Held by this rank ({self.engine}, {self.ranks} ranks)"
+        columns = ("part", "bytes", "account", "dtype")
+        return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Bytes by part, held and expected, and the dtype ledger."""
+        return {**asdict(self), "parameter_bytes": self.held.parameters}
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """What `accelerator.prepare` gives back. The fp32 masters are exactly the checkpoint's, whoever read the model.
+
+    Args:
+        accelerator: from `toolkit.accelerator()`.
+        objects: model, optimizer, and, in any order, loaders and schedulers; the model and its optimizer in one call.
+
+    Raises:
+        StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights are not what was asked.
+    """
+    import torch
+
+    job_of(accelerator)
+    models = [item for item in objects if isinstance(item, torch.nn.Module)]
+    if models:
+        check_pair(models, [item for item in objects if isinstance(item, torch.optim.Optimizer)])
+    accelerator.from_checkpoint.update(models)
+    return accelerator.prepare(*objects)
+
+
+def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
+    """The model and the optimizer among what `accelerator.prepare` gave back, as engine functions take them."""
+    import torch
+
+    # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+    found = objects if isinstance(objects, list | tuple) else (objects,)
+    model = next(item for item in found if isinstance(item, torch.nn.Module))
+    optimizer = next((item for item in found if isinstance(item, torch.optim.Optimizer)), None)
+    if optimizer is None:
+        raise StrategyMismatch(PAIR.format("a model without its optimizer"))
+    return Prepared(job_of(accelerator), model, optimizer, accelerator)
+
+
+def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Refuse a model without its optimizer, and an optimizer without its model.
+
+    Raises:
+        StrategyMismatch: where one of them is missing.
+    """
+    if bool(models) != bool(optimizers):
+        raise StrategyMismatch(
+            PAIR.format("a model without its optimizer" if models else "an optimizer without its model")
+        )
+
+
+def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = True) -> Audit:
+    """Compare what this rank holds with what was asked.
+
+    Args:
+        prepared: the model, its optimizer and the job.
+        gradients: after the first optimizer step, what dtype its gradients had; the moments exist then and are compared too.
+        known: the toolkit loaded the model. A user's own may train other parameters than the spec says (frozen parts, an
+            adapter of PEFT's). Its bytes and dtypes are then not compared, and a line says so.
+
+    Raises:
+        StrategyMismatch: naming everything that is otherwise than asked.
+    """
+    asked, engine = prepared.job, engine_of(prepared.job.strategy)
+    held = engine.measure_state(prepared)
+    if gradients is not None:
+        held = replace(held, dtypes={**held.dtypes, "gradients": gradients})
+    other = None if known else _trains_other(prepared)
+    if other:
+        prepared.accelerator.print(f"prepare: bytes and dtypes were not compared, since {other}")
+    rank = prepared.accelerator.process_index
+    expected = engine.expected_state(asked, rank) if asked.spec is not None and not other else None
+    found = Audit(
+        engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=held, expected=expected
+    )
+    wrong = engine.check(prepared)
+    if found.ranks != asked.ranks:
+        wrong.append(f"world size is {found.ranks}, expected {asked.ranks}")
+    wrong += _ties(prepared)
+    if expected is not None:
+        wrong += _bytes(held, expected, gradients is not None) + _dtypes(
+            held.dtypes, expected.dtypes, gradients is not None
+        )
+    if wrong:
+        raise StrategyMismatch(
+            f"sharding {asked.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
+            f"{'Nothing was trained' if gradients is None else 'Training ended with its first step'}. "
+            "Check versions with `toolkit doctor`."
+        )
+    return found
+
+
+def _bytes(held: StateMemory, expected: StateMemory, stepped: bool) -> list[str]:
+    parts = ("trainable", "frozen", "master", *(("optimizer",) if stepped else ()))
+    wrong = []
+    for part in parts:
+        is_, should = getattr(held, part) or 0, getattr(expected, part) or 0
+        if abs(is_ - should) > max(TOLERANCE * should, SLACK):
+            wrong.append(f"{part} takes {format_bytes(is_)} on this rank, expected {format_bytes(should)}")
+    return wrong
+
+
+def _dtypes(held: Mapping[str, str], expected: Mapping[str, str], stepped: bool) -> list[str]:
+    """Moments and gradients have no dtype before the first step; after it nothing may be missing."""
+    return [
+        f"{part} is {held.get(part, 'missing')}, expected {name}"
+        for part, name in expected.items()
+        if held.get(part) != name and (stepped or part not in ("optimizer", "gradients"))
+    ]
+
+
+def _trains_other(prepared: Prepared) -> str | None:
+    """What distinguishes the trained parameters from the spec's. None where the names are equal, or an adapter was asked for."""
+    job = prepared.job
+    if job.spec is None or job.strategy.adapter != "none":
+        return None
+    model = prepared.accelerator.unwrap_model(prepared.model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    asked = {state.name for state in parameters_of(job) if state.trainable}
+    names = sorted(trained ^ asked)
+    if not names:
+        return None
+    return f"the model trains {len(trained)} parameters and {job.spec.name} {len(asked)} (the first difference: {names[0]})"
+
+
+def _ties(prepared: Prepared) -> list[str]:
+    """Names that share one tensor in the checkpoint have to share one parameter."""
+    spec = prepared.job.spec
+    if spec is None or not spec.tied:
+        return []
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    wrong = []
+    for group in spec.tied:
+        try:
+            parameters = {id(_find(module, name)) for name in group}
+        except AttributeError:  # a user's own model has other names
+            continue
+        if len(parameters) > 1:
+            wrong.append(f"tied weights came untied: {', '.join(group)}")
+    return wrong
+
+
+def _find(module: Any, name: str) -> torch.nn.Parameter:
+    """A parameter by its name in the base model, under an adapter too."""
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    owner, _, leaf = name.rpartition(".")
+    holder: Any = base.get_submodule(owner)
+    # An adapted module keeps its own weight in `base_layer`.
+    found: torch.nn.Parameter = getattr(getattr(holder, "base_layer", holder), leaf)
+    return found
+
+
+def check_uniform(job: Job, model: torch.nn.Module) -> None:
+    """Sharding engines need one dtype among what is trained; they would say so without naming a parameter."""
+    if job.strategy.adapter == "none":
+        return
+    kinds: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
+        raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")

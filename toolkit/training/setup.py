@@ -1,0 +1,188 @@
+"""The launch environment and the Strategy → one real `accelerate.Accelerator`, or a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.flags import flag, from_dict
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
+from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines import process_exit
+from toolkit.engines.base import all_engines, engine_for
+from toolkit.engines.job import default_ranks, resolve
+from toolkit.engines.records import job_of
+from toolkit.engines.timeouts import patience
+from toolkit.models import ModelSpec
+from toolkit.training.accelerators import accelerator_class
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accelerate import Accelerator
+
+job = job_of
+
+STRATEGY = "TOOLKIT_STRATEGY"
+"""The environment variable with the fields of a Strategy that an Accelerate config file cannot hold, as JSON."""
+
+
+def accelerator(
+    strategy: Strategy | Mapping[str, Any] | None = None,
+    loop: Loop | None = None,
+    spec: ModelSpec | None = None,
+    *,
+    log_with: str | None = None,
+    project_dir: str | Path | None = None,
+    timeout: float | None = None,
+) -> Accelerator:
+    """The Accelerator that trains as the strategy says, on the ranks that were launched. `os.environ` stays as it was.
+
+    Without a strategy it takes what `accelerate launch --config_file` set; with one, both have to agree. A mapping
+    gives only some of the fields and leaves the others to the launch environment.
+
+    Args:
+        strategy: what is asked for.
+        loop: what a step is; `Loop()` where it is left out.
+        spec: of the model that will be loaded. Without it DeepSpeed's buckets stay "auto".
+        log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
+        project_dir: where trackers write.
+        timeout: seconds after which a rank gives up waiting for another in a collective; torch's default where it is
+            left out (10 minutes with NCCL, 30 with gloo).
+
+    Raises:
+        StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
+        RunError: for more ranks on this machine than it has devices, and while this process has another Accelerator.
+        MissingLibrary: for an engine or a tracker that is not installed.
+    """
+    asked = agree(strategy, os.environ)
+    check_trackers(log_with)
+    ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
+    check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    made: Accelerator = accelerator_class()(
+        resolve(asked, loop or Loop(), spec, ranks, machine.device),
+        None if timeout is None else patience(timeout),
+        log_with=log_with.split(",") if log_with else None,
+        project_dir=project_dir,
+    )
+    process_exit.arrange()
+    return made
+
+
+def check_ranks(hardware: Hardware, ranks: int) -> None:
+    """One rank a device, on accelerators; a CPU takes any number.
+
+    Raises:
+        RunError: for more ranks than devices, or none.
+    """
+    if ranks < 1:
+        raise RunError(f"processes {ranks}: expected at least 1.")
+    if hardware.device.kind != "cpu" and ranks > hardware.ranks:
+        raise RunError(
+            f"processes {ranks}: this machine has {hardware.ranks} {hardware.device.kind} device(s) "
+            f"({hardware.device.name}), and each takes one rank. Try --processes {hardware.ranks}, or hide the devices "
+            "(CUDA_VISIBLE_DEVICES='') to run on the CPU."
+        )
+
+
+def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: int | None) -> int:
+    """The number of ranks on this machine: as given, else the default, which `print_default` shows.
+
+    Args:
+        strategies: that run on this number of ranks; the default is the one of the strategy that needs most.
+        hardware: this machine.
+        processes: as the user gave it; None for the default.
+
+    Raises:
+        RunError: as `check_ranks`.
+    """
+    ranks = max(default_ranks(one, hardware) for one in strategies) if processes is None else processes
+    check_ranks(hardware, ranks)
+    return ranks
+
+
+def print_default(ranks: int, hardware: Hardware, processes: int | None) -> None:
+    """Print the number of ranks where the user gave none. Called behind the checks: a mistake stays one sentence."""
+    if processes is None:
+        print(f"processes: {ranks}, the default on {hardware.device.name}", file=sys.stderr)
+
+
+def check_trackers(names: str | None) -> None:
+    """Refuse trackers that Accelerate does not know, and those that it would leave out without a word.
+
+    Raises:
+        StrategyError: for an unknown name, with the nearest one.
+        MissingLibrary: for a tracker whose library is not installed.
+    """
+    if not names:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = [str(name) for name in get_available_trackers()]
+    for name in names.split(","):
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(LOGGER_TYPE_TO_CLASS)
+            raise StrategyError(f"tracker {name!r} is unknown.{nearest(name, LOGGER_TYPE_TO_CLASS)} Known: {known}.")
+        if name not in installed:
+            raise MissingLibrary(
+                f"tracker {name!r} needs its library, which is not installed. Install it with `pip install {name}`, "
+                f"or choose one that is: {', '.join(installed) or 'none'}."
+            )
+
+
+def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | None = None) -> dict[str, Any]:
+    """The fields of Strategy that the launch environment sets; none outside of `accelerate launch`.
+
+    The engine of the requested `sharding` and `tp` reads the environment first: another may be launched in the same way.
+    """
+    beside: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
+    sharding = sharding or beside.get("sharding")
+    tp = tp or beside.get("tp", 1)
+    first = [engine_for(sharding or "none", tp)] if sharding or tp > 1 else []
+    for engine in (*first, *all_engines()):
+        bound = engine.from_env(environ)
+        if bound is not None:
+            return {**beside, **bound}
+    return beside
+
+
+def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Strategy:
+    """What was asked together with what was launched.
+
+    Raises:
+        StrategyError: where both say something else about one field, naming both.
+    """
+    if isinstance(asked, Strategy):
+        fields = dataclasses.asdict(asked)
+        # An open precision contradicts nothing, and a launcher that says "no" binds nothing.
+        if fields["precision"] == "auto":
+            del fields["precision"]
+    else:
+        fields = dict(asked or {})
+    if "sharding" in fields:
+        fields["sharding"] = from_dict(
+            Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}
+        ).sharding
+    bound = launched(environ, fields.get("sharding"), fields.get("tp"))
+    for name, value in fields.items():
+        if name in bound and bound[name] != value:
+            raise StrategyError(
+                f"{name} {value!r} was asked for, but the Accelerate launch environment says {bound[name]!r}. "
+                f"Give `accelerate launch` a config file with {name} {value!r} (`toolkit config {flag(name)} {value}` writes it), "
+                "or leave the flag out."
+            )
+    return from_dict(Strategy, bound | fields)
+
+
+def on_any_rank(accelerator: Accelerator, here: bool) -> bool:
+    """Whether it is so on any rank. A collective."""
+    import torch
+
+    flag = torch.tensor(float(here), device=accelerator.device)
+    return bool(accelerator.reduce(flag, reduction="sum").item())

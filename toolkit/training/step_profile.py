@@ -1,0 +1,232 @@
+"""`try_out()` → `Trial`: a few steps in this very process, and what they took beside what was forecast. For one rank."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+
+from toolkit import measurement
+from toolkit.config.run_config import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import Loop
+from toolkit.core.display import Shown, Table
+from toolkit.core.drawing import Bar, bars
+from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes, format_step_seconds
+from toolkit.devices.machine import hardware
+from toolkit.engines.ledger import PARTS
+from toolkit.engines.records import on_device
+from toolkit.forecasting import Forecast
+from toolkit.measurement import Memory
+from toolkit.measurement.window import STEPS
+from toolkit.training.loop import Step, train
+from toolkit.training.preflight import Ready, foretold, get_ready
+from toolkit.training.preparation import Audit, audit
+from toolkit.training.setup import accelerator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Shown):
+    """A few steps of one rank: what was forecast, and what was measured."""
+
+    forecast: Forecast
+    """Made before the first byte was loaded."""
+    memory: Memory
+    audit: Audit
+    """After the first step."""
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...]
+    """What loading said that it did."""
+
+    @property
+    def phases(self) -> Mapping[str, int]:
+        """The highest total within each phase. A trial saves nothing.
+
+        Raises:
+            RunError: where nothing could be measured, with the reason.
+        """
+        if self.memory.measured is None:
+            raise RunError(f"nothing was measured: {self.memory.reason}.")
+        found: Mapping[str, int] = self.memory.measured["phases"]
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest of them."""
+        return max(self.phases.values())
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """The measured peak by part: what the audit found, and one part, `transient`, for the rest."""
+        assert self.memory.measured is not None, "`phases` has said so"
+        found: Mapping[str, int] = self.memory.measured["parts"]
+        return found
+
+    @property
+    def foretold_bytes(self) -> int:
+        """The highest that was forecast, of the phases that were run."""
+        return max(size for name, size in self.forecast.phases.items() if name in self.phases)
+
+    @property
+    def ratio(self) -> float:
+        """The forecast of the peak as a multiple of what was measured."""
+        return self.foretold_bytes / self.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of the median step behind the memory window, which slows what lies in it; of all where none lies behind it."""
+        took = [step.seconds for step in self.steps]
+        return statistics.median(took[STEPS:] or took)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of every step, in nats a token."""
+        return tuple(step.loss for step in self.steps)
+
+    def pictures(self) -> Sequence[str]:
+        """The peak by part, as forecast and as measured."""
+        foretold = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
+        rows = [Bar(label="forecast", parts=foretold), Bar(label="measured", parts=self.parts)]
+        return (bars(rows, title=f"The peak, in {self.forecast.peak_phase}"),)
+
+    def tables(self) -> list[Table]:
+        """Each phase's highest total beside its forecast."""
+        phases = {name: (self.forecast.phases.get(name), self.phases[name]) for name in PHASES if name in self.phases}
+        rows = [
+            (name, *_beside(foretold, measured))
+            for name, (foretold, measured) in {"peak": (self.foretold_bytes, self.peak_bytes), **phases}.items()
+        ]
+        notes = (
+            f"A step took {format_step_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",
+        )
+        title = f"Highest memory, sharding {self.forecast.strategy.label}, precision {self.forecast.strategy.precision}"
+        return [Table(title=title, columns=("phase", "forecast", "measured", "x"), rows=rows, notes=notes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials(Shown):
+    """The same work under several settings, beside each other."""
+
+    title: str
+    trials: Mapping[str, Trial]
+    """The first one's speed forecasts the others' seconds where the catalog does not know the device's."""
+
+    def foretold_seconds(self, name: str) -> float | None:
+        """A step's, by the roofline; without one by the first trial's operations a second, as `calibrate` does, and not its own."""
+        first, asked = next(iter(self.trials.values())), self.trials[name].forecast
+        if asked.timing is not None:
+            return asked.timing.step_seconds
+        return None if asked is first.forecast else first.seconds * asked.operations / first.forecast.operations
+
+    def pictures(self) -> Sequence[str]:
+        """Every peak by part, as forecast; and what was measured under it."""
+        rows = []
+        for name, trial in self.trials.items():
+            foretold = {part: size for part in PARTS if (size := trial.forecast.parts.get(part, 0))}
+            rows += [Bar(label=f"{name}, forecast", parts=foretold), Bar(label="measured", parts=trial.parts)]
+        return (bars(rows, title=self.title),)
+
+    def tables(self) -> list[Table]:
+        """Peak and seconds of each, forecast and measured."""
+        rows = []
+        for name, trial in self.trials.items():
+            foretold = self.foretold_seconds(name)
+            took = ("–", format_step_seconds(trial.seconds), "–")
+            if foretold is not None:
+                took = (format_step_seconds(foretold), took[1], f"{foretold / trial.seconds:.2f}")
+            rows.append((name, *_beside(trial.foretold_bytes, trial.peak_bytes), *took))
+        notes = ["x: the forecast as a multiple of what was measured."]
+        if all(trial.forecast.timing is None for trial in self.trials.values()):
+            first = next(iter(self.trials))
+            notes.append(
+                f"How fast this device is, the catalog does not know: the seconds of {first} forecast the others', by operations."
+            )
+        columns = ("setting", "peak, forecast", "measured", "x", "a step, forecast", "measured", "x")
+        return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
+
+
+def _beside(foretold: int | None, measured: int) -> tuple[str, str, str]:
+    if foretold is None:
+        return "–", format_bytes(measured), "–"
+    return format_bytes(foretold), format_bytes(measured), f"{foretold / measured:.2f}" if measured else "–"
+
+
+def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: Recipe | None = None) -> Trial:
+    """Train for `loop.steps` in this process, alone, and let go of everything. The run has no folder and leaves no file.
+
+    Where bytes and seconds of a setting are to be seen at once; a run that counts belongs into processes of its own (`launch`).
+    Three steps are measured; those behind them tell the time.
+
+    Args:
+        strategy: on one rank, so sharding `none`.
+        loop: what a step is, and how many there are.
+        recipe: model and data; the embedded ones where it is left out.
+
+    Raises:
+        StrategyError: for a sharding that needs several processes, and for what cannot be forecast.
+        ToolkitError: for whatever else is wrong with strategy, model or data.
+    """
+    asked, loop, recipe = strategy or Strategy(), loop or Loop(steps=5), recipe or Recipe()
+    if not asked.single_process:
+        raise StrategyError(
+            f"sharding {asked.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
+        )
+    machine = hardware()
+    recipe = replace(recipe, save_every=0, save_seconds=0.0)  # without checkpoints the moments come with the first step
+    ready = foretold(get_ready(recipe, asked, loop, 1, machine.device), recipe, machine)
+    if ready.forecast is None:
+        raise StrategyError(f"{ready.unforecast}")
+    said = StringIO()
+    with _alone(), redirect_stdout(said):
+        steps, held, memory = _run(ready, recipe, measurement.start(machine.device.kind))
+    return Trial(
+        forecast=ready.forecast, memory=memory, audit=held, steps=steps, notes=tuple(said.getvalue().splitlines())
+    )
+
+
+def _run(ready: Ready, recipe: Recipe, window: measurement.Window) -> tuple[tuple[Step, ...], Audit, Memory]:
+    """As a rank of `finetune` does, without what keeps a run."""
+    from toolkit.training.assembly import assembled, seed_everything
+
+    made = accelerator(ready.job.strategy, ready.job.loop, ready.job.spec)
+    seed_everything(made)
+    ours, _, loader, schedule = assembled(made, ready, recipe, start=0)
+    steps: list[Step] = []
+    held = None
+    try:
+        for step in train(ours, loader, schedule):
+            window.step_done(step.step)
+            if held is None and not step.skipped:
+                held = audit(ours, gradients=step.gradients)
+            steps.append(step)
+    finally:
+        window.close()
+    held = held or audit(ours)
+    return tuple(steps), held, measurement.collect(window.result(), on_device(ready.job, held.held), lambda rows: rows)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Accelerate keeps one state for the whole process, and refuses another precision: what was there is set aside meanwhile."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    owners = (PartialState, AcceleratorState, GradientState)
+    before = [dict(owner._shared_state) for owner in owners]
+    gc.collect()  # what is freed within the window has to have been allocated there
+    for owner in owners:
+        owner._shared_state.clear()
+    try:
+        yield
+    finally:
+        for owner, state in zip(owners, before, strict=True):
+            owner._shared_state.clear()
+            owner._shared_state.update(state)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
