@@ -28,9 +28,9 @@ from forking import result_of, write
 from machine import about, parse, parser, write_results
 from recipe import rank, tiny_model
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_events
 from toolkit.core.display import Table
 from toolkit.core.units import MiB
@@ -69,9 +69,11 @@ def clocked(owner: Any, name: str, clock: Callable[[], float] = time.perf_counte
 def worker(config: dict[str, Any]) -> None:
     """One rank of the recipe. Rank 0 writes what was clocked to `out`."""
     block, plan = config["block"], [saved for pair in range(config["pairs"]) for saved in order(pair)]
-    loop = Loop(steps=block * (1 + len(plan)), micro_batch=config["micro_batch"], seq_len=config["seq_len"])
+    train_config = TrainConfig(
+        steps=block * (1 + len(plan)), micro_batch=config["micro_batch"], seq_len=config["seq_len"]
+    )
     strategy, path = Strategy(sharding=config["sharding"]), Path(config["path"])
-    with rank(strategy, loop, Recipe(model=config["model"]), path, start=block - WARM) as this:
+    with rank(strategy, train_config, RunConfig(model=config["model"]), path, start=block - WARM) as this:
         clocked_blocks = blocks(this, block, plan)
         if this.ours.accelerator.is_main_process:
             write(config, {"sharding": strategy.sharding, "ranks": this.ours.job.ranks, **clocked_blocks})
@@ -81,13 +83,13 @@ def blocks(this: Rank, block: int, plan: list[bool]) -> dict[str, Any]:
     """Warm up and save once, then the blocks. What was clocked."""
     from toolkit.checkpoints import checkpoint_writer
 
-    saver, recipe = this.saver(), Recipe(save_every=block, save_seconds=0.0)
+    saver, run_config = this.saver(), RunConfig(save_every=block, save_seconds=0.0)
     last = block * (2 + len(plan))  # more than there are: no block has the checkpoint that ends a run
-    keepers = {saved: this.keeper(saver if saved else None, recipe, steps=last) for saved in (True, False)}
+    keepers = {saved: this.policy(saver if saved else None, run_config, steps=last) for saved in (True, False)}
     marks: list[float] = []
     seconds, first = [], 0.0
     hashed, written = clocked(checkpoint_writer, "sha256_of"), clocked(checkpoint_writer, "write_tensors")
-    computed = clocked(checkpoint_writer.Saver, "_write", time.thread_time)
+    computed = clocked(checkpoint_writer.CheckpointWriter, "_write", time.thread_time)
     for step in this.steps(keepers[True]):
         seconds.append(step.seconds)
         if step.step % block == 0:

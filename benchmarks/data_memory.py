@@ -82,14 +82,14 @@ def prepare(source: Path, tokenizer: Any, spec: Any) -> str:
 
 def train(fingerprint: str, count: int) -> int:
     """What a rank does with rows: order, batches, evaluation."""
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.data import batches, eval_batches, find_rows
 
     rows = find_rows(fingerprint)
     assert rows is not None
     assert rows.count == count
     _ = rows.one_document
-    loader = batches(rows, Loop(micro_batch=4, steps=BATCHES), dp_rank=1, dp_size=2)
+    loader = batches(rows, TrainConfig(micro_batch=4, steps=BATCHES), dp_rank=1, dp_size=2)
     evaluation = eval_batches(rows, micro_batch=max(1, count // BATCHES), dp_rank=0, dp_size=1)
     return sum(batch["input_ids"].numel() for each in (loader, evaluation) for batch in each)
 
@@ -119,12 +119,12 @@ def measure_all(counts: Sequence[int]) -> list[dict[str, Any]]:
     import datasets  # noqa: F401 - imported before the fork: libraries are not what is measured
 
     from toolkit.config.run_config import EMBEDDED
-    from toolkit.data import packs
+    from toolkit.data import supports_packing
     from toolkit.data.embedded import described
     from toolkit.models.tokenizer import load_tokenizer
 
     spec = described(EMBEDDED)
-    packs(spec)
+    supports_packing(spec)
     tokenizer = load_tokenizer(spec)
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as scratch:

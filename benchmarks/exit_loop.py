@@ -15,7 +15,7 @@ STEPS, WIDTH = 3, 16
 
 def training_function(ending: str) -> None:
     """Train a few steps, gather what an example gathers, and end."""
-    accelerator = tk.accelerator(None, tk.Loop(micro_batch=2))
+    accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=2))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, 1))
     model.config = SimpleNamespace(hidden_size=WIDTH)  # type: ignore[assignment]  # Accelerate derives DeepSpeed's bucket sizes from it

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ToolkitError
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import resolve
@@ -76,9 +76,9 @@ class Case:
         dp_replicate = 2 if self.sharding == "hsdp" else 1
         return Strategy(**{name: getattr(self, name) for name in named}, dp_replicate=dp_replicate)
 
-    def loop(self, micro_batch: int) -> Loop:
+    def train_config(self, micro_batch: int) -> TrainConfig:
         """With a batch of its own."""
-        return Loop(steps=STEPS, micro_batch=micro_batch, seq_len=int(SHAPES[self.shape]["seq_len"]))
+        return TrainConfig(steps=STEPS, micro_batch=micro_batch, seq_len=int(SHAPES[self.shape]["seq_len"]))
 
 
 def config_of(family: str, shape: str) -> Any:
@@ -131,7 +131,7 @@ def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Co
             refused["T5 takes a document a row"] += 1
             continue
         try:
-            resolve(case.strategy(), case.loop(1), spec, case.ranks, device)
+            resolve(case.strategy(), case.train_config(1), spec, case.ranks, device)
             if case.adapter == "qlora":
                 check_quantized(spec, False)
         except ToolkitError as error:

@@ -26,7 +26,7 @@ from typing import Any
 
 from machine import about, parse, parser, write_results
 
-from toolkit.checkpoints import Manifest, problems
+from toolkit.checkpoints import Manifest, validate
 from toolkit.checkpoints.hashing import sha256_of_all
 from toolkit.checkpoints.manifest import FORMAT, NAME
 from toolkit.config.parallelism import Parallelism
@@ -56,7 +56,7 @@ def make(folder: Path, files: int, size: int) -> None:
         parallelism=vars(Parallelism(dp_shard=files)),
         global_batch=1,
         strategy={},
-        loop={},
+        train_config={},
         counters={"steps": 0},
         schedule={},
         tensors={},
@@ -97,7 +97,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 def check(folder: Path) -> None:
     """What resume does with a checkpoint."""
-    assert problems(folder) == [], "the checkpoint that was made is not whole"
+    assert validate(folder) == [], "the checkpoint that was made is not whole"
 
 
 def measure(folder: Path, files: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from forking import server
 from machine import about, commit, parse, parser, write_results
 from striking import KINDS, Victim, command, own_environ
 
-from toolkit.checkpoints import complete, folder_name
+from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.core.atomic_io import append_line, read_events
 from toolkit.core.display import Table
 
@@ -66,7 +66,7 @@ def make_inputs(work: Path) -> None:
 def refer(arguments: argparse.Namespace, sharding: str) -> None:
     """The run that is never stopped; made once."""
     folder = arguments.work / f"reference-{sharding}"
-    if next(iter(complete(folder / "checkpoints")), Path()).name == folder_name(arguments.steps):
+    if next(iter(list_checkpoints(folder / "checkpoints")), Path()).name == folder_name(arguments.steps):
         return
     shutil.rmtree(folder, ignore_errors=True)
     log, distributed = folder.with_suffix(".log"), sharding != "none"

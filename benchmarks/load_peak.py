@@ -86,7 +86,7 @@ def worker(config: dict[str, Any]) -> None:
 
     from toolkit import measurement
     from toolkit.config.strategy import Strategy
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.models import describe
     from toolkit.training import loading
     from toolkit.training.preparation import prepare
@@ -97,7 +97,7 @@ def worker(config: dict[str, Any]) -> None:
         loading.Reader.read_on_main = loading.Reader.read  # type: ignore[method-assign]
     spec = describe(config["model"])
     accelerator = make(
-        Strategy(sharding=case["sharding"], precision=case["precision"]), Loop(micro_batch=1, seq_len=64), spec
+        Strategy(sharding=case["sharding"], precision=case["precision"]), TrainConfig(micro_batch=1, seq_len=64), spec
     )
     said: list[str] = []
     accelerator.print = said.append

@@ -96,7 +96,7 @@ def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
                 known[case.family, case.shape],
                 case.strategy(),
                 machine,
-                case.loop(batch),
+                case.train_config(batch),
                 ranks=case.ranks,
                 one_document=case.documents == "one",
             )
@@ -104,8 +104,8 @@ def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
                 break
         yield {
             **asked(case),
-            "seq_len": made.loop.seq_len,
-            "micro_batch": made.loop.micro_batch,
+            "seq_len": made.train_config.seq_len,
+            "micro_batch": made.train_config.micro_batch,
             "forecast_peak_bytes": made.peak_bytes,
             "forecast_phases": dict(made.phases),
             "forecast_parts": dict(made.parts),

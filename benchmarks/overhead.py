@@ -25,9 +25,9 @@ from forking import result_of, write
 from machine import about, parse, parser, write_results
 from recipe import rank, tiny_model
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Table
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def hand_written(rank: Rank) -> Iterator[None]:
         loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
         if accelerator.sync_gradients:
-            accelerator.clip_grad_norm_(model.parameters(), rank.ours.job.loop.max_grad_norm)
+            accelerator.clip_grad_norm_(model.parameters(), rank.ours.job.train_config.max_grad_norm)
         optimizer.step()
         rank.schedule.step()
         optimizer.zero_grad()
@@ -59,28 +59,30 @@ def hand_written(rank: Rank) -> Iterator[None]:
         yield
 
 
-def toolkits(rank: Rank, recipe: Recipe) -> Iterator[None]:
+def toolkits(rank: Rank, run_config: RunConfig) -> Iterator[None]:
     """The recipe's loop without a saver, which would read a clock."""
-    keeper = rank.keeper(None, recipe, steps=rank.ours.job.loop.steps)
-    for step in rank.steps(keeper):
-        keeper.step_done(step)
+    policy = rank.policy(None, run_config, steps=rank.ours.job.train_config.steps)
+    for step in rank.steps(policy):
+        policy.step_done(step)
         yield
 
 
-def timed(loop: Iterator[None]) -> float:
+def timed(train_config: Iterator[None]) -> float:
     """Seconds of one step of a loop."""
     began = time.perf_counter()
-    next(loop)
+    next(train_config)
     return time.perf_counter() - began
 
 
 def worker(config: dict[str, Any]) -> None:
     """One rank: the three loops in turns. Rank 0 writes the seconds of every turn that counts to `out`."""
-    recipe, loop = Recipe(model=config["model"]), Loop(**config["loop"])
-    with rank(Strategy(sharding=config["sharding"]), loop, recipe, Path(config["out"]).with_name("run")) as this:
-        loops = {"hand": hand_written(this), "toolkit": toolkits(this, recipe), "again": hand_written(this)}
+    run_config, train_config = RunConfig(model=config["model"]), TrainConfig(**config["train_config"])
+    with rank(
+        Strategy(sharding=config["sharding"]), train_config, run_config, Path(config["out"]).with_name("run")
+    ) as this:
+        loops = {"hand": hand_written(this), "toolkit": toolkits(this, run_config), "again": hand_written(this)}
         turns = []
-        for number in range(loop.steps):
+        for number in range(train_config.steps):
             first = number % len(LOOPS)
             turns.append({name: timed(loops[name]) for name in LOOPS[first:] + LOOPS[:first]})
         this.window.close()
@@ -88,15 +90,17 @@ def worker(config: dict[str, Any]) -> None:
             write(config, {"turns": turns[SKIPPED:], "window_seconds": this.window.result().seconds})
 
 
-def measure(sharding: str, loop: dict[str, int], tiny_loop: dict[str, int], model: str, tiny: str) -> dict[str, Any]:
+def measure(
+    sharding: str, train_config: dict[str, int], tiny_loop: dict[str, int], model: str, tiny: str
+) -> dict[str, Any]:
     """The results of one strategy, from a run of each model."""
 
-    def run(model: str, loop: dict[str, int]) -> dict[str, Any]:
-        config = {"sharding": sharding, "model": model, "loop": loop}
+    def run(model: str, train_config: dict[str, int]) -> dict[str, Any]:
+        config = {"sharding": sharding, "model": model, "train_config": train_config}
         found: dict[str, Any] = result_of("overhead:worker", config, RANKS[sharding], distributed=sharding != "none")
         return found
 
-    large, small = run(model, loop), run(tiny, tiny_loop)
+    large, small = run(model, train_config), run(tiny, tiny_loop)
     step = statistics.median(turn["hand"] for turn in large["turns"])
     cost, nothing = (
         statistics.median(turn[name] - turn["hand"] for turn in small["turns"]) for name in ("toolkit", "again")
@@ -104,7 +108,7 @@ def measure(sharding: str, loop: dict[str, int], tiny_loop: dict[str, int], mode
     return {
         "sharding": sharding,
         "ranks": RANKS[sharding],
-        "tokens_per_step": loop["micro_batch"] * loop["seq_len"] * RANKS[sharding],
+        "tokens_per_step": train_config["micro_batch"] * train_config["seq_len"] * RANKS[sharding],
         **large,
         "ratio": statistics.median(ratios(large["turns"], "toolkit")),
         "control": statistics.median(ratios(large["turns"], "again")),
@@ -172,14 +176,14 @@ def main() -> None:
     flags.add_argument("--micro-batch", type=int, default=4)
     flags.add_argument("--seq-len", type=int, default=256)
     given = parse(flags, sharding="none,zero3", steps=8, tiny_steps=8, micro_batch=1, seq_len=64)
-    loop = {"steps": given.steps, "micro_batch": given.micro_batch, "seq_len": given.seq_len}
+    train_config = {"steps": given.steps, "micro_batch": given.micro_batch, "seq_len": given.seq_len}
     tiny_loop = {"steps": given.tiny_steps, "micro_batch": 1, "seq_len": 64}
     with tempfile.TemporaryDirectory() as scratch:
         tiny = str(tiny_model(Path(scratch)))
         model = tiny if given.smoke else "embedded"
-        runs = [measure(word, loop, tiny_loop, model, tiny) for word in given.sharding.split(",")]
+        runs = [measure(word, train_config, tiny_loop, model, tiny) for word in given.sharding.split(",")]
     shown = table(runs)
-    result = {**about(), "loop": loop, "tiny_loop": tiny_loop, "runs": runs}
+    result = {**about(), "train_config": train_config, "tiny_loop": tiny_loop, "runs": runs}
     write_results(given.results, "overhead", "The toolkit's loop beside a hand-written one", result, shown.text())
     print(shown.text())
 

@@ -33,7 +33,7 @@ def compared(run: Published) -> dict[str, Any]:
     """The publication's figures and ours."""
     spec = tk.describe(run.config)
     machine = tk.hardware(run.hardware)
-    job = resolve(run.strategy, run.loop, spec, machine.ranks, machine.device)
+    job = resolve(run.strategy, run.train_config, spec, machine.ranks, machine.device)
     found = forecast_job(job, machine, one_document=True)
     time = found.timing
     step = {phase: found.phases[phase] + (0 if phase == "forward" else run.kept) for phase in STEP}
@@ -51,7 +51,7 @@ def compared(run: Published) -> dict[str, Any]:
         "forecast": {**ours, "step": step, "phases": dict(found.phases)},
         "lacks": None if found.fits else (found.peak_phase, found.peak_bytes, found.limit_bytes),
         "strategy": dataclasses.asdict(found.strategy),
-        "loop": dataclasses.asdict(found.loop),
+        "train_config": dataclasses.asdict(found.train_config),
     }
 
 

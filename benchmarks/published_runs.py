@@ -67,7 +67,7 @@ class Published:
     """A transformers config."""
     hardware: str
     strategy: tk.Strategy
-    loop: tk.Loop
+    train_config: tk.TrainConfig
     memory: float | None = None
     """Bytes a GPU, as the allocator counts them where the publication says so."""
     phases: Mapping[str, float] | None = None
@@ -103,7 +103,7 @@ def runs() -> Iterator[Published]:
         config=llama(LLAMA_3_70B),
         hardware="8 nodes x 8x A100-80GB",
         strategy=tk.Strategy(sharding="fsdp", precision="bf16", activation_checkpointing="full"),
-        loop=tk.Loop(seq_len=8192, micro_batch=1),
+        train_config=tk.TrainConfig(seq_len=8192, micro_batch=1),
         speed=331,
     )
     yield from peft()
@@ -155,7 +155,7 @@ def peft() -> Iterator[Published]:
                 attention="flash_attention_2",
                 offload=offload,
             ),
-            loop=tk.Loop(seq_len=2048, micro_batch=2, accumulation=2),
+            train_config=tk.TrainConfig(seq_len=2048, micro_batch=2, accumulation=2),
             memory=memory,
             host=host,
         )
@@ -173,7 +173,7 @@ def zero_offload() -> Iterator[Published]:
             config=gpt2(layers, 4096),
             hardware="1x V100-32GB",
             strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer"),
-            loop=tk.Loop(seq_len=1024, micro_batch=batch, accumulation=accumulation),
+            train_config=tk.TrainConfig(seq_len=1024, micro_batch=batch, accumulation=accumulation),
             tflops=tflops,
         )
 
@@ -201,7 +201,7 @@ def t4() -> Iterator[Published]:
                 lora_targets=row["lora_targets"],
                 attention=row["attention"],
             ),
-            loop=tk.Loop(seq_len=row["seq_len"], micro_batch=row["micro_batch"], max_grad_norm=0),
+            train_config=tk.TrainConfig(seq_len=row["seq_len"], micro_batch=row["micro_batch"], max_grad_norm=0),
             memory=max(row["peak_mib"].values()) * MiB,
             phases={phase: size * MiB for phase, size in row["peak_mib"].items()},
             process=row["process_mib"] * MiB,
@@ -221,7 +221,7 @@ def accelerate_blog() -> Iterator[Published]:
             config=llama(LLAMA_7B),
             hardware="4x A100-80GB",
             strategy=tk.Strategy(sharding=sharding, precision="bf16", activation_checkpointing="full"),
-            loop=tk.Loop(seq_len=4096, micro_batch=8),
+            train_config=tk.TrainConfig(seq_len=4096, micro_batch=8),
             speed=speed,
         )
 
@@ -255,7 +255,7 @@ def fms() -> Iterator[Published]:
                 activation_checkpointing=checkpointing,
                 dp_replicate=nodes if sharding == "hsdp" else 1,
             ),
-            loop=tk.Loop(seq_len=4096, micro_batch=batch),
+            train_config=tk.TrainConfig(seq_len=4096, micro_batch=batch),
             speed=speed,
         )
 
@@ -316,7 +316,7 @@ def answer_ai() -> Iterator[Published]:
                 lora_rank=64,
                 lora_targets="k_proj,q_proj,v_proj,up_proj,down_proj,gate_proj",
             ),
-            loop=tk.Loop(seq_len=length, micro_batch=batch),
+            train_config=tk.TrainConfig(seq_len=length, micro_batch=batch),
             memory=allocated * GiB if allocated else None,
             speed=1024 * length / seconds / gpus,
         )

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from toolkit.checkpoints import complete, read_manifest
+from toolkit.checkpoints import list_checkpoints, read_manifest
 from toolkit.core.atomic_io import read_events
 from toolkit.core.errors import CheckpointError
 
@@ -184,7 +184,7 @@ class Watcher:
 
     def look(self) -> None:
         """One look. What was published is whole as long as it has its name."""
-        found = complete(self.checkpoints)
+        found = list_checkpoints(self.checkpoints)
         self.looks += 1
         if not found and self.newest:
             self.gaps.append(f"no checkpoint in {self.checkpoints} at {time.time():.3f}")
@@ -228,7 +228,7 @@ def compare(folder: Path, reference: Path, steps: int) -> list[str]:
             said = ", ".join(f"{name} {one[name]!r} instead of {other[name]!r}" for name in differing)
             found.append(f"step {one['step']} differs: {said}")
             break
-    last, expected = (complete(path / "checkpoints")[:1] for path in (folder, reference))
+    last, expected = (list_checkpoints(path / "checkpoints")[:1] for path in (folder, reference))
     if not last or read_manifest(last[0]).files != read_manifest(expected[0]).files:
         found.append("the files of the last checkpoint differ")
     return found

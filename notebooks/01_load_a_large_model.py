@@ -21,7 +21,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
@@ -49,7 +49,7 @@ from transformers import LlamaConfig, MixtralConfig
 from toolkit.core.display import Table
 from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import GiB, MiB, format_bytes, format_count
-from toolkit.measurement import highest
+from toolkit.measurement import peak_memory
 
 KIND = tk.hardware().device.kind
 grouped = {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -64,7 +64,7 @@ llama_70b = LlamaConfig(
 began = time.perf_counter()
 described = tk.describe(llama_70b)
 took = time.perf_counter() - began
-touched = highest(lambda: tk.describe(llama_70b), KIND)
+touched = peak_memory(lambda: tk.describe(llama_70b), KIND)
 
 assert described.elements == 70_553_706_496  # what the published weights of Llama 3 70B hold
 assert touched < described.elements / 1000  # of all these parameters next to no byte was allocated
@@ -82,7 +82,7 @@ import json
 from pathlib import Path
 
 from toolkit.data import embedded_files
-from toolkit.training.preflight import draw_model
+from toolkit.training.preflight import random_model
 
 shape = {
     "hidden_size": WIDTH,
@@ -98,26 +98,26 @@ shape = {
 }
 
 
-MODEL = draw_model("dense", LlamaConfig(**shape))
+MODEL = random_model("dense", LlamaConfig(**shape))
 spec = tk.describe(MODEL)
 
 # Short documents, so that a row holds several: pieces of Python's own sources.
 pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
 Path("pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-RECIPE = tk.Recipe(model=MODEL, data="pieces.jsonl")
-LOOP = tk.Loop(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+RECIPE = tk.RunConfig(model=MODEL, data="pieces.jsonl")
+LOOP = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
 
 print(f"{format_count(spec.elements)} parameters, {len(pieces):,} documents")
 
 # %% [markdown]
 # ## One step, forecast and measured
 #
-# `tk.try_out` trains for a few steps in this process. Before it loads a byte it asks `tk.forecast` what will
+# `tk.profile_steps` trains for a few steps in this process. Before it loads a byte it asks `tk.forecast` what will
 # happen; the table shows both, and their ratio.
 
 # %%
 plain = tk.Strategy(precision="fp32", attention="sdpa", activation_checkpointing="none")
-base = tk.try_out(plain, LOOP, RECIPE)
+base = tk.profile_steps(plain, LOOP, RECIPE)
 
 assert 0.95 < base.ratio < 1.05
 base
@@ -144,7 +144,7 @@ import dataclasses
 
 
 def switched(**changes):
-    return tk.try_out(dataclasses.replace(plain, **changes), LOOP, RECIPE)
+    return tk.profile_steps(dataclasses.replace(plain, **changes), LOOP, RECIPE)
 
 
 attention = {"sdpa": base, "eager": switched(attention="eager")}
@@ -154,7 +154,7 @@ assert all(0.95 < trial.ratio < 1.05 for trial in attention.values())
 assert all(
     abs(one - other) < 1e-3 for one, other in zip(attention["sdpa"].losses, attention["eager"].losses, strict=True)
 )  # the same function
-tk.Trials(title="Attention: sdpa and eager", trials=attention)
+tk.StepProfiles(title="Attention: sdpa and eager", trials=attention)
 
 # %% [markdown]
 # ### O(N²) against O(N)
@@ -169,19 +169,21 @@ import gc
 def kept_forecast(kernel, length):
     """Activations and logits of one sequence's forward."""
     asked = dataclasses.replace(plain, attention=kernel)
-    found = tk.forecast(spec, asked, loop=tk.Loop(seq_len=length, micro_batch=1), ranks=1, one_document=True)
+    found = tk.forecast(
+        spec, asked, train_config=tk.TrainConfig(seq_len=length, micro_batch=1), ranks=1, one_document=True
+    )
     states = 3 * 4 * spec.elements  # fp32 weights and the two moments of AdamW
     return found.phases["forward"] - states
 
 
 def kept_measured(kernel, lengths):
-    accelerator = tk.accelerator(dataclasses.replace(plain, attention=kernel), tk.Loop(), spec)
+    accelerator = tk.accelerator(dataclasses.replace(plain, attention=kernel), tk.TrainConfig(), spec)
     model, _ = tk.load(accelerator)
     model.to(accelerator.device)
     found = []
     for length in lengths:
         ids = torch.ones((1, length), dtype=torch.long, device=accelerator.device)
-        found.append(highest(lambda ids=ids: model(input_ids=ids, labels=ids, use_cache=False).loss, KIND))
+        found.append(peak_memory(lambda ids=ids: model(input_ids=ids, labels=ids, use_cache=False).loss, KIND))
     return found
 
 
@@ -265,7 +267,7 @@ for word in words:
         assert states(halves[word]) == states(base)
         assert kept(halves[word]) - copies < kept(base)
 assert all(0.95 < trial.ratio < 1.05 for trial in halves.values())
-tk.Trials(title="Precision", trials=halves)
+tk.StepProfiles(title="Precision", trials=halves)
 
 # %% [markdown]
 # ## Activation checkpointing
@@ -283,7 +285,7 @@ assert all(
     abs(one - other) < 1e-5 for one, other in zip(base.losses, checkpointing["full"].losses, strict=True)
 )  # the same numbers
 print(f"x {again:.2f} operations")
-tk.Trials(title="Activation checkpointing", trials=checkpointing)
+tk.StepProfiles(title="Activation checkpointing", trials=checkpointing)
 
 # %% [markdown]
 # ## The KV cache
@@ -293,7 +295,7 @@ tk.Trials(title="Activation checkpointing", trials=checkpointing)
 # a key-value head's width for each token.
 
 # %%
-accelerator = tk.accelerator(plain, tk.Loop(), spec)
+accelerator = tk.accelerator(plain, tk.TrainConfig(), spec)
 model, tokenizer = tk.load(accelerator)
 model.to(accelerator.device).eval()
 prompt = tokenizer(pieces[0], return_tensors="pt", truncation=True, max_length=SEQ_LEN).input_ids.to(accelerator.device)
@@ -383,7 +385,7 @@ print(f"tk.load pads with {tokenizer.pad_token!r}, no weight added; one more tok
 # a row, none sees another. Padded rows hold as many bytes and take as long; they only train less.
 
 # %%
-padding = {"packed": base, "padded": tk.try_out(plain, LOOP, dataclasses.replace(RECIPE, packing=False))}
+padding = {"packed": base, "padded": tk.profile_steps(plain, LOOP, dataclasses.replace(RECIPE, packing=False))}
 asked = MICRO_BATCH * SEQ_LEN
 trained = {name: sum(step.tokens for step in trial.steps) / STEPS / asked for name, trial in padding.items()}
 
@@ -393,7 +395,7 @@ for name, share in trained.items():
     print(
         f"{name}: {share:.0%} of {asked:,} tokens a step are trained, {asked * share / padding[name].seconds:,.0f} a second"
     )
-tk.Trials(title="Packed and padded rows", trials=padding)
+tk.StepProfiles(title="Packed and padded rows", trials=padding)
 
 # %% [markdown]
 # ## A mixture of experts
@@ -410,8 +412,10 @@ EXPERTS, ACTIVE = 8, 2
 narrow = {**shape, "intermediate_size": WIDTH}
 routed = MixtralConfig(**narrow, num_local_experts=EXPERTS, num_experts_per_tok=ACTIVE, sliding_window=None)
 dense = LlamaConfig(**{**narrow, "intermediate_size": ACTIVE * WIDTH})
-folders = {"dense": draw_model("as_wide", dense), "experts": draw_model("experts", routed)}
-experts = {name: tk.try_out(plain, LOOP, dataclasses.replace(RECIPE, model=folder)) for name, folder in folders.items()}
+folders = {"dense": random_model("as_wide", dense), "experts": random_model("experts", routed)}
+experts = {
+    name: tk.profile_steps(plain, LOOP, dataclasses.replace(RECIPE, model=folder)) for name, folder in folders.items()
+}
 specs = {name: tk.describe(folder) for name, folder in folders.items()}
 
 assert specs["dense"].moe is None
@@ -421,7 +425,7 @@ assert states(experts["experts"]) == 12 * specs["experts"].elements  # and all a
 assert 0.9 < experts["experts"].ratio < 1.1
 print(f"{specs['experts'].moe.block}: {format_count(specs['experts'].elements)} parameters, "
       f"{format_count(specs['experts'].active_elements)} active")  # fmt: skip
-tk.Trials(title="A dense model, and experts of which as much is active", trials=experts)
+tk.StepProfiles(title="A dense model, and experts of which as much is active", trials=experts)
 
 # %% [markdown]
 # ## The same choices at 8 billion parameters
@@ -448,7 +452,7 @@ taken_back = {
     "precision fp32": {"precision": "fp32"},
     "no checkpointing": {"activation_checkpointing": "none"},
 }
-step = tk.Loop(seq_len=8192, micro_batch=2)
+step = tk.TrainConfig(seq_len=8192, micro_batch=2)
 forecasts = {
     name: tk.forecast(eight, dataclasses.replace(chosen, **changes), "8x H100-80GB", step)
     for name, changes in taken_back.items()
@@ -492,7 +496,7 @@ print(f"{format_bytes(llama_8b_cache)} for 8,192 tokens in bf16")
 # 2. At which length does `eager` keep twice as much as `sdpa`? Read it off the curve, then compute it from
 #    `WIDTH` and the number of heads.
 # 3. `tk.Strategy(precision="fp16")` is refused on a processor. Read the sentence, and do what it says.
-# 4. Give `draw_model` a `LlamaConfig` with `tie_word_embeddings=True`. What does `tk.describe` say of it, and how
+# 4. Give `random_model` a `LlamaConfig` with `tie_word_embeddings=True`. What does `tk.describe` say of it, and how
 #    many    bytes does it save?
 # 5. Which micro-batch still fits on one H100 with all choices as `tk.load` makes them? Ask `tk.forecast`, then
 #    `tk.plan`.

@@ -21,7 +21,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
@@ -52,7 +52,7 @@ from toolkit.core.display import Table
 from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import GiB, MiB, format_bytes, format_count
 from toolkit.data import embedded_files
-from toolkit.training.preflight import draw_model
+from toolkit.training.preflight import random_model
 
 shape = {
     "hidden_size": WIDTH,
@@ -66,13 +66,13 @@ shape = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MODEL = draw_model("model", LlamaConfig(**shape))
+MODEL = random_model("model", LlamaConfig(**shape))
 spec = tk.describe(MODEL)
 P = spec.elements
 
 plain = tk.Strategy(precision="fp32", activation_checkpointing="none")
-loop = tk.Loop(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
-accelerator = tk.accelerator(plain, loop, spec)
+train_config = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
+accelerator = tk.accelerator(plain, train_config, spec)
 model, tokenizer = tk.load(accelerator)
 model.to(accelerator.device)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -152,7 +152,7 @@ HTML(
 #
 # ## The same step, forecast
 #
-# `tk.forecast` knows that without running it; `tk.try_out` runs three steps in this process and lets the
+# `tk.forecast` knows that without running it; `tk.profile_steps` runs three steps in this process and lets the
 # allocator say what was there. (`transient` is measured as one part: all that is not parameters or optimizer.)
 
 # %%
@@ -165,8 +165,8 @@ gc.collect()
 # Short documents, so that a row holds several: pieces of Python's own sources.
 pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
 Path("pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-recipe = tk.Recipe(model=MODEL, data="pieces.jsonl")
-step = tk.try_out(plain, loop, recipe)
+run_config = tk.RunConfig(model=MODEL, data="pieces.jsonl")
+step = tk.profile_steps(plain, train_config, run_config)
 
 assert step.parts["parameters"] == 4 * P
 assert step.parts["optimizer"] == 8 * P
@@ -179,7 +179,10 @@ step
 # States do not know the batch; what the forward keeps is proportional to it.
 
 # %%
-trials = {batch: tk.try_out(plain, dataclasses.replace(loop, micro_batch=batch), recipe) for batch in BATCHES}
+trials = {
+    batch: tk.profile_steps(plain, dataclasses.replace(train_config, micro_batch=batch), run_config)
+    for batch in BATCHES
+}
 
 
 def kept(trial):
@@ -223,11 +226,11 @@ HTML(
 # %%
 logits = {}
 for vocabulary in VOCABULARIES:
-    folder = draw_model(f"vocabulary-{vocabulary}", LlamaConfig(**{**shape, "vocab_size": vocabulary}))
-    logits[vocabulary] = tk.try_out(plain, loop, dataclasses.replace(recipe, model=folder))
+    folder = random_model(f"vocabulary-{vocabulary}", LlamaConfig(**{**shape, "vocab_size": vocabulary}))
+    logits[vocabulary] = tk.profile_steps(plain, train_config, dataclasses.replace(run_config, model=folder))
 
 smallest, largest = VOCABULARIES[0], VOCABULARIES[-1]
-more = (largest - smallest) * loop.micro_batch * loop.seq_len
+more = (largest - smallest) * train_config.micro_batch * train_config.seq_len
 measured, foretold = ((kept(logits[largest])[at] - kept(logits[smallest])[at]) / more for at in (0, 1))
 
 assert abs(foretold / measured - 1) < 0.05
@@ -258,7 +261,7 @@ llama_7b = LlamaConfig(
 )
 seven = tk.describe(llama_7b)
 one = tk.forecast(
-    seven, tk.Strategy(precision="bf16"), "A100-80GB", tk.Loop(seq_len=2048, micro_batch=1), one_document=True
+    seven, tk.Strategy(precision="bf16"), "A100-80GB", tk.TrainConfig(seq_len=2048, micro_batch=1), one_document=True
 )
 rule = {
     "weights to use, in bf16": 2,
@@ -290,17 +293,17 @@ one
 # model is written and weighed.
 
 # %%
-from toolkit.checkpoints import Saver, identify
+from toolkit.checkpoints import CheckpointWriter, identify
 from toolkit.training.loop import make_optimizer, warmup_cosine
 
-loop_one = tk.Loop(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
+loop_one = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
 accelerator = tk.accelerator(plain, loop_one, spec)
 model, tokenizer = tk.load(accelerator)
 optimizer = make_optimizer(model, loop_one)
 schedule = warmup_cosine(optimizer, loop_one)
 model, optimizer, schedule = tk.prepare(accelerator, model, optimizer, schedule)
 ours = tk.prepared(accelerator, (model, optimizer))
-saver = Saver(ours, schedule, Path("checkpoints"), identify(spec, plain, "no data"), versions={})
+saver = CheckpointWriter(ours, schedule, Path("checkpoints"), identify(spec, plain, "no data"), versions={})
 saver.save(1)
 saver.wait_published(1)
 written = sum(file.stat().st_size for file in Path("checkpoints").rglob("*") if file.is_file())
@@ -405,7 +408,7 @@ sharded = {
         seven,
         tk.Strategy(sharding=word, precision="bf16"),
         machine,
-        tk.Loop(seq_len=2048, micro_batch=1),
+        tk.TrainConfig(seq_len=2048, micro_batch=1),
         one_document=True,
     )
     for name, word in words.items()
@@ -455,15 +458,16 @@ Table(
 # %%
 largest = BATCHES[-1]
 ways = {
-    f"{micro} x {largest // micro}": tk.try_out(
-        plain, dataclasses.replace(loop, micro_batch=micro, accumulation=largest // micro), recipe
+    f"{micro} x {largest // micro}": tk.profile_steps(
+        plain, dataclasses.replace(train_config, micro_batch=micro, accumulation=largest // micro), run_config
     )
     for micro in reversed(BATCHES)
 }
 whole, *split = ways.values()
 gradients = 4 * P  # of the micro-batches before: there while the next one goes forward
 keeps = {
-    trial.forecast.loop.micro_batch: kept(trial)[0] - (gradients if trial.forecast.loop.accumulation > 1 else 0)
+    trial.forecast.train_config.micro_batch: kept(trial)[0]
+    - (gradients if trial.forecast.train_config.accumulation > 1 else 0)
     for trial in ways.values()
 }
 
@@ -473,7 +477,7 @@ for trial in split:
     assert trial.parts["optimizer"] == whole.parts["optimizer"]
 for micro, size in keeps.items():
     assert abs(size / micro / (keeps[largest] / largest) - 1) < 0.1  # proportional to the micro-batch
-tk.Trials(title=f"A global batch of {largest}: micro-batch x accumulation", trials=ways)
+tk.StepProfiles(title=f"A global batch of {largest}: micro-batch x accumulation", trials=ways)
 
 # %%
 HTML(

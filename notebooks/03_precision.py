@@ -21,7 +21,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda" and tk.hardware().count > 1  # sharding takes two ranks, and each its own GPU
@@ -413,14 +413,14 @@ def look(folder, out):
     from toolkit.training.master_weights import restore_masters
 
     spec = tk.describe(folder)
-    accelerator = tk.accelerator(loop=tk.Loop(steps=2, micro_batch=2, seq_len=64, lr=1e-3), spec=spec)
+    accelerator = tk.accelerator(train_config=tk.TrainConfig(steps=2, micro_batch=2, seq_len=64, lr=1e-3), spec=spec)
     model, _ = tk.load(accelerator)
     kind = lambda tensor: str(tensor.dtype).removeprefix("torch.")  # noqa: E731
     seen = {"loading": kind(getattr(model.lm_head.weight, "ds_tensor", model.lm_head.weight))}
 
-    loop = tk.job(accelerator).loop
-    optimizer = make_optimizer(model, loop)
-    schedule = warmup_cosine(optimizer, loop)
+    train_config = tk.job(accelerator).train_config
+    optimizer = make_optimizer(model, train_config)
+    schedule = warmup_cosine(optimizer, train_config)
     accelerator.from_checkpoint.clear()  # so that prepare leaves the masters as upstream makes them
     model, optimizer = accelerator.prepare(model, optimizer)
     ours = tk.prepared(accelerator, (model, optimizer))

@@ -22,7 +22,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda" and tk.hardware().count > 1  # sharding takes two ranks, and each its own GPU
@@ -418,7 +418,7 @@ def written(word, offload="none"):
     strategy = tk.Strategy(sharding=word, offload=offload)
     file = engine_of(strategy).to_yaml(strategy, RANKS, 1)
     on = tk.hardware("2x A100-80GB")
-    job = resolve(strategy, tk.Loop(), tk.describe("embedded"), RANKS, on.device)
+    job = resolve(strategy, tk.TrainConfig(), tk.describe("embedded"), RANKS, on.device)
     return {
         **file,
         **file.get("deepspeed_config", {}),
@@ -506,11 +506,11 @@ from pathlib import Path
 from transformers import AutoTokenizer, GPT2Config, T5Config
 
 from toolkit.data import embedded_files
-from toolkit.training.preflight import draw_model
+from toolkit.training.preflight import random_model
 
 shape = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 4096}
 still = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-GPT2 = draw_model(Path("gpt2-small").resolve(), GPT2Config(**shape, **still))
+GPT2 = random_model(Path("gpt2-small").resolve(), GPT2Config(**shape, **still))
 
 tokenizer = AutoTokenizer.from_pretrained(GPT2)
 sources = "\n".join(path.read_text(encoding="utf-8") for path in embedded_files()[:40])
@@ -594,7 +594,7 @@ HTML(f'<pre style="background:#fff;color:{INK};padding:.6em">{shown}</pre>')
 # %%
 OURS = {
     "from accelerate import Accelerator": "import toolkit as tk",
-    "Accelerator(cpu=not torch.cuda.is_available())": "tk.accelerator(loop=tk.Loop(micro_batch=batch, max_grad_norm=0))",
+    "Accelerator(cpu=not torch.cuda.is_available())": "tk.accelerator(train_config=tk.TrainConfig(micro_batch=batch, max_grad_norm=0))",
 }
 sharded = accelerated
 for old, new in OURS.items():
@@ -640,8 +640,8 @@ def largest(spec, word, machine, seq_len, limit=None):
 
     @cache
     def at(size):
-        loop = tk.Loop(micro_batch=size, seq_len=seq_len)
-        return tk.forecast(spec, tk.Strategy(sharding=word), machine, loop)
+        train_config = tk.TrainConfig(micro_batch=size, seq_len=seq_len)
+        return tk.forecast(spec, tk.Strategy(sharding=word), machine, train_config)
 
     def fits(size):
         return at(size).peak_bytes <= (limit or at(size).limit_bytes)
@@ -662,7 +662,7 @@ def epoch_seconds(samples, batch, ranks, step_seconds):
 
 EPOCH, machine, spec = 100_000, tk.hardware("2x RTX-4090"), tk.describe(T5_LARGE)
 found = {word: largest(spec, word, machine, 512) for word in ("ddp", "zero2")}
-batch = {word: one.loop.micro_batch for word, one in found.items()}
+batch = {word: one.train_config.micro_batch for word, one in found.items()}
 epoch = {word: epoch_seconds(EPOCH, batch[word], 2, one.timing.step_seconds) for word, one in found.items()}
 assert batch["zero2"] > 1.5 * batch["ddp"]
 assert epoch["zero2"] < epoch["ddp"]
@@ -693,10 +693,10 @@ show(picture, title, ("sharding", "largest micro-batch", "peak", "a step", "an e
 
 # %%
 shape = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "vocab_size": 4096}
-T5 = draw_model(Path("t5-small").resolve(), T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
+T5 = random_model(Path("t5-small").resolve(), T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
 PAIRS, ROOM = 2_000, T5_LIMIT * 2**20
 found = {word: largest(tk.describe(T5), word, MACHINE, LENGTH, ROOM) for word in ("ddp", "zero2")}
-batch = {word: one.loop.micro_batch for word, one in found.items()}
+batch = {word: one.train_config.micro_batch for word, one in found.items()}
 assert batch["zero2"] > batch["ddp"]
 print(f"largest micro-batch within {T5_LIMIT} MiB, by forecast: {batch}")
 
@@ -728,14 +728,14 @@ table(f"A T5 of {format_count(tk.describe(T5).elements)} within {T5_LIMIT} MiB a
 
 # %%
 huge = tk.describe(GPT2Config(n_embd=4096, n_layer=48, n_head=32, n_positions=1024))
-machine, loop = tk.hardware(NAMED), tk.Loop(micro_batch=1, seq_len=1024)
+machine, train_config = tk.hardware(NAMED), tk.TrainConfig(micro_batch=1, seq_len=1024)
 tried = {}
 for word, row in TABLE.items():
     if word in ("none", "hsdp"):
         continue
     for offload in row.offload:
         if offload not in ("nvme", "superoffload"):
-            tried[word, offload] = tk.forecast(huge, tk.Strategy(sharding=word, offload=offload), machine, loop)
+            tried[word, offload] = tk.forecast(huge, tk.Strategy(sharding=word, offload=offload), machine, train_config)
 
 fits = {key for key, one in tried.items() if one.fits}
 assert ("zero3", "cpu") in fits
@@ -769,7 +769,7 @@ print(f"a step: {within.step_seconds:.1f} s with offload, {beyond.step_seconds:.
 here = tk.hardware()
 if here.device.card == machine.device.card is not None and here.count >= machine.count:
     config = GPT2Config(n_embd=4096, n_layer=48, n_head=32, n_positions=1024, dtype="float16")
-    asked = {"model": draw_model(Path("gpt2-huge").resolve(), config), "micro_batch": 1, "seq_len": 1024, "steps": 3}
+    asked = {"model": random_model(Path("gpt2-huge").resolve(), config), "micro_batch": 1, "seq_len": 1024, "steps": 3}
     run = tk.launch("toolkit.finetune", tk.Strategy(sharding="zero3", offload="cpu"), **asked, save=False).wait()
     print(format_bytes(run.memory["measured"]["peak_bytes"]), "measured,", tried["zero3", "cpu"].reason)
 else:
@@ -784,7 +784,7 @@ else:
 # %%
 def peak_on(ranks, offload):
     strategy = tk.Strategy(sharding="zero3", offload=offload)
-    return tk.forecast(tk.describe(GPT2), strategy, ranks, tk.Loop(seq_len=LENGTH)).peak_bytes
+    return tk.forecast(tk.describe(GPT2), strategy, ranks, tk.TrainConfig(seq_len=LENGTH)).peak_bytes
 
 
 cpu = {offload: peak_on(f"{RANKS}x cpu", offload) for offload in ("none", "cpu")}

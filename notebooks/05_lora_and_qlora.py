@@ -21,7 +21,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
@@ -293,11 +293,11 @@ big = LlamaConfig(
     num_key_value_heads=8,
     max_position_embeddings=8192,
 )
-loop = tk.Loop(seq_len=2048, micro_batch=1)
+train_config = tk.TrainConfig(seq_len=2048, micro_batch=1)
 ways = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}
 large = tk.describe(big)
 needs = {
-    way: tk.forecast(large, tk.Strategy(adapter=word, precision="bf16", lora_rank=16), "RTX-4090", loop)
+    way: tk.forecast(large, tk.Strategy(adapter=word, precision="bf16", lora_rank=16), "RTX-4090", train_config)
     for way, word in ways.items()
 }
 HTML(
@@ -328,10 +328,10 @@ assert needs["LoRA"].parts["optimizer"] < needs["all weights"].parts["optimizer"
 
 # %%
 rates = {"all weights": 1e-3, "LoRA": 1e-2, "QLoRA": 1e-2}
-recipe = tk.Recipe(model=base, data="prose.txt")
-loops = {way: tk.Loop(steps=STEPS, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, lr=rates[way]) for way in ways}
+run_config = tk.RunConfig(model=base, data="prose.txt")
+loops = {way: tk.TrainConfig(steps=STEPS, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, lr=rates[way]) for way in ways}
 asked = {way: tk.Strategy(adapter=word, lora_rank=RANK, precision="fp32") for way, word in ways.items()}
-trials = {way: tk.try_out(asked[way], loops[way], recipe) for way in ways}
+trials = {way: tk.profile_steps(asked[way], loops[way], run_config) for way in ways}
 lines = {way: list(enumerate(trial.losses, start=1)) for way, trial in trials.items()}
 HTML(curve(lines, title="Loss on the prose", x="step", y="loss, nats a token"))
 
@@ -390,7 +390,7 @@ assert all(abs(trial.ratio - 1) < 0.08 for trial in trials.values())
 # QLoRA once more; at its end the run saves the adapter, opens it again and compares logits.
 
 # %%
-loop = loops["QLoRA"]
+train_config = loops["QLoRA"]
 run = tk.launch(
     "toolkit.finetune",
     asked["QLoRA"],
@@ -400,7 +400,7 @@ run = tk.launch(
     steps=STEPS,
     seq_len=SEQ_LEN,
     micro_batch=MICRO_BATCH,
-    lr=loop.lr,
+    lr=train_config.lr,
     run_dir="runs/qlora",
 )
 run.wait()

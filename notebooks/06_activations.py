@@ -23,7 +23,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
@@ -144,7 +144,7 @@ assert {size for _, size in kept.values()} == {one}  # the input, and nothing el
 from torch.profiler import ProfilerActivity, profile
 
 from toolkit.core.drawing import curve
-from toolkit.measurement import highest
+from toolkit.measurement import peak_memory
 
 
 def stack_of(layers):
@@ -168,7 +168,7 @@ def step(stack, together=None):
 
 def peak(stack, together=None):
     """The most that a step allocates above what is there before, in inputs of a layer."""
-    return highest(lambda: step(stack, together), device) / one
+    return peak_memory(lambda: step(stack, together), device) / one
 
 
 def totals(tree):
@@ -344,9 +344,9 @@ from toolkit.core.drawing import Bar, bars
 Path("prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
 words = {"kept": "none", "recomputed": "full"}
 asked = {name: tk.Strategy(activation_checkpointing=word, precision="fp32") for name, word in words.items()}
-loop = tk.Loop(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+train_config = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
 forecasts = {
-    name: tk.forecast(tk.describe(), strategy, None, loop, ranks=1, one_document=True)
+    name: tk.forecast(tk.describe(), strategy, None, train_config, ranks=1, one_document=True)
     for name, strategy in asked.items()
 }
 HTML(
@@ -361,12 +361,12 @@ assert forecasts["recomputed"].parts["activations"] < forecasts["kept"].parts["a
 assert forecasts["recomputed"].parts["optimizer"] == forecasts["kept"].parts["optimizer"]  # nothing else changes
 
 # %% [markdown]
-# Then it is trained, in this process. `tk.try_out` takes the recipe's own path for a few steps, and puts what was
+# Then it is trained, in this process. `tk.profile_steps` takes the recipe's own path for a few steps, and puts what was
 # measured beside what was forecast. Seconds are this machine's, with whatever else it was doing.
 
 # %%
-recipe = tk.Recipe(data="prose.txt")
-trials = {name: tk.try_out(strategy, loop, recipe) for name, strategy in asked.items()}
+run_config = tk.RunConfig(data="prose.txt")
+trials = {name: tk.profile_steps(strategy, train_config, run_config) for name, strategy in asked.items()}
 rows = []
 for name, trial in trials.items():
     foretold = forecasts[name].phases
@@ -418,7 +418,7 @@ large = tk.describe(big)
 def on_eight(word, micro_batch):
     """A Llama of 8B on eight H100s: what a rank needs."""
     strategy = tk.Strategy(sharding="zero3", precision="bf16", activation_checkpointing=word)
-    return tk.forecast(large, strategy, "8x H100-80GB", tk.Loop(seq_len=4096, micro_batch=micro_batch))
+    return tk.forecast(large, strategy, "8x H100-80GB", tk.TrainConfig(seq_len=4096, micro_batch=micro_batch))
 
 
 work = {
@@ -442,7 +442,7 @@ HTML(
     curve(
         {
             **{
-                f"activations {name}": [(one.loop.micro_batch, one.peak_bytes / GiB) for one in each]
+                f"activations {name}": [(one.train_config.micro_batch, one.peak_bytes / GiB) for one in each]
                 for name, each in found.items()
             },
             "what an H100 has": [(size, limit / GiB) for size in batches],
@@ -454,7 +454,9 @@ HTML(
 )
 
 # %%
-largest = {name: max((one.loop.micro_batch for one in each if one.fits), default=0) for name, each in found.items()}
+largest = {
+    name: max((one.train_config.micro_batch for one in each if one.fits), default=0) for name, each in found.items()
+}
 assert largest["recomputed"] > 2 * largest["kept"]
 largest
 

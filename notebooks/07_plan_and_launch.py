@@ -20,7 +20,7 @@ if importlib.util.find_spec("toolkit") is None:
 # %%
 import toolkit as tk
 
-tk.here()
+tk.environment()
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
@@ -85,8 +85,8 @@ spec
 
 # %%
 machine = tk.hardware(None if GPU else f"{RANKS}x cpu")
-loop = tk.Loop(seq_len=SEQ_LEN, steps=STEPS, lr=LR)
-plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, loop=loop)
+train_config = tk.TrainConfig(seq_len=SEQ_LEN, steps=STEPS, lr=LR)
+plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, train_config=train_config)
 f"{len(plan.ranked)} that fit, {len(plan.rejected)} that do not"
 
 # %% [markdown]
@@ -133,10 +133,10 @@ free = peaks[len(peaks) // 2]  # of a rank
 tight = dataclasses.replace(machine, host_free_bytes=free * machine.ranks)
 if GPU:
     tight = dataclasses.replace(machine, device=dataclasses.replace(machine.device, free_bytes=free))
-smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, loop=loop)
+smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, train_config=train_config)
 too_large = [one for one in smaller.rejected if one.forecast is not None]
 for one in too_large[:4]:
-    print(f"- {one.strategy.sharding}, micro-batch {one.loop.micro_batch}: {one.reason}")
+    print(f"- {one.strategy.sharding}, micro-batch {one.train_config.micro_batch}: {one.reason}")
 
 # %% [markdown]
 # Nothing is hidden: every candidate is ranked, or rejected with a reason; what is ranked fits with 5% to spare, and
@@ -168,7 +168,10 @@ print(command)
 # %%
 assert plan.config()["num_processes"] == machine.ranks
 best = plan.best
-assert (best.loop.micro_batch * best.loop.accumulation * machine.ranks, best.loop.seq_len) == (GLOBAL_BATCH, SEQ_LEN)
+assert (best.train_config.micro_batch * best.train_config.accumulation * machine.ranks, best.train_config.seq_len) == (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+)
 
 # %% [markdown]
 # ## Launch, and watch
@@ -239,7 +242,7 @@ rows = [
     (
         one.strategy.sharding,
         one.strategy.activation_checkpointing,
-        one.loop.micro_batch,
+        one.train_config.micro_batch,
         format_bytes(found.peak_bytes),
         format_seconds(found.timing.step_seconds),
         f"{found.timing.tokens_per_second:,.0f}",

@@ -5,9 +5,9 @@ import os
 import sys
 
 from toolkit.comparison import Comparison, compare
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import (
     DataError,
     MissingLibrary,
@@ -20,14 +20,14 @@ from toolkit.core.errors import (
 )
 from toolkit.core.phases import phase
 from toolkit.devices.machine import Device, Hardware, hardware
-from toolkit.diagnosis import Place, examine, here
+from toolkit.diagnosis import Environment, diagnose, environment
 from toolkit.engines.base import import_plugins
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.exporters import Export, export, save, verify
 from toolkit.forecasting import Forecast, Plan, forecast, plan
-from toolkit.forecasting.diffs import Contrast, contrast
-from toolkit.forecasting.dtype_reports import Precisions, precisions
+from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
+from toolkit.forecasting.dtype_reports import DtypeReport, dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.launcher import Run, Runs, attach, launch, resume, runs
 from toolkit.models import ModelSpec, describe
@@ -35,75 +35,75 @@ from toolkit.notebook.explorer import Explorer, explore
 from toolkit.reports import Report, report
 from toolkit.training.loading import load
 from toolkit.training.loop import Step, evaluate, train
-from toolkit.training.metrics import log, stopping
+from toolkit.training.metrics import log, should_stop
 from toolkit.training.preparation import Audit, audit, prepare, prepared
 from toolkit.training.setup import accelerator, job
-from toolkit.training.step_profile import Trial, Trials, try_out
+from toolkit.training.step_profile import StepProfile, StepProfiles, profile_steps
 
 __all__ = [
     "Audit",
     "Comparison",
-    "Contrast",
     "DataError",
     "Device",
+    "DtypeReport",
+    "Environment",
     "Explorer",
     "Export",
     "Forecast",
+    "ForecastDiff",
     "Hardware",
     "Job",
-    "Loop",
     "MissingLibrary",
     "ModelError",
     "ModelSpec",
     "NotFinite",
-    "Place",
     "Plan",
-    "Precisions",
     "Prepared",
-    "Recipe",
     "Report",
     "Run",
+    "RunConfig",
     "RunError",
     "Runs",
     "StateMemory",
     "Step",
+    "StepProfile",
+    "StepProfiles",
     "Strategy",
     "StrategyError",
     "StrategyMismatch",
     "Timeline",
     "ToolkitError",
-    "Trial",
-    "Trials",
+    "TrainConfig",
     "accelerator",
     "attach",
     "audit",
     "compare",
-    "contrast",
     "describe",
+    "diagnose",
+    "diff_forecasts",
+    "dtype_report",
+    "environment",
     "evaluate",
-    "examine",
     "explore",
     "export",
     "forecast",
     "hardware",
-    "here",
     "job",
     "launch",
     "load",
     "log",
     "phase",
     "plan",
-    "precisions",
     "prepare",
     "prepared",
+    "profile_steps",
     "report",
     "resume",
     "runs",
     "save",
-    "stopping",
+    "should_stop",
     "timeline",
     "train",
-    "try_out",
     "verify",
 ]
 

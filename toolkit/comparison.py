@@ -10,12 +10,12 @@ from typing import Any
 
 from toolkit.config.flags import to_flags
 from toolkit.config.parallelism import resolve_parallelism
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_events, read_json
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
@@ -25,12 +25,12 @@ from toolkit.launcher import supervise
 from toolkit.reports import reported, throughput
 from toolkit.run_folder.folder import check_place, enter, new_path, read_run_json
 from toolkit.run_folder.run_lock import new_token
-from toolkit.training.preflight import get_ready
+from toolkit.training.preflight import run_preflight
 from toolkit.training.setup import choose_ranks, print_default
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RunResult:
     """One strategy's run."""
 
     sharding: str
@@ -50,21 +50,21 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Shown):
+class Comparison(Result):
     """The same model, data, order and global batch under several strategies."""
 
     model: str
     data: str
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
 
-    def difference(self, result: Result) -> float:
+    def difference(self, result: RunResult) -> float:
         """The largest relative difference of a step's loss from the first strategy's."""
         pairs = list(zip(result.losses, self.results[0].losses, strict=True))
         if any(loss is None for pair in pairs for loss in pair):  # fp16 overflowed, and events say null
             return float("inf")
         return max(abs(mine - first) / abs(first) for mine, first in pairs)
 
-    def agrees(self, result: Result) -> bool:
+    def agrees(self, result: RunResult) -> bool:
         """Whether it is within what the precision allows."""
         return self.difference(result) <= PRECISIONS[str(result.strategy["precision"])].agreement
 
@@ -117,9 +117,9 @@ def _beside(measured: int, foretold: int | None) -> str:
 
 
 def compare(
-    recipe: Recipe,
+    run_config: RunConfig,
     strategies: Sequence[Strategy],
-    loop: Loop,
+    train_config: TrainConfig,
     *,
     machine: Hardware,
     root: Path,
@@ -151,25 +151,34 @@ def compare(
                 f"sharding {strategy.sharding!r} has {size} data-parallel ranks, which do not divide {most}: the strategies "
                 "cannot have one global batch. Choose another --processes."
             )
-        plans.append((strategy, dataclasses.replace(loop, accumulation=loop.accumulation * most // size), count))
+        plans.append(
+            (strategy, dataclasses.replace(train_config, accumulation=train_config.accumulation * most // size), count)
+        )
     check_place(root)
-    environs = [get_ready(recipe, *plan, machine.device).handed_over for plan in plans]
+    environs = [run_preflight(run_config, *plan, machine.device).handed_over for plan in plans]
     print_default(ranks, machine, processes)
-    results = tuple(_run(recipe, *plan, root, environ) for plan, environ in zip(plans, environs, strict=True))
-    return Comparison(model=recipe.model, data=recipe.data, results=results)
+    results = tuple(_run(run_config, *plan, root, environ) for plan, environ in zip(plans, environs, strict=True))
+    return Comparison(model=run_config.model, data=run_config.data, results=results)
 
 
-def _run(recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, root: Path, environ: Mapping[str, str]) -> Result:
+def _run(
+    run_config: RunConfig,
+    strategy: Strategy,
+    train_config: TrainConfig,
+    ranks: int,
+    root: Path,
+    environ: Mapping[str, str],
+) -> RunResult:
     path = new_path(root, strategy.sharding)
-    recipe = dataclasses.replace(recipe, save_every=0, save_seconds=0.0)  # what is compared is the training
+    run_config = dataclasses.replace(run_config, save_every=0, save_seconds=0.0)  # what is compared is the training
     with enter(path, token=new_token()) as folder, reported(path):
-        arguments = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        arguments = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        supervise(folder, "toolkit.finetune", arguments, config, environ=environ, timeout=recipe.timeout)
+        supervise(folder, "toolkit.finetune", arguments, config, environ=environ, timeout=run_config.timeout)
     return read_run(path)
 
 
-def read_run(path: Path) -> Result:
+def read_run(path: Path) -> RunResult:
     """A finished run's folder as a row of the comparison.
 
     Raises:
@@ -183,8 +192,8 @@ def read_run(path: Path) -> Result:
         raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
 
 
-def _result(path: Path, about: Mapping[str, Any], memory: Any, steps: Sequence[Mapping[str, Any]]) -> Result:
-    return Result(
+def _result(path: Path, about: Mapping[str, Any], memory: Any, steps: Sequence[Mapping[str, Any]]) -> RunResult:
+    return RunResult(
         sharding=about["strategy"]["sharding"],
         strategy=about["strategy"],
         engine=memory["audits"][0]["engine"],

@@ -21,11 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import measurement
-from toolkit.checkpoints import Found, Saver, check_fits, find, identify, restore, set_aside
+from toolkit.checkpoints import (
+    CheckpointWriter,
+    ResumePoint,
+    check_fits,
+    find_resume_point,
+    identify,
+    quarantine,
+    restore,
+)
 from toolkit.config.flags import Parser, add_flags, from_dict, given
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import write_json
 from toolkit.core.errors import CheckpointError, NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
 from toolkit.core.phases import phase
@@ -34,20 +42,27 @@ from toolkit.data import sample_ids, spell_samples
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
-from toolkit.engines.timeouts import limit_all, patience
+from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import save, spelled, verify
 from toolkit.run_folder.folder import Folder, enter, read_run_json
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_lock import run_token, supervised
 from toolkit.training.assembly import assembled, seed_everything
-from toolkit.training.checkpoint_policy import Keeper
+from toolkit.training.checkpoint_policy import CheckpointPolicy
 from toolkit.training.evaluation import Evaluator
-from toolkit.training.loop import Step, Wish
-from toolkit.training.metrics import follow
+from toolkit.training.loop import Step, StepRequest
+from toolkit.training.metrics import train_logged
 from toolkit.training.oom import out_of_memory
-from toolkit.training.preflight import PREPARED, Ready, foretold, get_ready, versions
+from toolkit.training.preflight import PREPARED, Preflight, run_preflight, versions, with_forecast
 from toolkit.training.preparation import Audit, audit
-from toolkit.training.resumption import adopt, begin, check_not_anew, continued, finish, how_to_go_on
+from toolkit.training.resumption import (
+    check_not_anew,
+    commit_attempt,
+    finish,
+    merge_config,
+    record_attempt,
+    resume_hint,
+)
 from toolkit.training.setup import accelerator as make_accelerator
 from toolkit.training.setup import agree, job, launched, on_any_rank
 
@@ -59,17 +74,17 @@ READING_SECONDS = 24 * 3600.0
 """Time limit of collectives until the model is ready: ranks read at different speeds. From then on it is `--timeout`."""
 
 
-def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[Recipe, Loop, Strategy]:
+def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[RunConfig, TrainConfig, Strategy]:
     """What the flags, the launch environment and, where a run goes on, its folder say together.
 
     Raises:
         StrategyError: for a value that cannot be, and where the two contradict each other.
     """
-    recipe, loop, strategy = (given(flags, owner) for owner in (Recipe, Loop, Strategy))
+    run_config, train_config, strategy = (given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy))
     if path is None:
-        return from_dict(Recipe, recipe), from_dict(Loop, loop), agree(strategy, os.environ)
+        return from_dict(RunConfig, run_config), from_dict(TrainConfig, train_config), agree(strategy, os.environ)
     ranks, bound = int(os.environ.get("WORLD_SIZE", "1")), launched(os.environ)
-    old, loop_now, fields = continued(read_run_json(path), recipe, loop, {**bound, **strategy}, ranks)
+    old, loop_now, fields = merge_config(read_run_json(path), run_config, train_config, {**bound, **strategy}, ranks)
     # What the launcher binds may differ from what was: that is how a run goes on under another strategy.
     return old, loop_now, agree({name: value for name, value in fields.items() if name not in bound}, os.environ)
 
@@ -77,67 +92,71 @@ def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[Rec
 def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     """One rank's part of a run, from the description of the model to the saved result. Its exit code."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    recipe, loop, strategy = understand(flags, folder.path if flags.resume else None)
+    run_config, train_config, strategy = understand(flags, folder.path if flags.resume else None)
     machine = hardware()
-    window = measurement.start(machine.device.kind, recipe.memory_window)
+    window = measurement.start(machine.device.kind, run_config.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
-    ready = get_ready(recipe, strategy, loop, ranks, machine.device, prepared=os.environ.pop(PREPARED, None))
+    preflight = run_preflight(
+        run_config, strategy, train_config, ranks, machine.device, prepared=os.environ.pop(PREPARED, None)
+    )
     if rank == 0:
-        ready = foretold(ready, recipe, machine)
+        preflight = with_forecast(preflight, run_config, machine)
 
     accelerator = make_accelerator(
         strategy,
-        loop,
-        ready.job.spec,
-        log_with=recipe.tracker,
+        train_config,
+        preflight.job.spec,
+        log_with=run_config.tracker,
         project_dir=str(folder.path),
-        timeout=max(recipe.timeout, READING_SECONDS),
+        timeout=max(run_config.timeout, READING_SECONDS),
     )
     seed_everything(accelerator)
     asked = job(accelerator)
     beat.stage = asked.coordinates(accelerator.process_index).pp
-    accelerator.print("\n".join((_headline(asked), *ready.notes)))
-    found = find(accelerator, folder.checkpoints) if flags.resume else Found.nothing()
+    accelerator.print("\n".join((_headline(asked), *preflight.notes)))
+    found = find_resume_point(accelerator, folder.checkpoints) if flags.resume else ResumePoint.nothing()
     with accelerator.local_main_process_first():  # the others find the base's hashes in the cache
-        identity = identify(ready.spec, asked.strategy, ready.rows.fingerprint)
+        identity = identify(preflight.spec, asked.strategy, preflight.rows.fingerprint)
     check_fits(found, asked, identity)
-    set_aside(accelerator, found)
+    quarantine(accelerator, found)
     if flags.resume:
         accelerator.print(str(found))
         check_not_anew(folder.path, read_run_json(folder.path), found.step)
-    attempt = begin(accelerator, folder, ready, recipe, machine, found)
-    ours, tokenizer, loader, schedule = assembled(accelerator, ready, recipe, start=found.step)
+    attempt = record_attempt(accelerator, folder, preflight, run_config, machine, found)
+    ours, tokenizer, loader, schedule = assembled(accelerator, preflight, run_config, start=found.step)
     if found.manifest is not None:
         restore(ours, schedule, found, identity)
-    limit_all(patience(recipe.timeout))
-    if accelerator.is_main_process and (changed := adopt(folder, ready, recipe, machine, found)):
+    limit_all(pg_timeout(run_config.timeout))
+    if accelerator.is_main_process and (changed := commit_attempt(folder, preflight, run_config, machine, found)):
         accelerator.print(f"changed since the last attempt: {', '.join(changed)}")
     saver = None
-    if recipe.checkpoints:
-        saver = Saver(
+    if run_config.checkpoints:
+        saver = CheckpointWriter(
             ours,
             schedule,
             folder.checkpoints,
             identity,
             versions=versions(),
-            keep=recipe.keep,
-            patience=recipe.timeout,
+            keep=run_config.keep,
+            patience=run_config.timeout,
         )
-    if recipe.tracker:
+    if run_config.tracker:
         accelerator.init_trackers("accelerate-toolkit", config={"sharding": asked.strategy.sharding})
 
     beat.note("between", step=found.step)
     with StopSignal() as stop, beat.listening():
-        keeper = Keeper(saver, recipe, window, folder, stop, steps=asked.loop.steps, attempt=attempt)
-        held, stopped = _steps(ours, tokenizer, loader, schedule, ready, recipe, keeper, beat, start=found.step)
+        policy = CheckpointPolicy(
+            saver, run_config, window, folder, stop, steps=asked.train_config.steps, attempt=attempt
+        )
+        held, stopped = _steps(ours, tokenizer, loader, schedule, preflight, run_config, policy, beat, start=found.step)
         if stopped:
             accelerator.print(
-                f"stopped after step {stopped}, as asked" + ("" if supervised() else f". {how_to_go_on(folder)}")
+                f"stopped after step {stopped}, as asked" + ("" if supervised() else f". {resume_hint(folder)}")
             )
             accelerator.end_training()  # still listening: the launcher signals the others when the first has ended
             return 128 + (stop.number or signal.SIGTERM)
     window.close()
-    _publish(ours, tokenizer, folder, window, held, ready, recipe)
+    _publish(ours, tokenizer, folder, window, held, preflight, run_config)
     accelerator.end_training()
     return 0
 
@@ -148,18 +167,18 @@ def _publish(
     folder: Folder,
     window: measurement.Window,
     held: Audit,
-    ready: Ready,
-    recipe: Recipe,
+    preflight: Preflight,
+    run_config: RunConfig,
 ) -> None:
     """The result, reopened and checked, and what the run took."""
     planned, export = {}, None
-    if recipe.save:
+    if run_config.save:
         with window.saving():
             planned = save(ours, tokenizer, folder.export)
-    _record(ours.accelerator, folder, window, held, ready)
-    if recipe.save:
-        probe = ready.rows.batch([0])
-        about = {"data": f"fingerprint {ready.rows.fingerprint}", "versions": spelled(versions())}
+    _record(ours.accelerator, folder, window, held, preflight)
+    if run_config.save:
+        probe = preflight.rows.batch([0])
+        about = {"data": f"fingerprint {preflight.rows.fingerprint}", "versions": spelled(versions())}
         with phase("save"):
             export = verify(ours, folder.export, planned, probe, about=about)
         ours.accelerator.print(export or "")
@@ -172,9 +191,9 @@ def _steps(
     tokenizer: Any,
     loader: Any,
     schedule: Any,
-    ready: Ready,
-    recipe: Recipe,
-    keeper: Keeper,
+    preflight: Preflight,
+    run_config: RunConfig,
+    policy: CheckpointPolicy,
     beat: Beat,
     *,
     start: int,
@@ -182,35 +201,45 @@ def _steps(
     """The steps that are left. The last audit, and the step after which a signal stopped the run, or 0."""
     asked, accelerator = ours.job, ours.accelerator
     held: Audit | None = None
-    evaluator = Evaluator(ours, ready.eval_rows, recipe, keeper.folder, keeper.stop, attempt=keeper.attempt)
+    evaluator = Evaluator(ours, preflight.eval_rows, run_config, policy.folder, policy.stop, attempt=policy.attempt)
     if evaluator.left_out(start):
         beat.note("evaluate")
         if not evaluator.evaluate(start):
             return audit(ours), start
 
-    logged = logged_steps(ours, tokenizer, loader, schedule, ready, keeper, beat, start=start)
-    for step in _rescued(logged, keeper, beat, start):
+    logged = logged_steps(ours, tokenizer, loader, schedule, preflight, policy, beat, start=start)
+    for step in _rescued(logged, policy, beat, start):
         if held is None and not step.skipped:  # a step that fp16's scaler skips makes no moments
             held = audit(ours, gradients=step.gradients)
-        if recipe.tracker:
+        if run_config.tracker:
             accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
-        if Wish.STOP in step.wish:
+        if StepRequest.STOP in step.request:
             beat.note("save")  # however long it takes, the supervisor waits for it
-        keeper.step_done(step)  # before an evaluation, which may take long
-        if Wish.STOP in step.wish:
+        policy.step_done(step)  # before an evaluation, which may take long
+        if StepRequest.STOP in step.request:
             return held or audit(ours), step.step
         if evaluator.due(step.step):
             beat.note("evaluate")
             if not evaluator.evaluate(step.step):
                 beat.note("save")
-                keeper.rescue(step.step)  # another step would leave this one without its evaluation for good
+                policy.save_last_good(step.step)  # another step would leave this one without its evaluation for good
                 return held or audit(ours), step.step
             beat.note("between")
-    return held or audit(ours), asked.loop.steps if on_any_rank(accelerator, Wish.STOP in keeper.wish()) else 0
+    return held or audit(ours), asked.train_config.steps if on_any_rank(
+        accelerator, StepRequest.STOP in policy.request()
+    ) else 0
 
 
 def logged_steps(
-    ours: Prepared, tokenizer: Any, loader: Any, schedule: Any, ready: Ready, keeper: Keeper, beat: Beat, *, start: int
+    ours: Prepared,
+    tokenizer: Any,
+    loader: Any,
+    schedule: Any,
+    preflight: Preflight,
+    policy: CheckpointPolicy,
+    beat: Beat,
+    *,
+    start: int,
 ) -> Iterator[Step]:
     """Train from step `start`. Each step is in `events.jsonl`, on the progress bar, in the heartbeat and in the memory window."""
 
@@ -218,26 +247,26 @@ def logged_steps(
         beat.note("begin", step=step)
 
     def samples(step: int) -> list[int]:
-        return sample_ids(ready.rows, ours.job.loop, dp_size=ours.job.parallelism.dp_size, step=step - 1)
+        return sample_ids(preflight.rows, ours.job.train_config, dp_size=ours.job.parallelism.dp_size, step=step - 1)
 
-    for step in follow(
+    for step in train_logged(
         ours,
         loader,
         schedule,
-        folder=keeper.folder,
+        folder=policy.folder,
         samples=samples,
-        spelled=partial(spell_samples, ready.rows, tokenizer),
+        spelled=partial(spell_samples, preflight.rows, tokenizer),
         start=start,
         begin=begins,
-        wish=keeper.wish,
-        attempt=keeper.attempt,
+        request=policy.request,
+        attempt=policy.attempt,
     ):
         beat.note("between")
-        keeper.window.step_done(step.step)
+        policy.window.step_done(step.step)
         yield step
 
 
-def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> Iterator[Step]:
+def _rescued(steps: Iterator[Step], policy: CheckpointPolicy, beat: Beat, start: int) -> Iterator[Step]:
     """The same steps. Where numbers that are not finite end them, the weights of the step before are published first."""
     done = start
     try:
@@ -247,7 +276,7 @@ def _rescued(steps: Iterator[Step], keeper: Keeper, beat: Beat, start: int) -> I
     except NotFinite as error:
         beat.note("save")
         try:
-            keeper.rescue(done)
+            policy.save_last_good(done)
         except CheckpointError as failed:
             raise NotFinite(f"{error} The weights could not be saved: {failed}") from failed
         raise
@@ -259,18 +288,21 @@ def _headline(asked: Job) -> str:
     return (
         f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label} on {asked.ranks} "
         f"{asked.device.kind} rank(s); precision {strategy.precision}, attention {strategy.attention}, "
-        f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {asked.loop.lr:g}"
+        f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {asked.train_config.lr:g}"
     )
 
 
-def _record(accelerator: Any, folder: Folder, window: measurement.Window, found: Audit, ready: Ready) -> None:
+def _record(accelerator: Any, folder: Folder, window: measurement.Window, found: Audit, preflight: Preflight) -> None:
     """`memory.json`: every rank's peaks and holdings, beside the forecast."""
     from accelerate.utils import gather_object
 
     memory = measurement.collect(window.result(), on_device(job(accelerator), found.held), gather_object)
     audits = gather_object([found.to_dict()])
     if accelerator.is_main_process:
-        beside = {"forecast": ready.forecast.to_dict() if ready.forecast else None, "unforecast": ready.unforecast}
+        beside = {
+            "forecast": preflight.forecast.to_dict() if preflight.forecast else None,
+            "unforecast": preflight.unforecast,
+        }
         write_json(folder.memory, {**memory.to_dict(), **beside, "audits": audits})
         accelerator.print(f"\n{found}\n\n{memory}\n")
 
@@ -282,7 +314,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--resume", action="store_true", help="go on with the run in --run-dir, from its newest checkpoint"
     )
-    add_flags(made, Recipe, Strategy, Loop)
+    add_flags(made, RunConfig, Strategy, TrainConfig)
     return made
 
 

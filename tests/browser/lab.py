@@ -102,9 +102,9 @@ class Notebook:
             made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
             nbformat.write(made, file)
         page.goto(f"{url}/lab/tree/{file.name}?reset")
-        self.ready()
+        self.preflight()
 
-    def ready(self) -> None:
+    def preflight(self) -> None:
         """Until its kernel waits for a cell."""
         expect(self.page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
 
@@ -144,7 +144,7 @@ class Notebook:
         """The kernel, anew, with nothing executed."""
         self.press("Restart the kernel")
         self.page.locator(".jp-Dialog").locator(".jp-mod-accept").click()
-        self.ready()
+        self.preflight()
 
     def save(self) -> dict[str, Any]:
         """Into its file, which comes back."""

@@ -13,7 +13,7 @@ from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_s
 from playwright.sync_api import Page, expect
 
 import toolkit as tk
-from toolkit.launcher.process_cleanup import carrying
+from toolkit.launcher.process_cleanup import run_processes
 
 pytestmark = pytest.mark.browser
 
@@ -56,7 +56,7 @@ def run(desk: Desk) -> Iterator[Path]:
 
 def left_of(folder: Path) -> list[psutil.Process]:
     """Processes of a run that still live: they carry its token."""
-    return carrying(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
+    return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 @pytest.mark.timeout(600)
@@ -85,7 +85,7 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     notebook.save()
     before = step_of(view)
     page.reload()
-    notebook.ready()
+    notebook.preflight()
     expect(notebook.output(RUN)).to_contain_text("running")
     until_step(notebook.run(ATTACH), before + 2)
     notebook.restart()

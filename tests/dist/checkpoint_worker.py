@@ -57,11 +57,11 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after the steps `saves` into `into`."""
     import torch
 
-    from toolkit.checkpoints import Found, Saver, identify, read_manifest, restore
+    from toolkit.checkpoints import CheckpointWriter, ResumePoint, identify, read_manifest, restore
     from toolkit.config.strategy import Strategy
-    from toolkit.config.train_config import Loop
-    from toolkit.training.assembly import seed_everything
+    from toolkit.config.train_config import TrainConfig
     from toolkit.models import describe
+    from toolkit.training.assembly import seed_everything
     from toolkit.training.loading import load
     from toolkit.training.loop import make_optimizer, train, warmup_cosine
     from toolkit.training.preparation import audit, prepare, prepared
@@ -69,14 +69,14 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 
     spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    loop = Loop(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
+    train_config = TrainConfig(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
     strategy = Strategy(**cell["strategy"])
-    accelerator = make(strategy, loop, spec)
+    accelerator = make(strategy, train_config, spec)
     seed_everything(accelerator)
     accelerator.print = lambda *lines: None
     model, _ = load(accelerator, allow_unquantized=True)
-    optimizer = make_optimizer(model, loop)
-    schedule = warmup_cosine(optimizer, loop)
+    optimizer = make_optimizer(model, train_config)
+    schedule = warmup_cosine(optimizer, train_config)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
     ours = prepared(accelerator, (model, optimizer))
     identity = identify(spec, ours.job.strategy, "synthetic")
@@ -85,8 +85,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         path = Path(cell["from"])
         manifest = read_manifest(path)
         start = manifest.step
-        restore(ours, schedule, Found(path=path, manifest=manifest, skipped=()), identity)
-    saver = Saver(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
+        restore(ours, schedule, ResumePoint(path=path, manifest=manifest, skipped=()), identity)
+    saver = (
+        CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
+    )
     if saver and start in cell["saves"]:
         save(saver, start)
     resumed = start > 0

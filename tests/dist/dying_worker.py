@@ -12,7 +12,7 @@ from toolkit.core import atomic_io
 from toolkit.core.errors import ToolkitError
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import die_with_parent, tee_output
-from toolkit.launcher import Care, Stopped, persevere
+from toolkit.launcher import RestartPolicy, Stopped, supervise_with_restarts
 from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.heartbeat import Beat
 
@@ -63,14 +63,14 @@ def supervisor(path: Path) -> int:
     first = ["--run-dir", str(path), *sys.argv[3:]]
     with folder.enter(path, token=run_lock.new_token()) as run:
         try:
-            persevere(
+            supervise_with_restarts(
                 run,
                 "dying_worker",
                 first,
                 [*first, "--resume"],
                 config,
                 timeout=4 if several else 60,
-                care=Care(restarts=0 if several else 5),
+                restart_policy=RestartPolicy(restarts=0 if several else 5),
             )
         except (ToolkitError, Stopped) as error:
             print(f"toolkit: {error}", file=sys.stderr)

@@ -58,11 +58,11 @@ def script(sharding: str, count: int) -> str:
     )
 
 
-def script_of_others(name: str, loop: str, changes: dict[str, str]) -> Any:
+def script_of_others(name: str, train_config: str, changes: dict[str, str]) -> Any:
     """The `main` of a script, with its one line changed."""
     text = (SCRIPTS / f"{name}.py").read_text()
     line = re.findall(r"accelerator = (Accelerator\(.*\))\n", text)
-    for old, new in {line[0]: f"tk.accelerator(loop=tk.Loop({loop}))", **changes}.items():
+    for old, new in {line[0]: f"tk.accelerator(train_config=tk.TrainConfig({train_config}))", **changes}.items():
         assert text.count(old) == 1, (old, text)
         text = text.replace(old, new)
     spaces: dict[str, Any] = {}
@@ -79,13 +79,13 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accumulation": script_of_others("accumulation", "accumulation=2", {})(str(root / "bert"), size)
     }
-    loop = "accumulation=3, max_grad_norm=0.5"
+    train_config = "accumulation=3, max_grad_norm=0.5"
     try:
-        found["tokens as they are"] = script_of_others("tokens", loop, {})(folder, size)
+        found["tokens as they are"] = script_of_others("tokens", train_config, {})(folder, size)
     except tk.StrategyError as error:
         found["tokens as they are"] = str(error)
     told = {"ctx = model.no_sync if": "ctx = (lambda: accelerator.no_sync(model)) if"}
-    found["tokens"] = script_of_others("tokens", loop, told)(folder, size)
+    found["tokens"] = script_of_others("tokens", train_config, told)(folder, size)
     checkpoints = script_of_others("checkpoints", "", {})
     found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
     found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_2")
@@ -139,7 +139,9 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
 
     import toolkit as tk
 
-    accelerator = tk.accelerator(None, tk.Loop(max_grad_norm=NORM, micro_batch=BATCH // count), tk.describe(folder))
+    accelerator = tk.accelerator(
+        None, tk.TrainConfig(max_grad_norm=NORM, micro_batch=BATCH // count), tk.describe(folder)
+    )
     said: list[str] = []
     accelerator.print = said.append
     rank = accelerator.process_index
@@ -222,10 +224,10 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         optimizer.step()
 
     def second() -> None:
-        tk.accelerator(loop=accelerator.job.loop)
+        tk.accelerator(train_config=accelerator.job.train_config)
 
     def other_accumulation() -> None:
-        tk.accelerator(loop=tk.Loop(accumulation=7))
+        tk.accelerator(train_config=tk.TrainConfig(accumulation=7))
 
     def single_values() -> None:
         accelerator.clip_grad_value_(model.parameters(), 0.5)
@@ -249,7 +251,7 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
             found[call.__name__] = ""
         except (tk.ToolkitError, AttributeError) as error:
             found[call.__name__] = f"{type(error).__name__}: {error}"
-    assert accelerator.gradient_accumulation_steps == accelerator.job.loop.accumulation
+    assert accelerator.gradient_accumulation_steps == accelerator.job.train_config.accumulation
     return found
 
 

@@ -16,7 +16,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     import torch
 
     from toolkit.config.strategy import Strategy
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import ToolkitError
     from toolkit.engines.base import engine_of
     from toolkit.models import describe
@@ -31,8 +31,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     said: list[str] = []
     try:
-        loop = Loop(steps=steps, micro_batch=8 // count, seq_len=16)
-        accelerator = make(Strategy(**cell), loop, spec)
+        train_config = TrainConfig(steps=steps, micro_batch=8 // count, seq_len=16)
+        accelerator = make(Strategy(**cell), train_config, spec)
         accelerator.print = lambda *lines: said.extend(map(str, lines))
         model, tokenizer = load(accelerator, allow_unquantized=options.get("allow_unquantized", False))
     except ToolkitError as error:

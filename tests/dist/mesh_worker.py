@@ -33,13 +33,13 @@ def loader(vocab: int, start: int, steps: int, dp_rank: int, dp_size: int) -> It
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
-    from toolkit.checkpoints import Found, Saver, identify, read_manifest, restore
+    from toolkit.checkpoints import CheckpointWriter, ResumePoint, identify, read_manifest, restore
     from toolkit.config.strategy import Strategy
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.engines.base import engine_of
     from toolkit.exporters import save, verify
-    from toolkit.training.assembly import seed_everything
     from toolkit.models import describe
+    from toolkit.training.assembly import seed_everything
     from toolkit.training.loading import load
     from toolkit.training.loop import evaluate, make_optimizer, train, warmup_cosine
     from toolkit.training.preparation import audit, prepare, prepared
@@ -49,13 +49,15 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) // strategy.tp
     micro = ROWS // ACCUMULATION // dp_size
-    loop = Loop(steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1)
-    accelerator = make(strategy, loop, spec)
+    train_config = TrainConfig(
+        steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1
+    )
+    accelerator = make(strategy, train_config, spec)
     seed_everything(accelerator)
     accelerator.print = lambda *lines: None
     model, tokenizer = load(accelerator)
-    optimizer = make_optimizer(model, loop)
-    schedule = warmup_cosine(optimizer, loop)
+    optimizer = make_optimizer(model, train_config)
+    schedule = warmup_cosine(optimizer, train_config)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
     ours, start = prepared(accelerator, (model, optimizer)), 0
     exact = matrix_worker.same_as(cell["folder"], engine_of(strategy).shards(ours), spec)
@@ -64,8 +66,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         path = Path(cell["from"])
         manifest = read_manifest(path)
         start = manifest.step
-        restore(ours, schedule, Found(path=path, manifest=manifest, skipped=()), identity)
-    saver = Saver(ours, schedule, Path(cell["into"]), identity, versions={}, keep=9) if "into" in cell else None
+        restore(ours, schedule, ResumePoint(path=path, manifest=manifest, skipped=()), identity)
+    saver = (
+        CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=9) if "into" in cell else None
+    )
     dp_rank, steps = job_of(accelerator).coordinates(rank).dp_rank, []
     for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size), schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])

@@ -79,10 +79,10 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
-    from toolkit.checkpoints import problems, read_manifest
+    from toolkit.checkpoints import read_manifest, validate
     from toolkit.checkpoints.stored_tensors import opened
 
-    assert problems(checkpoint) == []
+    assert validate(checkpoint) == []
     manifest = read_manifest(checkpoint)
     with opened(checkpoint, manifest) as stored:
         return {(name, kind): stored.whole(name, kind) for name, about in manifest.tensors.items() for kind in about}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from toolkit import Loop, RunError, Strategy, forecast, report
+from toolkit import RunError, Strategy, TrainConfig, forecast, report
 
 pytestmark = pytest.mark.dist
 
@@ -100,8 +100,10 @@ def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: s
 def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> None:
     """Of its own strategy to what it took; of another by as much. A CPU gets a time that no catalog could tell."""
     row = next(row for row in compared["results"] if row["sharding"] == "fsdp")
-    loop = Loop(seq_len=row["forecast"]["loop"]["seq_len"], micro_batch=row["forecast"]["loop"]["micro_batch"])
-    plain = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", loop)
+    train_config = TrainConfig(
+        seq_len=row["forecast"]["train_config"]["seq_len"], micro_batch=row["forecast"]["train_config"]["micro_batch"]
+    )
+    plain = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", train_config)
     found = plain.calibrate(folder / row["run"])
     more = row["measured"]["peak_bytes"] - row["forecast"]["device"]["peak_bytes"]
     assert found.peak_bytes == plain.peak_bytes + more == sum(found.parts.values())
@@ -110,14 +112,16 @@ def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> No
     assert plain.timing is None
     assert found.timing is not None
     assert found.timing.step_seconds == pytest.approx(seconds * plain.operations / row["forecast"]["operations"])
-    longer = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", dataclasses.replace(loop, accumulation=2))
+    longer = forecast(
+        "embedded", Strategy(sharding="fsdp"), "2x cpu", dataclasses.replace(train_config, accumulation=2)
+    )
     assert longer.calibrate(folder / row["run"]).timing.step_seconds == pytest.approx(  # type: ignore[union-attr]
         2 * found.timing.step_seconds
     )
     with pytest.raises(RunError, match="holds no run"):
         plain.calibrate(folder)
     with pytest.raises(RunError, match="another kind of device"):
-        forecast("embedded", Strategy(sharding="fsdp"), "2x T4", loop).calibrate(folder / row["run"])
+        forecast("embedded", Strategy(sharding="fsdp"), "2x T4", train_config).calibrate(folder / row["run"])
 
 
 def test_zero_shards_what_ddp_does_not(compared: dict[str, Any]) -> None:
@@ -133,7 +137,7 @@ def test_a_runs_folder_is_whole(compared: dict[str, Any], folder: Path) -> None:
     for row in compared["results"]:
         run = folder / row["run"]
         about = json.loads((run / "run.json").read_text())
-        assert about["loop"]["steps"] == 6
+        assert about["train_config"]["steps"] == 6
         assert about["data"]["fingerprint"]
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         assert [event["step"] for event in events] == [1, 2, 3, 4, 5, 6]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import toolkit as tk
-from toolkit.launcher.process_cleanup import carrying
+from toolkit.launcher.process_cleanup import run_processes
 
 pytestmark = pytest.mark.dist
 
@@ -24,12 +24,12 @@ SMALL = {"seq_len": 32, "micro_batch": 1, "memory_window": False, "save": False}
 
 def left_of(folder: Path) -> list[psutil.Process]:
     """Processes of a run that still live: they carry its token."""
-    return carrying(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
+    return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
-def until(ready: Any, seconds: float = 120.0) -> None:
+def until(preflight: Any, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
-    while not ready():
+    while not preflight():
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.1)
 
@@ -81,14 +81,14 @@ def hosted(words: list[str], *, fail: bool = False, endless: bool = False) -> No
 
     import torch
 
-    accelerator = tk.accelerator(None, tk.Loop(micro_batch=1))
+    accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=1))
     strategy = tk.job(accelerator).strategy
     total = accelerator.reduce(torch.ones(()), reduction="sum").item()
     if fail and accelerator.process_index == 1:
         raise ValueError("rank one does not like it")
     for step in (1, 2, 3):
         tk.log(step, loss=1.0 / step, tokens=8, ranks=total)
-    while endless and not tk.stopping():
+    while endless and not tk.should_stop():
         time.sleep(0.05)
     print(" ".join(words), strategy.sharding, strategy.adapter)
 

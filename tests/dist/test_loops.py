@@ -29,23 +29,28 @@ def test_readmes_loops_compute_the_same_under_every_sharding(found: dict[str, di
     import torch
 
     assert set(found) == set(SHARDINGS)
-    for loop, count in (("function", 10), ("script", 21 + 11)):
-        reference = found["ddp"][loop]
+    for train_config, count in (("function", 10), ("script", 21 + 11)):
+        reference = found["ddp"][train_config]
         whole = torch.load(reference["weights"])
         assert len(reference["losses"]) == count  # with 11 norms, each of a step
         for sharding, result in found.items():
-            assert result[loop]["losses"] == pytest.approx(reference["losses"], rel=1e-5), (sharding, loop)
-            weights = torch.load(result[loop]["weights"])
+            assert result[train_config]["losses"] == pytest.approx(reference["losses"], rel=1e-5), (
+                sharding,
+                train_config,
+            )
+            weights = torch.load(result[train_config]["weights"])
             assert set(weights) == set(whole)
             for name, tensor in weights.items():
-                torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{sharding}, {loop}: {name}")
+                torch.testing.assert_close(
+                    tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{sharding}, {train_config}: {name}"
+                )
 
 
 def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict[str, Any]]) -> None:
     for sharding, result in found.items():
         said = result["refusals"]
         assert said["another_norm"].startswith("StrategyError: clip_grad_norm_ got max_norm 0.5"), sharding
-        assert "clips the L2 norm at 0.05 on every engine. Give tk.Loop(max_grad_norm=0.5)" in said["another_norm"]
+        assert "clips the L2 norm at 0.05 on every engine. Give tk.TrainConfig(max_grad_norm=0.5)" in said["another_norm"]
         assert "got 1 of " in said["some_parameters"], sharding
         assert "NotFinite: the gradient norm is " in said["not_finite"], sharding
         assert said["single_values"].startswith("StrategyError: clip_grad_value_ got clip_value 0.5"), sharding

@@ -27,10 +27,10 @@ candidates = [one for one in (*plan.ranked, *plan.rejected) if one.strategy.shar
 panel = tk.explore("memory", spec, hardware="2x A100-80GB")
 forecasts = {}
 for word in ("ddp", "moments"):
-    forecasts[word] = tk.forecast(spec, tk.Strategy(sharding=word), "2x A100-80GB", tk.Loop(seq_len=128))
+    forecasts[word] = tk.forecast(spec, tk.Strategy(sharding=word), "2x A100-80GB", tk.TrainConfig(seq_len=128))
 print(json.dumps({
     "planned": len(candidates),
-    "doctor": tk.examine().ability("sharding", "moments").runs,
+    "doctor": tk.diagnose().ability("sharding", "moments").runs,
     "bytes": {word: one.parts["optimizer"] for word, one in forecasts.items()},
     "communication": {word: one.communication_bytes for word, one in forecasts.items()},
     "explored": "moments" in [value for choice in panel.controls["sharding"].options for value in choice],

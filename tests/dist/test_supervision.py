@@ -20,7 +20,7 @@ import pytest
 import tiny
 
 from toolkit import report
-from toolkit.checkpoints import complete
+from toolkit.checkpoints import list_checkpoints
 from toolkit.core.atomic_io import read_events
 from toolkit.run_folder.heartbeat import read_beats
 
@@ -87,7 +87,7 @@ class Running:
     err: str = ""
     left: list[psutil.Process] = field(default_factory=list)
 
-    def ready(self) -> bool:
+    def preflight(self) -> bool:
         """Whether it has done five steps (and has published what it saved after the second), or has ended."""
         return self.process.poll() is not None or len(self.events) >= 5
 
@@ -99,7 +99,7 @@ class Running:
     def strike(self, do: Callable[[Running], None]) -> None:
         """Once it is ready."""
         deadline = time.monotonic() + 200
-        while not self.ready():
+        while not self.preflight():
             assert time.monotonic() < deadline, (self.name, self.err)
             time.sleep(0.1)
         family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
@@ -218,7 +218,7 @@ def test_a_stop_without_checkpoints(runs: dict[str, Running]) -> None:
 def test_a_stop_under_accelerate_launch_itself(runs: dict[str, Running]) -> None:
     run = runs["bare"]
     done = run.events[-1]["step"]
-    assert complete(run.path / "checkpoints")[0].name == f"step-{done:08d}"
+    assert list_checkpoints(run.path / "checkpoints")[0].name == f"step-{done:08d}"
     assert f"stopped after step {done}, as asked. Published: " in run.out
     assert f"`toolkit resume {run.path}` goes on from it." in run.out
 
@@ -264,7 +264,7 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
     """And no restart follows it."""
     run = runs["silent"]
     done = run.events[-1]["step"]
-    newest = complete(run.path / "checkpoints")[0]
+    newest = list_checkpoints(run.path / "checkpoints")[0]
     assert newest.name == f"step-{done:08d}"
     said = f"\ntoolkit: stopped by SIGTERM. Published: {newest}. `toolkit resume {run.path}` goes on from it.\n"
     assert run.err.endswith(said)
@@ -340,7 +340,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     assert first.returncode == 143, err
     assert "step 1: evaluation left out, since the run is asked to stop\n" in out
     assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples"]
-    assert complete(run / "checkpoints")[0].name == "step-00000001"
+    assert list_checkpoints(run / "checkpoints")[0].name == "step-00000001"
     for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
         assert f"\n{name}; left out: README.md\n" in out
     assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
@@ -379,9 +379,9 @@ def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[s
     assert f"`toolkit resume {run.path} --micro-batch 8 --accumulation 2`" in first
     again = "Going on with --micro-batch 8 --accumulation 2, the same global batch, from step 0"
     assert rest.startswith(again)
-    loop = json.loads((run.path / "run.json").read_text())["loop"]
-    assert loop["micro_batch"] < 16
-    assert loop["micro_batch"] * loop["accumulation"] == 16
+    train_config = json.loads((run.path / "run.json").read_text())["train_config"]
+    assert train_config["micro_batch"] < 16
+    assert train_config["micro_batch"] * train_config["accumulation"] == 16
     assert [event["step"] for event in run.events] == [1, 2]
     assert len(attempts(run)) >= 2
 

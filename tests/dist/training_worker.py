@@ -13,7 +13,7 @@ from typing import Any
 from ranks import reset
 
 
-def build(folder: str, loop: Any, **words: Any) -> tuple[Any, Any, Any]:
+def build(folder: str, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     """A prepared tiny model, its optimizer and schedule."""
     from toolkit.config.strategy import Strategy
     from toolkit.models import describe
@@ -23,28 +23,28 @@ def build(folder: str, loop: Any, **words: Any) -> tuple[Any, Any, Any]:
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import job
 
-    accelerator = make(Strategy(**words), loop, describe(folder))
+    accelerator = make(Strategy(**words), train_config, describe(folder))
     accelerator.print = lambda *lines: None  # type: ignore[method-assign]
     model, tokenizer = load(accelerator)
-    optimizer = make_optimizer(model, job(accelerator).loop)
-    schedule = warmup_cosine(optimizer, loop)
+    optimizer = make_optimizer(model, job(accelerator).train_config)
+    schedule = warmup_cosine(optimizer, train_config)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
     return prepared(accelerator, (model, optimizer)), schedule, tokenizer
 
 
-def micro_batches(loop: Any, count: int, *, poison: int = 0) -> Iterator[dict[str, Any]]:
+def micro_batches(train_config: Any, count: int, *, poison: int = 0) -> Iterator[dict[str, Any]]:
     """This rank's part of a fixed sequence of samples of uneven length, the same global batches however they are split."""
     import torch
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     generator = torch.Generator().manual_seed(3)
-    samples = torch.randint(3, 256, (count, loop.seq_len), generator=generator)
+    samples = torch.randint(3, 256, (count, train_config.seq_len), generator=generator)
     labels = samples.clone()
     for row in range(count):  # every sample trains on another number of tokens
-        labels[row, : row % (loop.seq_len - 2)] = -100
-    size, at = loop.micro_batch * ranks, 0
+        labels[row, : row % (train_config.seq_len - 2)] = -100
+    size, at = train_config.micro_batch * ranks, 0
     while at + size <= count:
-        mine = slice(at + rank * loop.micro_batch, at + (rank + 1) * loop.micro_batch)
+        mine = slice(at + rank * train_config.micro_batch, at + (rank + 1) * train_config.micro_batch)
         yield {"input_ids": samples[mine], "labels": labels[mine]}
         at += size
 
@@ -71,17 +71,17 @@ def count_reductions(model: Any) -> list[int]:
 
 def accumulation(folder: str) -> dict[str, Any]:
     """N micro-batches of accumulation are one large batch."""
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.training.loop import train
 
     found: dict[str, Any] = {}
     for sharding in ("ddp", "zero2", "zero3", "fsdp"):
         for micro, steps in ((8, 1), (2, 4)):
             reset()
-            loop = Loop(micro_batch=micro, accumulation=steps, seq_len=16, steps=4, lr=5e-3, warmup=2)
-            prepared, schedule, _ = build(folder, loop, sharding=sharding)
+            train_config = TrainConfig(micro_batch=micro, accumulation=steps, seq_len=16, steps=4, lr=5e-3, warmup=2)
+            prepared, schedule, _ = build(folder, train_config, sharding=sharding)
             reduced = count_reductions(prepared.model) if sharding == "ddp" else []
-            done = list(train(prepared, micro_batches(loop, 64), schedule))
+            done = list(train(prepared, micro_batches(train_config, 64), schedule))
             found[f"{sharding} {steps}"] = {
                 "losses": [step.loss for step in done],
                 "norms": [step.grad_norm for step in done],
@@ -120,7 +120,7 @@ def not_finite(folder: str) -> dict[str, Any]:
     """A NaN on one rank ends the run, and no weight has changed on any."""
     import torch
 
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import NotFinite
     from toolkit.training.loop import train
 
@@ -129,12 +129,12 @@ def not_finite(folder: str) -> dict[str, Any]:
     cells += [(word, "bf16", "gradient") for word in ("ddp", "zero2", "zero3", "fsdp")]
     for sharding, precision, how in cells:
         reset()
-        loop = Loop(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
-        prepared, schedule, _ = build(folder, loop, sharding=sharding, precision=precision)
+        train_config = TrainConfig(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
+        prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision=precision)
         _poisoned(prepared, 3, how)
         before, said = [], ""
         try:
-            for _ in train(prepared, micro_batches(loop, 16), schedule, samples=lambda step: f"sample-{step}"):
+            for _ in train(prepared, micro_batches(train_config, 16), schedule, samples=lambda step: f"sample-{step}"):
                 before = weights(prepared)
         except NotFinite as error:
             said = str(error)
@@ -146,28 +146,28 @@ def not_finite(folder: str) -> dict[str, Any]:
 
 def scaling(folder: str) -> dict[str, Any]:
     """fp16: steps that overflow are skipped and said, and training goes on."""
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import StrategyError
     from toolkit.training.loop import train
 
     found: dict[str, Any] = {}
     for sharding in ("zero1", "zero2", "zero3"):
         reset()
-        loop = Loop(micro_batch=2, seq_len=16, steps=8, lr=5e-3, warmup=0)
+        train_config = TrainConfig(micro_batch=2, seq_len=16, steps=8, lr=5e-3, warmup=0)
         try:
-            prepared, schedule, _ = build(folder, loop, sharding=sharding, precision="fp16")
+            prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision="fp16")
         except StrategyError as error:
             found[sharding] = {"refused": str(error)}
             continue
         _poisoned(prepared, 3, "gradient")
-        done = list(train(prepared, micro_batches(loop, 32), schedule))
+        done = list(train(prepared, micro_batches(train_config, 32), schedule))
         found[sharding] = {"skipped": [step.skipped for step in done], "losses": [step.loss for step in done]}
     return found
 
 
 def saved(folder: str, out: Path) -> dict[str, Any]:
     """What each engine saves loads in plain libraries; the test opens it again by itself."""
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
     from toolkit.training.loop import evaluate, train
 
@@ -176,14 +176,14 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
     cells += [(sharding, adapter) for sharding in ("zero3", "fsdp") for adapter in ("lora", "qlora")]
     for sharding, adapter in cells:
         reset()
-        loop = Loop(micro_batch=2, seq_len=16, steps=3, lr=5e-3, warmup=0)
+        train_config = TrainConfig(micro_batch=2, seq_len=16, steps=3, lr=5e-3, warmup=0)
         words = {"sharding": sharding, "adapter": adapter}
-        prepared, schedule, tokenizer = build(folder, loop, **words)
-        list(train(prepared, micro_batches(loop, 12), schedule))
-        evaluated = evaluate(prepared, micro_batches(loop, 12))
+        prepared, schedule, tokenizer = build(folder, train_config, **words)
+        list(train(prepared, micro_batches(train_config, 12), schedule))
+        evaluated = evaluate(prepared, micro_batches(train_config, 12))
         target = out / f"{sharding}-{adapter}"
         planned = save(prepared, tokenizer, target)
-        probe = next(micro_batches(loop, 12))
+        probe = next(micro_batches(train_config, 12))
         import torch.distributed as dist
 
         for tensor in probe.values():  # the probe has to be the same on every rank
@@ -197,7 +197,7 @@ def offloaded(folder: str, out: Path) -> dict[str, Any]:
     """States in host memory: the same losses, an audit that agrees, and a result that is whole."""
     import torch.distributed as dist
 
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
     from toolkit.training.loop import train
     from toolkit.training.preparation import audit
@@ -207,17 +207,17 @@ def offloaded(folder: str, out: Path) -> dict[str, Any]:
     for precision in ("fp32", "bf16"):
         for sharding, offload in cells:
             reset()
-            loop = Loop(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
+            train_config = TrainConfig(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
             words = {"sharding": sharding, "offload": offload, "precision": precision}
-            prepared, schedule, tokenizer = build(folder, loop, **words)
+            prepared, schedule, tokenizer = build(folder, train_config, **words)
             losses = []
-            for step in train(prepared, micro_batches(loop, 16), schedule):
+            for step in train(prepared, micro_batches(train_config, 16), schedule):
                 losses.append(step.loss)
                 if step.step == 1:
                     audit(prepared, gradients=step.gradients)
             target = out / f"{sharding}-{offload}-{precision}"
             planned = save(prepared, tokenizer, target)
-            probe = next(micro_batches(loop, 12))
+            probe = next(micro_batches(train_config, 12))
             for tensor in probe.values():
                 dist.broadcast(tensor, 0)
             export = verify(prepared, target, planned, probe)

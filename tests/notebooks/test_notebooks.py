@@ -120,7 +120,7 @@ def test_the_notebook_begins_and_ends_as_all_do(source: Path) -> None:
     assert re.findall(r"https://colab.research.google.com/github/[^)\s]+", title.source) == [badge]
     assert 'find_spec("toolkit") is None' in installs.source
     assert re.findall(r"git\+[^\"\s]+", installs.source) == [install]
-    assert shows.source.endswith("tk.here()")
+    assert shows.source.endswith("tk.environment()")
     assert parameters.metadata.tags == ["parameters"]
     assert "GPU" in parameters.source
     last = [cell for cell in cells if cell.cell_type == "markdown"][-1]

@@ -15,7 +15,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
     from toolkit.checkpoints import identify
     from toolkit.config.strategy import Strategy
-    from toolkit.config.train_config import Loop
+    from toolkit.config.train_config import TrainConfig
     from toolkit.models import describe
     from toolkit.training.loop import make_optimizer, warmup_cosine
     from toolkit.training.preparation import prepare, prepared
@@ -26,10 +26,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     module = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
     module.save_pretrained(folder / "model")
-    loop = Loop(steps=8, lr=1e-2)
-    accelerator = make(Strategy(), loop, describe(str(folder / "model")))
-    optimizer = make_optimizer(module, loop)
-    model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, loop))
+    train_config = TrainConfig(steps=8, lr=1e-2)
+    accelerator = make(Strategy(), train_config, describe(str(folder / "model")))
+    optimizer = make_optimizer(module, train_config)
+    model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, train_config))
     ours = prepared(accelerator, (model, optimizer))
     identity = identify(ours.job.spec, ours.job.strategy, "data")
     yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": accelerator}

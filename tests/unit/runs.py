@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core import atomic_io
 from toolkit.core.units import GiB, MiB, timestamp
 from toolkit.devices.machine import hardware
@@ -23,7 +23,7 @@ from toolkit.training.preflight import versions
 from toolkit.training.preparation import Audit
 
 STRATEGY = Strategy(sharding="zero3", precision="bf16", attention="sdpa")
-LOOP = Loop(steps=20, lr=1e-3)
+LOOP = TrainConfig(steps=20, lr=1e-3)
 PARTS = {"parameters": 10 * MiB, "master": 20 * MiB, "gradients": 12 * MiB, "optimizer": 40 * MiB, "logits": 48 * MiB}
 
 
@@ -46,14 +46,14 @@ def foretold() -> Forecast:
     )
 
 
-def about(recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
+def about(run_config: RunConfig | None = None, **more: Any) -> dict[str, Any]:
     """What `run.json` says of a run that has begun."""
     strategy = dataclasses.asdict(STRATEGY)
     attempt = {"strategy": strategy, "ranks": 2, "started": timestamp(), "from_step": 0}
     return {
         "strategy": strategy,
-        "loop": dataclasses.asdict(LOOP),
-        "recipe": dataclasses.asdict(recipe or Recipe(save_every=10)),
+        "train_config": dataclasses.asdict(LOOP),
+        "run_config": dataclasses.asdict(run_config or RunConfig(save_every=10)),
         "ranks": 2,
         "parallelism": {"dp_shard": 2},
         "forecast": foretold().to_dict(),

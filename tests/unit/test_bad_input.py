@@ -237,8 +237,8 @@ def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
     was = {
-        "recipe": {"model": "a", "data": MARK},
-        "loop": {"lr": 2e-5},
+        "run_config": {"model": "a", "data": MARK},
+        "train_config": {"lr": 2e-5},
         "strategy": {"sharding": "fsdp", "precision": "fp32"},
         "ranks": 2,
     }

@@ -16,25 +16,25 @@ from typing import Any
 import pytest
 
 from toolkit.checkpoints import (
-    Found,
-    Saver,
+    CheckpointWriter,
+    ResumePoint,
     check_fits,
     checkpoint_writer,
-    complete,
-    find,
-    problems,
+    find_resume_point,
+    list_checkpoints,
+    quarantine,
     read_manifest,
     restore,
-    set_aside,
+    validate,
 )
-from toolkit.checkpoints.background_writer import Writer
+from toolkit.checkpoints.background_writer import BackgroundWriter
 from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
 
 
-def saver(run: dict[str, Any], folder: Path, **options: Any) -> Saver:
-    return Saver(run["ours"], run["schedule"], folder, run["identity"], versions={"torch": "2"}, **options)
+def saver(run: dict[str, Any], folder: Path, **options: Any) -> CheckpointWriter:
+    return CheckpointWriter(run["ours"], run["schedule"], folder, run["identity"], versions={"torch": "2"}, **options)
 
 
 def train(run: dict[str, Any]) -> None:
@@ -52,23 +52,23 @@ def train(run: dict[str, Any]) -> None:
 @pytest.fixture
 def written(run: dict[str, Any], tmp_path: Path) -> Path:
     """A folder with the checkpoints of steps 1 and 2."""
-    keeper = saver(run, tmp_path / "checkpoints")
+    policy = saver(run, tmp_path / "checkpoints")
     for step in (1, 2):
         train(run)
-        keeper.save(step)
-    keeper.wait()
-    assert [one.step for one in keeper.published()] == [1, 2]
+        policy.save(step)
+    policy.wait()
+    assert [one.step for one in policy.published()] == [1, 2]
     return tmp_path / "checkpoints"
 
 
 def test_a_checkpoint_is_a_manifest_and_a_file_a_rank(written: Path) -> None:
     assert sorted(path.name for path in written.iterdir()) == ["step-00000001", "step-00000002"]
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     assert sorted(path.name for path in newest.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
     manifest = read_manifest(newest)
     assert (manifest.step, manifest.ranks, manifest.global_batch) == (2, 1, 4)
     assert manifest.strategy["sharding"] == "none"
-    assert problems(newest) == []
+    assert validate(newest) == []
     from safetensors.torch import load_file
 
     names = load_file(newest / "rank-00000.safetensors")
@@ -85,8 +85,8 @@ def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) 
     drawn = torch.rand(3)
     torch.manual_seed(99)
     train(run)
-    newest = complete(written)[0]
-    found = Found(path=newest, manifest=read_manifest(newest), skipped=())
+    newest = list_checkpoints(written)[0]
+    found = ResumePoint(path=newest, manifest=read_manifest(newest), skipped=())
     restore(run["ours"], run["schedule"], found, run["identity"])
     for name, parameter in run["ours"].model.named_parameters():
         assert torch.equal(parameter, before[name]), name
@@ -115,17 +115,17 @@ def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp
     before, plain = {name: buffer.clone() for name, buffer in buffers.items()}, weight.data
     weight.data = plain.T.contiguous().T
     try:
-        keeper = saver(run, tmp_path)
+        policy = saver(run, tmp_path)
         norm.count = torch.tensor(7)  # a module may replace its buffers
-        keeper.save(1)
-        keeper.wait()
+        policy.save(1)
+        policy.wait()
         held = weight.detach().clone()
         for tensor in (norm.mean, norm.count, norm.flags, norm.spread[:1], norm.turn, weight.data):
             tensor.zero_()
-        manifest = read_manifest(complete(tmp_path)[0])
+        manifest = read_manifest(list_checkpoints(tmp_path)[0])
         assert manifest.tensors["model.norm.count"] == {"buffer": {"shape": [], "dtype": "int64"}}
         assert "model.norm.scratch" not in manifest.tensors
-        found = Found(path=complete(tmp_path)[0], manifest=manifest, skipped=())
+        found = ResumePoint(path=list_checkpoints(tmp_path)[0], manifest=manifest, skipped=())
         restore(run["ours"], run["schedule"], found, run["identity"])
         assert int(norm.count) == 7
         for name in sorted(buffers.keys() - {"count"}):
@@ -134,7 +134,7 @@ def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp
         assert weight.stride() == (1, 64)
         norm.mean = torch.zeros(4, 3, dtype=torch.float64)
         with pytest.raises(StrategyError, match=r"buffer model.norm.mean had shape \[4, 3\] and torch.float32"):
-            keeper.save(2)
+            policy.save(2)
         del norm.mean
         with pytest.raises(CheckpointError, match=r"differ in trained tensors or buffers, first in model\.norm\.mean"):
             restore(run["ours"], run["schedule"], found, run["identity"])
@@ -146,76 +146,76 @@ def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
 def test_a_flipped_byte_anywhere_is_named(written: Path, name: str) -> None:
-    path = complete(written)[0] / name
+    path = list_checkpoints(written)[0] / name
     data = path.read_bytes()
     format_digit = data.find(b'"format": ') + len(b'"format": ')  # 2 becomes 0: damage, and no other version's
     for at in (*range(0, len(data), max(1, len(data) // 25)), format_digit):
         damaged = bytearray(data)
         damaged[at] ^= 2
         path.write_bytes(damaged)
-        assert any(name in problem for problem in problems(path.parent)), at
+        assert any(name in problem for problem in validate(path.parent)), at
     path.write_bytes(data)
-    assert problems(path.parent) == []
+    assert validate(path.parent) == []
 
 
 def test_a_truncated_a_missing_an_extra_file_and_a_symlink_are_named(written: Path, tmp_path: Path) -> None:
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     path = newest / "rank-00000.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    assert f"has {len(data) - 1:,} bytes, expected {len(data):,}" in problems(newest)[0]
+    assert f"has {len(data) - 1:,} bytes, expected {len(data):,}" in validate(newest)[0]
     path.unlink()
-    assert problems(newest) == ["rank-00000.safetensors is missing"]
+    assert validate(newest) == ["rank-00000.safetensors is missing"]
     (tmp_path / "elsewhere").write_bytes(data)
     path.symlink_to(tmp_path / "elsewhere")
-    assert problems(newest) == ["rank-00000.safetensors is a symlink"]
+    assert validate(newest) == ["rank-00000.safetensors is a symlink"]
     path.unlink()
     path.write_bytes(data)
     (newest / "extra").mkdir()
     (newest / "extra" / "file").touch()
-    assert problems(newest) == ["extra/file does not belong to it"]
+    assert validate(newest) == ["extra/file does not belong to it"]
 
 
 def test_an_older_checkpoint_is_taken_and_the_damaged_one_set_aside(run: dict[str, Any], written: Path) -> None:
-    newest, older = complete(written)
+    newest, older = list_checkpoints(written)
     with (newest / "rank-00000.safetensors").open("r+b") as file:
         file.write(b"\xff")
-    found = find(run["accelerator"], written)
+    found = find_resume_point(run["accelerator"], written)
     assert found.path == older
     assert found.step == 1
     assert "step-00000002" in found.skipped[0]
     assert "is damaged" in found.skipped[0]
-    assert complete(written) == [newest, older]  # nothing is renamed before it is clear that the run goes on
-    set_aside(run["accelerator"], found)
+    assert list_checkpoints(written) == [newest, older]  # nothing is renamed before it is clear that the run goes on
+    quarantine(run["accelerator"], found)
     assert sorted(path.name for path in written.iterdir()) == ["step-00000001", "step-00000002.damaged"]
     # What goes on saves step 2 again, and what was set aside never counts as a checkpoint to keep.
-    keeper = saver(run, written, keep=1)
-    keeper.save(2)
-    keeper.wait()
-    assert [path.name for path in complete(written)] == ["step-00000002"]
-    assert problems(written / "step-00000002") == []
+    policy = saver(run, written, keep=1)
+    policy.save(2)
+    policy.wait()
+    assert [path.name for path in list_checkpoints(written)] == ["step-00000002"]
+    assert validate(written / "step-00000002") == []
 
 
 def test_where_no_checkpoint_can_be_taken_nothing_is_touched(run: dict[str, Any], written: Path) -> None:
     """A run of days does not start again from step 0 because of a broken disk."""
-    for checkpoint in complete(written):
+    for checkpoint in list_checkpoints(written):
         (checkpoint / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* rank-00000.safetensors is missing"):
-        find(run["accelerator"], written)
-    assert len(complete(written)) == 2
+        find_resume_point(run["accelerator"], written)
+    assert len(list_checkpoints(written)) == 2
 
 
 def test_a_newer_toolkits_checkpoint_is_no_damage(run: dict[str, Any], written: Path) -> None:
-    for checkpoint in complete(written):
+    for checkpoint in list_checkpoints(written):
         crafted = dataclasses.replace(read_manifest(checkpoint), format=99)
         (checkpoint / "manifest.json").write_bytes(crafted.encode())
     with pytest.raises(CheckpointError, match="of format 99"):
-        find(run["accelerator"], written)
-    assert len(complete(written)) == 2
+        find_resume_point(run["accelerator"], written)
+    assert len(list_checkpoints(written)) == 2
 
 
 def test_a_file_that_cannot_be_read_is_named(run: dict[str, Any], written: Path) -> None:
-    path = complete(written)[0] / "rank-00000.safetensors"
+    path = list_checkpoints(written)[0] / "rank-00000.safetensors"
     size = path.stat().st_size
     path.unlink()
     with socket.socket(socket.AF_UNIX) as there:  # opening it fails for everybody, root included
@@ -229,19 +229,19 @@ def test_a_file_that_cannot_be_read_is_named(run: dict[str, Any], written: Path)
         files = {path.name: {**manifest.files[path.name], "bytes": 0}}
         (path.parent / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).encode())
         assert size
-        assert "cannot be read" in problems(path.parent)[0]
+        assert "cannot be read" in validate(path.parent)[0]
         with pytest.raises(CheckpointError, match="Go on where its file system answers"):
-            find(run["accelerator"], written)
-    assert len(complete(written)) == 2
+            find_resume_point(run["accelerator"], written)
+    assert len(list_checkpoints(written)) == 2
 
 
 def test_what_cannot_be_written_is_said_and_not_waited_for(run: dict[str, Any], tmp_path: Path) -> None:
-    keeper = saver(run, tmp_path / "checkpoints")
+    policy = saver(run, tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / ".step-00000001.partial").touch()  # a file where the folder has to be
-    keeper.save(1)
+    policy.save(1)
     with pytest.raises(CheckpointError, match=r"step-00000001.partial cannot be written"):
-        keeper.wait()
-    assert complete(tmp_path / "checkpoints") == []
+        policy.wait()
+    assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
 def test_behind_a_ranks_note_the_folder_may_be_published_at_once(
@@ -264,12 +264,12 @@ def test_behind_a_ranks_note_the_folder_may_be_published_at_once(
 
 
 def test_a_rank_that_writes_nothing_is_named(run: dict[str, Any], tmp_path: Path) -> None:
-    keeper = saver(run, tmp_path, patience=0.1)
+    policy = saver(run, tmp_path, patience=0.1)
     with pytest.raises(CheckpointError, match=r"no file of rank\(s\) 1, 2 in .* after 0.1 s"):
-        keeper._await(tmp_path / "partial", range(1, 3))
+        policy._await(tmp_path / "partial", range(1, 3))
     (tmp_path / "rank-00001.failed").write_text("its disk is broken")
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part of .*: its disk is broken"):
-        keeper._await(tmp_path, range(1, 2))
+        policy._await(tmp_path, range(1, 2))
 
 
 def test_a_rank_that_takes_long_to_write_is_waited_for(
@@ -277,7 +277,7 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(
 ) -> None:
     """Flushing and hashing change no size in the folder."""
     monkeypatch.setattr("toolkit.engines.timeouts.EVERY", 0.02)
-    keeper = saver(run, tmp_path, patience=1.0)
+    policy = saver(run, tmp_path, patience=1.0)
 
     def write() -> None:
         with checkpoint_writer._alive(tmp_path, 1):
@@ -286,7 +286,7 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(
 
     other = threading.Thread(target=write)
     other.start()
-    keeper._await(tmp_path, range(1, 2))
+    policy._await(tmp_path, range(1, 2))
     other.join()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00001.json"]
 
@@ -310,7 +310,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("loop", "said"),
+    ("train_config", "said"),
     [
         ({"seed": 7}, "seed 0, and here it is 7"),
         ({"micro_batch": 2}, "global batch 4, and here it is 2"),
@@ -318,18 +318,22 @@ def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path:
     ],
 )
 def test_another_order_of_the_data_is_refused(
-    run: dict[str, Any], written: Path, loop: dict[str, Any], said: str
+    run: dict[str, Any], written: Path, train_config: dict[str, Any], said: str
 ) -> None:
-    newest = complete(written)[0]
-    found = Found(path=newest, manifest=read_manifest(newest), skipped=())
+    newest = list_checkpoints(written)[0]
+    found = ResumePoint(path=newest, manifest=read_manifest(newest), skipped=())
     job = run["ours"].job
     check_fits(found, job, run["identity"])
     with pytest.raises(CheckpointError, match=said):
-        check_fits(found, dataclasses.replace(job, loop=dataclasses.replace(job.loop, **loop)), run["identity"])
+        check_fits(
+            found,
+            dataclasses.replace(job, train_config=dataclasses.replace(job.train_config, **train_config)),
+            run["identity"],
+        )
 
 
 def test_nothing_to_go_on_from(run: dict[str, Any], tmp_path: Path) -> None:
-    found = find(run["accelerator"], tmp_path / "checkpoints")
+    found = find_resume_point(run["accelerator"], tmp_path / "checkpoints")
     assert (found.path, found.step) == (None, 0)
     assert "starting from step 0" in str(found)
 
@@ -338,13 +342,13 @@ def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dic
     half = tmp_path / ".step-00000007.partial"
     half.mkdir()
     (half / "rank-00000.safetensors").touch()
-    keeper = saver(run, tmp_path, keep=3)
+    policy = saver(run, tmp_path, keep=3)
     assert not half.exists()
     for step in range(1, 6):
-        keeper.save(step)
-        keeper.wait()
-        assert complete(tmp_path)
-    assert [path.name[-1] for path in complete(tmp_path)] == ["5", "4", "3"]
+        policy.save(step)
+        policy.wait()
+        assert list_checkpoints(tmp_path)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["5", "4", "3"]
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -362,15 +366,15 @@ def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dic
 def test_another_runs_checkpoint_is_refused(
     run: dict[str, Any], written: Path, change: dict[str, Any], said: str
 ) -> None:
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     other = dataclasses.replace(run["identity"], **change)
-    found = Found(path=newest, manifest=read_manifest(newest), skipped=())
+    found = ResumePoint(path=newest, manifest=read_manifest(newest), skipped=())
     with pytest.raises(CheckpointError, match=said):
         restore(run["ours"], run["schedule"], found, other)
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> None:
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     manifest = read_manifest(newest)
     for name in ("../rank-00000.safetensors", "/etc/passwd", "a/../../b", "", "manifest.json"):
         crafted = dataclasses.replace(manifest, files={name: {"sha256": "0", "bytes": 1}})
@@ -380,31 +384,31 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> No
 
 
 def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     (newest / "manifest.json").write_text("[" * 100_000)
-    assert "is damaged, or no manifest" in problems(newest)[0]
+    assert "is damaged, or no manifest" in validate(newest)[0]
 
 
 def test_a_renamed_folder_and_a_symlink_are_named_and_set_aside(run: dict[str, Any], written: Path) -> None:
     """Else a copy of an old one would be the newest, and the next one could not be published."""
-    newest, older = complete(written)
+    newest, older = list_checkpoints(written)
     shutil.copytree(older, written / "step-00000040")
     newest.rename(written / "elsewhere")
     newest.symlink_to("elsewhere")
-    assert problems(newest) == problems(written / "step-00000040") == []  # whole they are: an export may name them
-    assert newest not in complete(written)
-    found = find(run["accelerator"], written)
+    assert validate(newest) == validate(written / "step-00000040") == []  # whole they are: an export may name them
+    assert newest not in list_checkpoints(written)
+    found = find_resume_point(run["accelerator"], written)
     assert found.path == older
     assert "its manifest is of step 1: a copy, or renamed" in found.skipped[0]
     assert "step-00000002: it is a symlink" in found.skipped[1]
-    set_aside(run["accelerator"], found)
-    assert complete(written) == [older]
+    quarantine(run["accelerator"], found)
+    assert list_checkpoints(written) == [older]
 
 
 def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
     """And its thread is there before the first: where memory has run out, none could be started."""
     before = set(threading.enumerate())
-    writer = Writer()
+    writer = BackgroundWriter()
     (thread,) = set(threading.enumerate()) - before
     done = []
     for number in (1, 0, 2):
@@ -420,7 +424,7 @@ def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
 
 
 def test_a_manifest_of_another_format_says_which(written: Path) -> None:
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     crafted = dataclasses.replace(read_manifest(newest), format=99)
     (newest / "manifest.json").write_bytes(crafted.encode())
     with pytest.raises(CheckpointError, match="of format 99"):
@@ -430,7 +434,7 @@ def test_a_manifest_of_another_format_says_which(written: Path) -> None:
 def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     manifest = read_manifest(newest)
     path = newest / "rank-00000.safetensors"
     tensors = load_file(path)
@@ -476,7 +480,7 @@ def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tup
     import torch
     from safetensors.torch import save_file
 
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     save_file({key: torch.zeros(shape)}, newest / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="names no part of a tensor"), opened(newest, read_manifest(newest)):
         pass
@@ -486,7 +490,7 @@ def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tup
 
 
 def test_a_manifest_is_what_was_written(written: Path) -> None:
-    newest = complete(written)[0]
+    newest = list_checkpoints(written)[0]
     assert read_manifest(newest).encode() == (newest / "manifest.json").read_bytes()
     fields = {field.name for field in dataclasses.fields(Manifest)}
     assert set(json.loads((newest / "manifest.json").read_bytes())) == fields | {"sha256"}

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import toolkit.data as data
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import tokenization
 from toolkit.data.encoding import Encoded, Encoder
@@ -442,7 +442,7 @@ def test_too_little_for_a_global_batch(tokenizer: Any, tmp_path: Path) -> None:
     rows = data.prepare_data(jsonl(tmp_path / "a.jsonl", {"text": "a b c"}), tokenizer, LLAMA_SPEC, seq_len=16)
     assert rows.count == 1
     with pytest.raises(DataError, match="1 rows of 16, and one global batch takes 8"):
-        data.check_batch(rows, Loop(micro_batch=4), dp_size=2)
+        data.check_batch(rows, TrainConfig(micro_batch=4), dp_size=2)
     long = jsonl(tmp_path / "p.jsonl", {"prompt": "a b c " * 20, "completion": "d"})
     with pytest.raises(DataError, match="no token to train on"):
         data.prepare_data(long, tokenizer, LLAMA_SPEC, seq_len=16)
@@ -502,16 +502,18 @@ def test_packs_says_what_the_logits_say(name: str, attention: str) -> None:
     assert (one[:, :10] - two[:, :10]).abs().max() > 0.1, "the first documents are too alike to prove anything"
     apart = bool(torch.allclose(one[:, 10:], two[:, 10:], atol=1e-5) and torch.allclose(one[:, 10:], alone, atol=1e-4))
     assert apart == (name not in NEITHER)
-    assert data.packs(spec_of(config)) == apart
+    assert data.supports_packing(spec_of(config)) == apart
 
 
 def test_packs_refuses_the_unknown() -> None:
-    assert not data.packs(replace(LLAMA_SPEC, architecture="NobodyForCausalLM"))
-    assert not data.packs(replace(LLAMA_SPEC, kind="seq2seq"))
-    assert not data.packs(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "layer_types": ["linear_attention"]}))
-    assert not data.packs(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "is_causal": False}))
+    assert not data.supports_packing(replace(LLAMA_SPEC, architecture="NobodyForCausalLM"))
+    assert not data.supports_packing(replace(LLAMA_SPEC, kind="seq2seq"))
+    assert not data.supports_packing(
+        replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "layer_types": ["linear_attention"]})
+    )
+    assert not data.supports_packing(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "is_causal": False}))
     images = transformers.Gemma3Config().to_dict()
-    assert not data.packs(replace(LLAMA_SPEC, architecture="Gemma3ForConditionalGeneration", config=images))
+    assert not data.supports_packing(replace(LLAMA_SPEC, architecture="Gemma3ForConditionalGeneration", config=images))
 
 
 SENTENCES = [
@@ -564,7 +566,9 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
     model = build(LLAMA)
     without = model(**batch).loss
     model.config.use_cache = True
-    assert not torch.allclose(model(**batch).loss, without), "a cache no longer undoes the mask: say so in `packs`"
+    assert not torch.allclose(model(**batch).loss, without), (
+        "a cache no longer undoes the mask: say so in `supports_packing`"
+    )
 
 
 def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
@@ -864,11 +868,15 @@ def test_order() -> None:
     assert order.ids(0, 10) == [1, 5, 9, 0, 4, 7, 2, 8, 3, 6], "the order of a seed is a promise: runs resume by it"
 
 
-def taken(rows: data.Rows, loop: Loop, ranks: int, start: int = 0) -> Iterator[list[dict[str, torch.Tensor]]]:
+def taken(
+    rows: data.Rows, train_config: TrainConfig, ranks: int, start: int = 0
+) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Step by step, every rank's micro-batches in the order that the docstring gives."""
-    loaders = [iter(data.batches(rows, loop, dp_rank=rank, dp_size=ranks, start_step=start)) for rank in range(ranks)]
-    for _ in range(start, loop.steps):
-        yield [next(loader) for _ in range(loop.accumulation) for loader in loaders]
+    loaders = [
+        iter(data.batches(rows, train_config, dp_rank=rank, dp_size=ranks, start_step=start)) for rank in range(ranks)
+    ]
+    for _ in range(start, train_config.steps):
+        yield [next(loader) for _ in range(train_config.accumulation) for loader in loaders]
     assert all(next(loader, None) is None for loader in loaders)
 
 
@@ -876,13 +884,15 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
     splits = [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
     steps = []
     for micro, accumulation, ranks in splits:
-        loop = Loop(micro_batch=micro, accumulation=accumulation, steps=2 * rows.count // 4)
-        found = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, loop, ranks)]
-        ids = [data.sample_ids(rows, loop, dp_size=ranks, step=step) for step in range(loop.steps)]
+        train_config = TrainConfig(micro_batch=micro, accumulation=accumulation, steps=2 * rows.count // 4)
+        found = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, train_config, ranks)]
+        ids = [data.sample_ids(rows, train_config, dp_size=ranks, step=step) for step in range(train_config.steps)]
         assert all(torch.equal(rows.batch(of)["input_ids"], step) for of, step in zip(ids, found, strict=True))
-        assert [step.dtype for step in found] == [torch.int64] * loop.steps
+        assert [step.dtype for step in found] == [torch.int64] * train_config.steps
         steps.append((torch.stack(found), [data.hash_ids(of) for of in ids]))
-        resumed = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, loop, ranks, start=3)]
+        resumed = [
+            torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, train_config, ranks, start=3)
+        ]
         assert torch.equal(torch.stack(resumed), steps[0][0][3:])
     assert all(torch.equal(found, steps[0][0]) and hashes == steps[0][1] for found, hashes in steps)
     assert len(set(steps[0][1])) == len(steps[0][1]), "two steps took the same samples"
@@ -891,7 +901,7 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
 def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> None:
     from accelerate import Accelerator
 
-    loader = data.batches(rows, Loop(micro_batch=2, steps=3), dp_rank=0, dp_size=1)
+    loader = data.batches(rows, TrainConfig(micro_batch=2, steps=3), dp_rank=0, dp_size=1)
     assert Accelerator(cpu=True).prepare(loader) is loader
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -917,7 +927,7 @@ def test_embedded_data_end_to_end(tokenizer: Any) -> None:
     assert (rows.packed, rows.dropped, rows.truncated) == (True, 0, 0)
     assert rows.documents == len(data.embedded_files())
     assert rows.count == -(-rows.tokens // 256)
-    batch = next(iter(data.batches(rows, Loop(), dp_rank=0, dp_size=2)))
+    batch = next(iter(data.batches(rows, TrainConfig(), dp_rank=0, dp_size=2)))
     assert {name: tuple(column.shape) for name, column in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), (4, 256)
     )

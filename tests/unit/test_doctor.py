@@ -1,4 +1,4 @@
-"""`examine` on this machine as it is, and its children with libraries that are broken in every way."""
+"""`diagnose` on this machine as it is, and its children with libraries that are broken in every way."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from toolkit.config.strategy import ATTENTION_WORDS as ATTENTIONS
 from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import Diagnosis, Finding
+from toolkit.diagnosis.checks import diagnose, run_apart
 from toolkit.diagnosis.libraries import absent
-from toolkit.diagnosis.report import examine, run_apart
 from toolkit.diagnosis.result import STATUSES
 from toolkit.diagnosis.support import judge
 
@@ -170,7 +170,7 @@ def test_an_old_library_is_named_with_the_version_that_is_asked_for(
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_examination_leaves_no_process(how: signal.Signals, first: Path) -> None:
-    """Ctrl-C while libraries hang: `examine` ends at once, and its children; killed outright, too."""
+    """Ctrl-C while libraries hang: `diagnose` ends at once, and its children; killed outright, too."""
     hang = f"""
         import os, pathlib, time
         pathlib.Path({str(first)!r}, f"pid-{{os.getpid()}}").touch()
@@ -252,5 +252,5 @@ def test_without_process_groups_one_process(diagnosis: Diagnosis) -> None:
 def test_the_public_names() -> None:
     import toolkit.diagnosis
 
-    assert toolkit.diagnosis.examine is examine
+    assert toolkit.diagnosis.diagnose is diagnose
     assert importlib.util.find_spec("toolkit.diagnosis.examine") is None

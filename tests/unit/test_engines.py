@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from toolkit.config.strategy import Strategy, catalog
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device
 from toolkit.engines.adapters import adapt
@@ -69,7 +69,7 @@ def make_spec() -> object:
 
 def job(sharding: str, spec: ModelSpec | None, ranks: int = 2, device: Device = CPU, **fields: object) -> Job:
     strategy = Strategy(sharding=sharding, dp_replicate=2 if sharding == "hsdp" else 1, **fields)  # type: ignore[arg-type]
-    return resolve(strategy, Loop(), spec, ranks, device)
+    return resolve(strategy, TrainConfig(), spec, ranks, device)
 
 
 # P is 16 MiB of fp32 parameters; the facts that the table states are bytes a parameter and rank.
@@ -177,7 +177,7 @@ def test_what_this_machine_cannot_do_is_refused_before_any_process(
 
 def test_a_sequence_over_the_models_limit_is_refused(spec: ModelSpec) -> None:
     with pytest.raises(StrategyError, match="512 positions"):
-        resolve(Strategy(), Loop(seq_len=513), spec, 1, CPU)
+        resolve(Strategy(), TrainConfig(seq_len=513), spec, 1, CPU)
 
 
 def test_every_engine_has_every_function() -> None:
@@ -262,7 +262,7 @@ def make() -> Iterator[Callable[..., Any]]:
     """Makes Accelerators of one process, and forgets them in the end."""
     from accelerate.state import AcceleratorState, GradientState
 
-    yield lambda loop=Loop(), spec=None: accelerator(Strategy(precision="fp32"), loop, spec)  # noqa: B008
+    yield lambda train_config=TrainConfig(), spec=None: accelerator(Strategy(precision="fp32"), train_config, spec)  # noqa: B008
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -277,10 +277,10 @@ def linear(value: float = 0.0) -> tuple[Any, Any]:
 
 
 def test_a_second_accelerator_leaves_the_first_as_it_is(make: Callable[..., Any]) -> None:
-    first = make(Loop(accumulation=4))
+    first = make(TrainConfig(accumulation=4))
     with pytest.raises(RunError, match=r"sharding 'none', precision 'fp32' and accumulation 4.*Call its end_training"):
         make()
-    make(Loop(accumulation=4)).end_training()
+    make(TrainConfig(accumulation=4)).end_training()
     with pytest.raises(RunError, match="accumulation 4"):  # the first is still in use
         make()
     assert first.gradient_accumulation_steps == 4
@@ -290,7 +290,7 @@ def test_each_optimizer_clips_what_it_steps(make: Callable[..., Any]) -> None:
     """Also beside a teacher, which nothing trains."""
     import torch
 
-    ours = make(Loop(max_grad_norm=1.0))
+    ours = make(TrainConfig(max_grad_norm=1.0))
     teacher, _ = linear(1.0)
     (one, stepper), (other, other_stepper) = linear(), linear()
     teacher, one, other, stepper, other_stepper = ours.prepare(teacher, one, other, stepper, other_stepper)
@@ -312,7 +312,7 @@ def test_fp16_unscales_once_and_a_skipped_step_is_none_of_the_schedule(make: Cal
     """torch's GradScaler, set up as Accelerate does it for fp16 on a GPU."""
     import torch
 
-    ours = make(Loop(max_grad_norm=0.0))
+    ours = make(TrainConfig(max_grad_norm=0.0))
     ours.scaler = torch.amp.GradScaler(ours.device.type, init_scale=1024.0)
     model, optimizer = linear()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -366,7 +366,7 @@ def test_states_are_what_peft_makes_in_its_order(adapter: str) -> None:
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     config = LlamaConfig(**shape, num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True)
-    job = resolve(Strategy(adapter=adapter, lora_targets="q_proj,down_proj"), Loop(), describe(config), 1, CPU)
+    job = resolve(Strategy(adapter=adapter, lora_targets="q_proj,down_proj"), TrainConfig(), describe(config), 1, CPU)
     made = adapt(job, LlamaForCausalLM(config))
     found = [
         (name.removeprefix("base_model.model."), tuple(parameter.shape), parameter.requires_grad)

@@ -17,12 +17,12 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.forecasting.diffs import contrast
-from toolkit.forecasting.dtype_reports import precisions
+from toolkit.forecasting.diffs import diff_forecasts
+from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
 from toolkit.notebook.explorer_state import command
 
-LOOP = tk.Loop(seq_len=64, micro_batch=2)
+LOOP = tk.TrainConfig(seq_len=64, micro_batch=2)
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -31,8 +31,10 @@ def spec() -> tk.ModelSpec:
     return tk.describe(None)
 
 
-def ask(spec: tk.ModelSpec, on: str = "2x A100-80GB", loop: tk.Loop = LOOP, **strategy: Any) -> tk.Forecast:
-    return tk.forecast(spec, tk.Strategy(**strategy), on, loop)
+def ask(
+    spec: tk.ModelSpec, on: str = "2x A100-80GB", train_config: tk.TrainConfig = LOOP, **strategy: Any
+) -> tk.Forecast:
+    return tk.forecast(spec, tk.Strategy(**strategy), on, train_config)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: tk.ModelSpec) -> Path:
     top = {"peak_bytes": max(phases.values()), "peak_phase": found.peak_phase, "phases": phases}
     measured = {**top, "per_rank": [{"device": "cpu", **top}]}
     dtypes = {**engine_of(found.strategy).expected_state(found.job).dtypes, "gradients": "bfloat16"}
-    about = {"strategy": dataclasses.asdict(found.strategy), "loop": dataclasses.asdict(found.loop), "ranks": 2}
-    recipe = {"model": "embedded", "save_every": 0, "save_seconds": 1800.0}
-    (folder / "run.json").write_text(json.dumps({**about, "recipe": recipe}))
+    about = {
+        "strategy": dataclasses.asdict(found.strategy),
+        "train_config": dataclasses.asdict(found.train_config),
+        "ranks": 2,
+    }
+    run_config = {"model": "embedded", "save_every": 0, "save_seconds": 1800.0}
+    (folder / "run.json").write_text(json.dumps({**about, "run_config": run_config}))
     memory = {
         "measured": measured,
         "reason": None,
@@ -62,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: tk.ModelSpec) -> Path:
 
 def why(one: tk.Forecast, other: tk.Forecast) -> dict[str, str]:
     found: dict[str, str] = {}
-    for subject, said in contrast(one, other).why:
+    for subject, said in diff_forecasts(one, other).why:
         found[subject] = f"{found.get(subject, '')} {said}".strip()
     return found
 
@@ -98,7 +104,7 @@ def test_every_choice_says_what_it_does(
 
 
 def test_equal_forecasts_differ_in_nothing(spec: tk.ModelSpec) -> None:
-    found = contrast(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
+    found = diff_forecasts(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
     assert (found.why, found.asked) == ((), {})
     assert all(row.ratio in (1.0, None) for row in found.differences)
     assert json.loads(found.to_json())["one"]["device"]["peak_bytes"] == found.one.peak_bytes
@@ -106,7 +112,9 @@ def test_equal_forecasts_differ_in_nothing(spec: tk.ModelSpec) -> None:
 
 def test_a_batch_is_a_difference_too(spec: tk.ModelSpec) -> None:
     large, half = (dataclasses.replace(LOOP, micro_batch=size) for size in (64, 32))
-    found = contrast(ask(spec, loop=large, sharding="zero3"), ask(spec, loop=half, sharding="zero3"))
+    found = diff_forecasts(
+        ask(spec, train_config=large, sharding="zero3"), ask(spec, train_config=half, sharding="zero3")
+    )
     assert found.labels == ("micro_batch 64", "micro_batch 32")
     assert dict(found.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
 
@@ -139,7 +147,7 @@ def test_a_run_stands_beside_its_forecast(run: Path) -> None:
     assert set(rows.values()) == {"0.80"}
     assert found.notes == ()
     assert "measured total" in found._repr_html_()
-    other = timeline(run=run, loop=dataclasses.replace(LOOP, micro_batch=4))
+    other = timeline(run=run, train_config=dataclasses.replace(LOOP, micro_batch=4))
     assert other.notes[0].startswith("The run was another: micro_batch 2, not 4.")
 
 
@@ -159,7 +167,7 @@ def test_a_run_that_measured_nothing_is_refused(run: Path, tmp_path: Path) -> No
 
 def test_the_ledger_is_the_engines_own(spec: tk.ModelSpec) -> None:
     strategies = [tk.Strategy(sharding=word, precision="bf16") for word in ("ddp", "zero3", "fsdp")]
-    found = {one.label: one for one in precisions(spec, strategies, "8x H100").columns}
+    found = {one.label: one for one in dtype_report(spec, strategies, "8x H100").columns}
     for label, one in found.items():
         job = resolve(one.strategy, LOOP, spec, 8, tk.hardware("8x H100").device)
         kept = engine_of(one.strategy).expected_state(job).dtypes
@@ -177,19 +185,19 @@ def test_what_cannot_run_is_a_sentence_beside_what_can(spec: tk.ModelSpec) -> No
     words = [
         tk.Strategy(sharding=word, precision="bf16_pure", offload=o) for word, o in (("zero3", "cpu"), ("fsdp", "none"))
     ]
-    found = precisions(spec, words, "8x H100")
+    found = dtype_report(spec, words, "8x H100")
     assert [bool(one.refused) for one in found.columns] == [True, False]
     assert "cannot run in precision 'bf16_pure'" in str(found)
     assert "float32" not in {*found.columns[1].dtypes.values()}
 
 
 def test_packed_weights_say_what_they_lie_in(spec: tk.ModelSpec) -> None:
-    (one,) = precisions(spec, [tk.Strategy(sharding="zero3", adapter="qlora", precision="bf16")], "8x H100").columns
+    (one,) = dtype_report(spec, [tk.Strategy(sharding="zero3", adapter="qlora", precision="bf16")], "8x H100").columns
     assert one.dtypes["preparation", "frozen weights"] == "4 bits in bfloat16"
 
 
 def test_an_audit_that_found_otherwise_is_said(run: Path) -> None:
-    found = precisions(run=run)
+    found = dtype_report(run=run)
     (one,) = found.columns
     assert one.found["optimizer", "moments"] == one.dtypes["optimizer", "moments"]
     assert "found otherwise: gradients, added up at compute" in found.reason
@@ -254,7 +262,7 @@ def made(kind: str, spec: tk.ModelSpec, **options: Any) -> tk.Explorer:
 @pytest.mark.parametrize("kind", ["memory", "compare", "timeline", "precision"])
 def test_every_panel_answers_with_labelled_controls(spec: tk.ModelSpec, kind: str) -> None:
     panel = made(kind, spec)
-    check_page(panel.twin())
+    check_page(panel.static_html())
     assert panel.value is not None
     assert panel.sentence in panel.panel._said.value.replace("&#x27;", "'")
     assert 'aria-live="polite"' in panel.panel._said.value
@@ -263,24 +271,24 @@ def test_every_panel_answers_with_labelled_controls(spec: tk.ModelSpec, kind: st
         assert control.tooltip, name
     bundle = panel._repr_mimebundle_()
     assert bundle[VIEW]["model_id"] == panel.panel.box.model_id
-    assert plain(bundle["text/html"]) == plain(panel.twin())
-    assert "toolkit" in re.sub("<[^>]*>", "", panel.twin())
+    assert plain(bundle["text/html"]) == plain(panel.static_html())
+    assert "toolkit" in re.sub("<[^>]*>", "", panel.static_html())
 
 
 def test_a_moved_control_changes_the_picture(spec: tk.ModelSpec) -> None:
     panel = made("memory", spec)
-    before, page = panel.value, panel.twin()
+    before, page = panel.value, panel.static_html()
     panel.controls["sharding"].value = "ddp"
     assert isinstance(panel.value, tk.Forecast)
     assert panel.value.peak_bytes == ask(spec, sharding="ddp").peak_bytes != before.peak_bytes  # type: ignore[union-attr]
-    assert panel.twin() != page
+    assert panel.static_html() != page
     panel.controls["devices"].value = 16
     assert (panel.value.hardware.nodes, panel.value.ranks) == (2, 16)
     panel.controls["device"].value = "H100-80GB"
     assert panel.value.hardware.device.name == "H100-80GB"
-    assert "--hardware &#x27;2 nodes x 8x H100-80GB&#x27; --sharding ddp" in panel.twin()
+    assert "--hardware &#x27;2 nodes x 8x H100-80GB&#x27; --sharding ddp" in panel.static_html()
     panel.set(micro_batch=48)
-    assert (panel.controls["micro_batch"].value, panel.value.loop.micro_batch) == (48, 48)
+    assert (panel.controls["micro_batch"].value, panel.value.train_config.micro_batch) == (48, 48)
 
 
 def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec) -> None:
@@ -290,7 +298,7 @@ def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec)
     assert panel.value is None
     assert "needs at least 2 ranks to shard over" in panel.refusal
     assert "needs at least 2 ranks to shard over" in panel.panel._said.value
-    assert "Traceback" not in panel.twin()
+    assert "Traceback" not in panel.static_html()
     panel.set(sharding="zero9")
     assert panel.refusal.startswith("sharding 'zero9' is unknown")
     panel.set(sharding="hsdp", devices=4)
@@ -372,9 +380,9 @@ def test_two_strategies_have_controls_of_their_own(spec: tk.ModelSpec) -> None:
     panel = made("compare", spec, against=tk.Strategy(sharding="ddp"))
     panel.controls["against_sharding"].value = "fsdp"
     panel.controls["against_offload"].value = "cpu"
-    assert isinstance(panel.value, tk.Contrast)
+    assert isinstance(panel.value, tk.ForecastDiff)
     assert panel.value.asked["offload"] == ("none", "cpu")
-    assert "--against sharding=fsdp,offload=cpu" in panel.twin()
+    assert "--against sharding=fsdp,offload=cpu" in panel.static_html()
 
 
 def test_a_panel_begins_where_its_run_was(run: Path) -> None:
@@ -382,9 +390,9 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
     assert isinstance(panel.value, tk.Timeline)
     assert panel.controls["precision"].value == "bf16"
     assert panel.value.notes == ()
-    assert f"toolkit timeline --run {run}" in panel.twin()
+    assert f"toolkit timeline --run {run}" in panel.static_html()
     panel.controls["micro_batch"].value = 4
-    assert "The run was another" in panel.twin()
+    assert "The run was another" in panel.static_html()
     assert "otherwise: gradients" in tk.explore("precision", run=run).sentence
 
 
@@ -418,7 +426,7 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> 
         assert answer.transient == again.transient == moved.transient != {}
         assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
         assert VIEW not in answer.data
-        assert plain(moved.data["text/html"]) == plain(panel.twin()) != plain(answer.data["text/html"])
+        assert plain(moved.data["text/html"]) == plain(panel.static_html()) != plain(answer.data["text/html"])
     finally:
         shell.clear_instance()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.devices.machine import machine
 from toolkit.engines.records import Prepared
@@ -46,10 +46,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(base: Path, **words: Any) -> tuple[Prepared, Any]:
     """A model that could be trained, and its tokenizer."""
-    accelerator = make(Strategy(**words), Loop(micro_batch=2, seq_len=16), describe(base))
+    accelerator = make(Strategy(**words), TrainConfig(micro_batch=2, seq_len=16), describe(base))
     accelerator.print = lambda *lines: None
     model, tokenizer = load(accelerator, allow_unquantized=True)
-    model, optimizer = prepare(accelerator, model, make_optimizer(model, Loop(lr=1e-3)))
+    model, optimizer = prepare(accelerator, model, make_optimizer(model, TrainConfig(lr=1e-3)))
     return prepared(accelerator, (model, optimizer)), tokenizer
 
 

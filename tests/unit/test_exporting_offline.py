@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from toolkit import cli
-from toolkit.checkpoints import Saver, identify, read_manifest
+from toolkit.checkpoints import CheckpointWriter, identify, read_manifest
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
 from toolkit.engines.adapters import keep_packing
 from toolkit.exporters import export, model_files, offline, save
-from toolkit.exporters.base_weights import Held, opened_source
-from toolkit.exporters.publication import drafted
+from toolkit.exporters.base_weights import InMemory, opened_source
+from toolkit.exporters.publication import atomic_dir
 from toolkit.models import describe
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.training.loading import load
@@ -92,16 +92,16 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
     import torch
     from accelerate.state import AcceleratorState, GradientState
 
-    spec, loop = describe(base), Loop(steps=STEPS, micro_batch=2, seq_len=16, lr=2e-2, warmup=0)
-    accelerator = make(Strategy(**words), loop, spec)
+    spec, train_config = describe(base), TrainConfig(steps=STEPS, micro_batch=2, seq_len=16, lr=2e-2, warmup=0)
+    accelerator = make(Strategy(**words), train_config, spec)
     accelerator.print = lambda *lines: None
     model, tokenizer = load(accelerator, allow_unquantized=True)
-    optimizer = make_optimizer(model, loop)
-    model, optimizer, schedule = prepare(accelerator, model, optimizer, warmup_cosine(optimizer, loop))
+    optimizer = make_optimizer(model, train_config)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, warmup_cosine(optimizer, train_config))
     ours = prepared(accelerator, (model, optimizer))
     rows = torch.randint(3, 250, (STEPS, 2, 16), generator=torch.Generator().manual_seed(1))
     identity = identify(spec, ours.job.strategy, "synthetic")
-    saver = Saver(ours, schedule, run / "checkpoints", identity, versions={"torch": "2"})
+    saver = CheckpointWriter(ours, schedule, run / "checkpoints", identity, versions={"torch": "2"})
     for step in train(ours, iter({"input_ids": row, "labels": row} for row in rows), schedule):
         saver.save(step.step)
     saver.wait()
@@ -212,12 +212,12 @@ def test_shards_are_written_one_after_the_other_with_an_index(
     (tmp_path / "again").mkdir()
     there: dict[str, int] = {}
 
-    class Watched(Held):
+    class Watched(InMemory):
         def tensor(self, name: str) -> torch.Tensor:
             there[name] = len(list(tmp_path.glob("again/*.safetensors")))
             return super().tensor(name)
 
-    model_files.write_model(model, model_files.Complete(Watched(was.state), model, spec), None, tmp_path / "again")
+    model_files.write_model(model, model_files.FullStateDict(Watched(was.state), model, spec), None, tmp_path / "again")
     assert there["model.layers.0.mlp.experts.gate_up_proj"] == 0
     assert there["model.layers.1.mlp.experts.gate_up_proj"] > 0
 
@@ -566,9 +566,9 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": {}}, "strategy has no sharding; strategy has no precision"),
     ({"strategy": {"adapter": "glue"}}, "adapter 'glue' is unknown"),
     ({"strategy": {"glue": 1}}, "Strategy has no field 'glue'"),
-    ({"loop": {}}, "loop has no micro_batch"),
-    ({"loop": {"lr": "fast"}}, "lr 'fast': expected float"),
-    ({"loop": {"lr": None}}, "loop lr is null"),
+    ({"train_config": {}}, "loop has no micro_batch"),
+    ({"train_config": {"lr": "fast"}}, "lr 'fast': expected float"),
+    ({"train_config": {"lr": None}}, "loop lr is null"),
     ({"identity": {}}, "identity has no data"),
     ({"identity": {"data": 1, "source": ["x"]}}, "identity data is 1; identity source is"),
     ({"identity": {"base": "x"}}, 'identity base is "x"'),
@@ -602,13 +602,13 @@ def test_manifests_that_somebody_made(lives: Callable[[str], Trained], tmp_path:
 def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
     final = tmp_path / "export"
     for text in ("first", "second"):
-        with drafted(final, replace=True) as draft:
+        with atomic_dir(final, replace=True) as draft:
             (draft / "deep" / "er").mkdir(parents=True)
             (draft / "deep" / "er" / "file").write_text(text)
         assert (final / "deep" / "er" / "file").read_text() == text
-    with pytest.raises(ZeroDivisionError), drafted(final, replace=True):
+    with pytest.raises(ZeroDivisionError), atomic_dir(final, replace=True):
         raise ZeroDivisionError
-    with pytest.raises(RunError, match=r"export cannot be put in place: .*not empty"), drafted(final) as draft:
+    with pytest.raises(RunError, match=r"export cannot be put in place: .*not empty"), atomic_dir(final) as draft:
         (draft / "file").write_text("third")
     assert (final / "deep" / "er" / "file").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
@@ -638,7 +638,7 @@ def test_a_kill_between_two_names_loses_nothing(rename: int, tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", KILLED, str(final), str(rename)], check=False, timeout=60)
     assert done.returncode == 9
     assert final.exists() == (rename == 1)
-    with pytest.raises(ZeroDivisionError), drafted(final, replace=True):
+    with pytest.raises(ZeroDivisionError), atomic_dir(final, replace=True):
         raise ZeroDivisionError
     assert (final / "file").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]

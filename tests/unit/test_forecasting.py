@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from toolkit import (
-    Loop,
     ModelError,
     ModelSpec,
     Strategy,
     StrategyError,
     ToolkitError,
+    TrainConfig,
     describe,
     forecast,
     hardware,
@@ -238,8 +238,8 @@ def test_the_logits_are_a_part() -> None:
     """In bf16 a forward has ten bytes of them for each token and word: bf16, fp32 and its logarithm, all at once."""
     large = config("llama", 1)
     large.vocab_size = 8192
-    strategy, loop = Strategy(sharding="none", precision="bf16_pure"), Loop(seq_len=512, micro_batch=4)
-    found = forecast(describe(large), strategy, "A100-80GB", loop, one_document=True)
+    strategy, train_config = Strategy(sharding="none", precision="bf16_pure"), TrainConfig(seq_len=512, micro_batch=4)
+    found = forecast(describe(large), strategy, "A100-80GB", train_config, one_document=True)
     each = found.parts["logits"] / (4 * 512 * 8192)
     assert 10 <= each <= 12.1
     assert found.parts["activations"] < found.parts["logits"]
@@ -249,12 +249,14 @@ def test_the_logits_are_a_part() -> None:
     assert found.peak_bytes - found.parts["logits"] <= found.fused_bytes < found.peak_bytes / 2
     # Under autocast the head's weight is cast as well, 1 MiB, and is none of them; what it reads is, 256 KiB.
     autocast = dataclasses.replace(strategy, precision="bf16")
-    cast = forecast(describe(large), autocast, "A100-80GB", loop, one_document=True)
+    cast = forecast(describe(large), autocast, "A100-80GB", train_config, one_document=True)
     assert cast.parts["logits"] - found.parts["logits"] <= 256 * 1024
 
 
 def test_the_experts_implementation_is_named() -> None:
-    found = forecast(describe(config("mixtral", 2)), Strategy(sharding="zero3"), "8x A100-80GB", Loop(seq_len=64))
+    found = forecast(
+        describe(config("mixtral", 2)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=64)
+    )
     assert any("Experts, computed by grouped_mm, are taken as evenly loaded" in sentence for sentence in found.unknown)
 
 
@@ -263,7 +265,9 @@ def test_the_zero_papers_figure() -> None:
     spec = parameters(7_500_000_000)
     found = {}
     for word in ("ddp", "zero1", "zero2", "zero3"):
-        job = resolve(Strategy(sharding=word, precision="bf16"), Loop(), spec, 64, hardware("8 nodes x 8x H100").device)
+        job = resolve(
+            Strategy(sharding=word, precision="bf16"), TrainConfig(), spec, 64, hardware("8 nodes x 8x H100").device
+        )
         held = engine_of(job.strategy).expected_state(job)
         # The paper's baseline keeps bf16 weights and gradients beside fp32 states; autocast keeps fp32 weights alone.
         share = 1 if word in ("ddp", "zero1") else 64
@@ -281,11 +285,13 @@ def test_the_zero_papers_figure() -> None:
 def test_two_known_estimates() -> None:
     """7B in half precision: 14 + 14 + 28 GB of weights, gradients and moments. 70B with optimizer state: 980 GB."""
     machine = hardware("16x H100-80GB")
-    half = resolve(Strategy(precision="bf16_pure"), Loop(), parameters(7_000_000_000), 1, machine.device)
+    half = resolve(Strategy(precision="bf16_pure"), TrainConfig(), parameters(7_000_000_000), 1, machine.device)
     held = engine_of(half.strategy).expected_state(half)
     gradients = 7_000_000_000 * BYTES_OF[held.dtypes["gradients"]]
     assert [held.parameters / 1e9, gradients / 1e9, (held.optimizer or 0) / 1e9] == [14, 14, 28]
-    job = resolve(Strategy(sharding="zero3", precision="bf16"), Loop(), parameters(70_000_000_000), 16, machine.device)
+    job = resolve(
+        Strategy(sharding="zero3", precision="bf16"), TrainConfig(), parameters(70_000_000_000), 16, machine.device
+    )
     held = engine_of(job.strategy).expected_state(job)
     assert 16 * (held.parameters + held.master + (held.optimizer or 0)) == pytest.approx(980e9, rel=1e-6)
 
@@ -298,7 +304,7 @@ def parameters(elements: int) -> ModelSpec:
 
 
 def test_parts_add_up_to_the_peak_and_phases_hold_it() -> None:
-    found = forecast(describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", Loop(seq_len=128))
+    found = forecast(describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=128))
     assert sum(found.parts.values()) == found.peak_bytes == max(found.phases.values())
     assert found.fits
     assert found.limit_bytes == hardware("A100-80GB").device.free_bytes
@@ -310,14 +316,14 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     large = config("llama", 80)
     large.hidden_size, large.intermediate_size, large.vocab_size = 8192, 28672, 128256
     large.num_attention_heads, large.num_key_value_heads, large.head_dim = 64, 8, 128
-    found = forecast(describe(large), Strategy(sharding="ddp"), "8x H100-80GB", Loop(seq_len=128))
+    found = forecast(describe(large), Strategy(sharding="ddp"), "8x H100-80GB", TrainConfig(seq_len=128))
     assert not found.fits
     assert "A rank has 79.11 GiB and needs" in found.reason
     assert found.change is not None
     assert found.change["sharding"] == "fsdp"
     assert "The smallest change that fits: --" in found.reason
     alone = forecast(
-        describe(large), Strategy(sharding="none", adapter="qlora"), "T4", Loop(seq_len=128, micro_batch=1)
+        describe(large), Strategy(sharding="none", adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1)
     )
     assert not alone.fits
     assert alone.change is None
@@ -331,19 +337,19 @@ def test_the_smallest_change_that_fits_is_named() -> None:
     large.num_attention_heads, large.num_key_value_heads, large.head_dim = 32, 8, 128
     large.max_position_embeddings = 4096
     spec = describe(large)
-    for strategy, on, loop, change in (
+    for strategy, on, train_config, change in (
         (
             Strategy(sharding="fsdp"),
             "8x A100-80GB",
-            Loop(seq_len=4096, micro_batch=16),
+            TrainConfig(seq_len=4096, micro_batch=16),
             {"micro_batch": 8, "accumulation": 2},
         ),
-        (Strategy(sharding="zero1"), "2x A100-80GB", Loop(seq_len=1024, micro_batch=2), {"sharding": "fsdp"}),
+        (Strategy(sharding="zero1"), "2x A100-80GB", TrainConfig(seq_len=1024, micro_batch=2), {"sharding": "fsdp"}),
     ):
-        found = forecast(spec, strategy, on, loop)
+        found = forecast(spec, strategy, on, train_config)
         assert not found.fits
         assert found.change == change
-        chosen, batch = changed(strategy, loop, change)
+        chosen, batch = changed(strategy, train_config, change)
         smaller = forecast(spec, chosen, on, batch)
         assert smaller.fits
         assert smaller.peak_bytes == found.changed_bytes
@@ -368,8 +374,8 @@ def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -
 
     spec = describe(OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256))
     with pytest.raises(StrategyError, match="OpenAIGPTLMHeadModel has no activation checkpointing"):
-        forecast(spec, Strategy(), "T4", Loop(seq_len=64))
-    assert forecast(spec, Strategy(activation_checkpointing="none"), "T4", Loop(seq_len=64)).fits
+        forecast(spec, Strategy(), "T4", TrainConfig(seq_len=64))
+    assert forecast(spec, Strategy(activation_checkpointing="none"), "T4", TrainConfig(seq_len=64)).fits
 
 
 def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
@@ -378,7 +384,7 @@ def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
         check_quantized(spec, allow_unquantized=False)
     said = re.escape(str(of_the_run.value))
     with pytest.raises(ModelError, match=said):
-        forecast(spec, strategy, "2x T4", Loop(seq_len=64))
+        forecast(spec, strategy, "2x T4", TrainConfig(seq_len=64))
     with pytest.raises(ModelError, match=said):
         plan(spec, "2x T4", global_batch=2, strategy=strategy, seq_len=64)
 
@@ -393,7 +399,7 @@ def test_frozen_parts_are_in_a_forecast(sharding: str) -> None:
         vision |= {"num_hidden_layers": layers, "num_attention_heads": 4, "image_size": 28}
         text = {"model_type": "llama", **SHAPE, "num_hidden_layers": 2, "vocab_size": 256}
         spec = describe(LlavaConfig(text_config=text, vision_config=vision))
-        return spec, forecast(spec, Strategy(sharding=sharding, precision="fp32"), "2x cpu", Loop(seq_len=64))
+        return spec, forecast(spec, Strategy(sharding=sharding, precision="fp32"), "2x cpu", TrainConfig(seq_len=64))
 
     (small, less), (large, more) = of(2), of(6)
     added = 4 * (large.elements - small.elements)
@@ -414,7 +420,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
 def test_a_forecast_imports_no_engine() -> None:
     program = (
         "import sys, toolkit as tk\n"
-        "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', tk.Loop(seq_len=64, micro_batch=2))\n"
+        "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', tk.TrainConfig(seq_len=64, micro_batch=2))\n"
         "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -425,7 +431,7 @@ def test_an_adapter_is_traced_in_a_child_process() -> None:
     """What `peft` imports never comes into the caller's process; what was traced once needs no child."""
     program = (
         "import subprocess, sys, toolkit as tk\n"
-        "ask = lambda: tk.forecast('embedded', tk.Strategy(adapter='qlora'), '1x cpu', tk.Loop(seq_len=64, micro_batch=2))\n"
+        "ask = lambda: tk.forecast('embedded', tk.Strategy(adapter='qlora'), '1x cpu', tk.TrainConfig(seq_len=64, micro_batch=2))\n"
         "first = ask()\n"
         "subprocess.run = None\n"
         "assert ask().parts == first.parts\n"
@@ -439,12 +445,14 @@ def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, mon
     from toolkit.forecasting import tracing
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    spec, loop = describe(config("llama", 3)), Loop(seq_len=64, micro_batch=8)
-    forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", loop)
+    spec, train_config = describe(config("llama", 3)), TrainConfig(seq_len=64, micro_batch=8)
+    forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", train_config)
     monkeypatch.setattr(tracing, "trace", None)  # nothing is traced again, whatever the strategy, batch and world size
     for word in ("ddp", "zero2", "fsdp", "fsdp_grad_op"):
-        forecast(spec, Strategy(sharding=word, precision="bf16"), "8x A100-80GB", loop)
-    forecast(spec, Strategy(sharding="fsdp", precision="bf16"), "4x H100", dataclasses.replace(loop, micro_batch=5))
+        forecast(spec, Strategy(sharding=word, precision="bf16"), "8x A100-80GB", train_config)
+    forecast(
+        spec, Strategy(sharding="fsdp", precision="bf16"), "4x H100", dataclasses.replace(train_config, micro_batch=5)
+    )
 
 
 def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,23 +467,23 @@ def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tracing, "trace", picky)
-    spec, loop = describe(config("llama", 3)), Loop(seq_len=64)
-    assert forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", loop).fits
+    spec, train_config = describe(config("llama", 3)), TrainConfig(seq_len=64)
+    assert forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", train_config).fits
     with pytest.raises(ModelError, match="no such kernel"):
-        forecast(spec, Strategy(sharding="ddp", precision="bf16"), "8x A100-80GB", loop)
+        forecast(spec, Strategy(sharding="ddp", precision="bf16"), "8x A100-80GB", train_config)
 
 
 def test_what_is_offloaded_is_the_hosts() -> None:
     """Masters, moments and fp32 gradients of ZeRO-2; the parameters of FSDP too. Of CPU ranks it is all one memory."""
-    spec, loop = describe(config("llama", 8)), Loop(seq_len=64)
+    spec, train_config = describe(config("llama", 8)), TrainConfig(seq_len=64)
     for strategy, most in ((Strategy(sharding="zero2"), "optimizer"), (Strategy(sharding="fsdp"), "cpu")):
-        here = forecast(spec, strategy, "4x A100-80GB", loop)
-        there = forecast(spec, dataclasses.replace(strategy, offload=most), "4x A100-80GB", loop)
+        here = forecast(spec, strategy, "4x A100-80GB", train_config)
+        there = forecast(spec, dataclasses.replace(strategy, offload=most), "4x A100-80GB", train_config)
         states = 8 * spec.elements // 4  # both moments, in fp32
         assert there.peak_bytes <= here.peak_bytes - states
         assert there.host_bytes >= here.host_bytes + 4 * states
         assert there.parts["optimizer"] == 0
-    cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), "2x cpu", loop)
+    cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), "2x cpu", train_config)
     assert cpu.host_bytes == 2 * cpu.peak_bytes
     assert cpu.parts["optimizer"] > 0
 
@@ -484,7 +492,7 @@ def test_a_host_that_is_too_small_is_said() -> None:
     """FSDP reads the whole model in rank 0, whatever the devices hold."""
     machine = hardware("8x A100-80GB")
     small = dataclasses.replace(machine, host_free_bytes=1_000_000)
-    found = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, Loop(seq_len=64))
+    found = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, TrainConfig(seq_len=64))
     assert not found.fits
     assert "A node's host has" in found.reason
 
@@ -523,7 +531,7 @@ def test_a_ledger_remembers_the_highest_of_each_phase() -> None:
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     spec = describe(config("llama", 4))
-    job = resolve(Strategy(sharding=sharding), Loop(seq_len=64), spec, 2, hardware("2x cpu").device)
+    job = resolve(Strategy(sharding=sharding), TrainConfig(seq_len=64), spec, 2, hardware("2x cpu").device)
     trace = memory.traced(job, masked=True)
     few, all_of_them = memory.whole_step(job, trace), segments(trace)
     assert len(few) <= len(all_of_them)
@@ -542,7 +550,12 @@ def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     assert all(one.forecast and one.forecast.peak_bytes <= 0.95 * one.forecast.limit_bytes for one in found.ranked)
     assert all(one.reason for one in found.rejected)
     assert {"ddp"} <= {one.strategy.sharding for one in found.rejected}
-    assert {(one.loop.micro_batch, one.loop.accumulation) for one in found.ranked} == {(1, 6), (2, 3), (3, 2), (6, 1)}
+    assert {(one.train_config.micro_batch, one.train_config.accumulation) for one in found.ranked} == {
+        (1, 6),
+        (2, 3),
+        (3, 2),
+        (6, 1),
+    }
     assert found.best is found.ranked[0]
     assert found.command("M").startswith(
         "accelerate launch --config_file accelerate.yaml -m toolkit.finetune --model M"
@@ -563,7 +576,8 @@ def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.C
     best = json.loads(said.out)["ranked"][0]
     assert yaml.safe_load(file.read_text())["num_processes"] == 2
     assert (
-        f"--micro-batch {best['loop']['micro_batch']}" in said.err or best["loop"]["micro_batch"] == Loop().micro_batch
+        f"--micro-batch {best['train_config']['micro_batch']}" in said.err
+        or best["train_config"]["micro_batch"] == TrainConfig().micro_batch
     )
     words = ["forecast", "--sharding", "fsdp", "--hardware", "2x cpu", "--seq-len", "64"]
     assert main([*words, "--json", str(tmp_path / "fc.json")]) == 0

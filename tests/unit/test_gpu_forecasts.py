@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit import Loop, Strategy, describe, hardware
+from toolkit import Strategy, TrainConfig, describe, hardware
 from toolkit.core.units import KiB, MiB
 from toolkit.devices.gpu_catalog import CARDS
 from toolkit.engines import simulation
@@ -24,7 +24,7 @@ def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") 
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     spec = describe(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=512, max_position_embeddings=8192))
     strategy = Strategy(sharding="none", precision="fp16", attention=attention)
-    return resolve(strategy, Loop(seq_len=seq_len, micro_batch=1), spec, 1, hardware(card).device)
+    return resolve(strategy, TrainConfig(seq_len=seq_len, micro_batch=1), spec, 1, hardware(card).device)
 
 
 def test_work_is_what_the_device_does() -> None:
@@ -126,7 +126,7 @@ def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
     assert slow is not None
     assert fast.step_seconds < slow.step_seconds
     assert operations(job, step) == operations(job, bare)
-    wide = dataclasses.replace(job, loop=dataclasses.replace(job.loop, micro_batch=8))
+    wide = dataclasses.replace(job, train_config=dataclasses.replace(job.train_config, micro_batch=8))
     assert sum(size for one in whole_step(wide, traced(wide, masked=False)) for _, size in one.skipped) == 8 * skipped
     eager = small(seq_len=4096, attention="eager")
     assert not any(one.skipped for one in whole_step(eager, traced(eager, masked=False)))
@@ -147,7 +147,7 @@ def test_cublas_keeps_a_workspace_for_each_thread(card: str, each: int) -> None:
 def test_workspaces_come_with_the_first_product_and_stay(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = small(card="H100")
     strategy = Strategy(sharding=sharding, precision="bf16")
-    job = resolve(strategy, dataclasses.replace(one.loop, accumulation=2), one.spec, 2, one.device)
+    job = resolve(strategy, dataclasses.replace(one.train_config, accumulation=2), one.spec, 2, one.device)
     trace = traced(job, masked=False)
     step = whole_step(job, trace)
     known = replay(job, trace, step, checkpoints=False, kind=Ledger).phases

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.core.phases import phase
-from toolkit.launcher.heartbeat_monitor import Watch
-from toolkit.run_folder.folder import unheld
+from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
+from toolkit.run_folder.folder import run_paths
 from toolkit.run_folder.heartbeat import Beat, Heartbeat, read_beats, show_waiting
 
 
@@ -55,7 +55,7 @@ def test_of_two_ranks_the_one_with_fewer_marks_is_behind(tmp_path: Path) -> None
 
 
 def test_ranks_of_different_stages_are_not_compared(tmp_path: Path) -> None:
-    watch = Watch(unheld(tmp_path), 4, 1.0)
+    watch = HeartbeatMonitor(run_paths(tmp_path), 4, 1.0)
     told = {"pid": 1, "step": 4, "phase": "forward", "listens": True, "rss": 0, "cpu": 0.0, "time": 0.0}
 
     def beat(rank: int, stage: int, marks: int) -> Heartbeat:

@@ -15,7 +15,7 @@ from toolkit.cli.parser import parser
 from toolkit.forecasting import prediction
 from toolkit.launcher import api, run_script
 from toolkit.launcher.progress import Tail, read_progress
-from toolkit.launcher.targets import named, ship, unship
+from toolkit.launcher.targets import dump_function, load_function, named
 from toolkit.launcher.views import page
 from toolkit.training.setup import choose_ranks
 
@@ -94,9 +94,9 @@ def holder() -> Callable[[], object]:
 
 def test_what_cannot_be_shipped_is_named(tmp_path: Path) -> None:
     with pytest.raises(tk.RunError, match=r"its variable 'lock' is a lock .*Make it inside of the function"):
-        ship(holder(), (), {}, tmp_path / "function.pkl")
+        dump_function(holder(), (), {}, tmp_path / "function.pkl")
     with pytest.raises(tk.RunError, match="its argument 2 is a lock"):
-        ship(print, (1, threading.Lock()), {}, tmp_path / "function.pkl")
+        dump_function(print, (1, threading.Lock()), {}, tmp_path / "function.pkl")
     assert not (tmp_path / "function.pkl").exists()
 
 
@@ -106,14 +106,14 @@ def test_a_shipped_function_comes_back_and_no_other(tmp_path: Path) -> None:
     def triple(number: int, *, more: int) -> int:
         return factor * number + more
 
-    target = ship(triple, (2,), {"more": 1}, tmp_path / "function.pkl")
-    function, args, kwargs = unship(tmp_path / "function.pkl", target.sha256)
+    target = dump_function(triple, (2,), {"more": 1}, tmp_path / "function.pkl")
+    function, args, kwargs = load_function(tmp_path / "function.pkl", target.sha256)
     assert function(*args, **kwargs) == 7
     assert (tmp_path / "function.pkl").stat().st_mode & 0o777 == 0o600
     with pytest.raises(tk.RunError, match="is not the one that was launched"):
-        unship(tmp_path / "function.pkl", "0" * 64)
+        load_function(tmp_path / "function.pkl", "0" * 64)
     with pytest.raises(tk.RunError, match="cannot be read"):
-        unship(tmp_path / "other.pkl", target.sha256)
+        load_function(tmp_path / "other.pkl", target.sha256)
 
 
 def test_scripts_and_modules_by_name(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_events_are_read_as_they_come(tmp_path: Path) -> None:
 
 def test_ten_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
     forecast = {"device": {"peak_bytes": 2 << 20, "limit_bytes": 4 << 20}}
-    about = {"strategy": {}, "recipe": {}, "ranks": 1, "loop": {"steps": 10_000}, "forecast": forecast}
+    about = {"strategy": {}, "run_config": {}, "ranks": 1, "train_config": {"steps": 10_000}, "forecast": forecast}
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "events.jsonl").write_text("".join(line(step) for step in range(1, 10_001)))
     progress = read_progress(tmp_path)

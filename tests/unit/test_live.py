@@ -42,9 +42,9 @@ def run(tmp_path: Path, shown: CapturedIO) -> Iterator[Run]:
     until(lambda: not followers(tmp_path))
 
 
-def until(ready: Callable[[], Any]) -> None:
+def until(preflight: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 30
-    while not ready():
+    while not preflight():
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.01)
 

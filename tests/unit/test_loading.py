@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.devices.machine import Device
 from toolkit.engines.adapters import adapt, check_quantized, require_libraries, unquantized_share
@@ -78,11 +78,11 @@ def tokenizer(folder: Path, *reserved: str, words: int = 50, **special: str) -> 
 
 
 def loaded(folder: Path, **words: Any) -> tuple[Any, Any]:
-    return load(make(Strategy(**words), Loop(seq_len=16), describe(folder)))
+    return load(make(Strategy(**words), TrainConfig(seq_len=16), describe(folder)))
 
 
 def job(folder: Path, seed: int = 0, **words: Any) -> Job:
-    return resolve(Strategy(**words), Loop(seq_len=16, seed=seed), describe(folder), 1, CPU)
+    return resolve(Strategy(**words), TrainConfig(seq_len=16, seed=seed), describe(folder), 1, CPU)
 
 
 # The model
@@ -93,13 +93,13 @@ def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> Non
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from toolkit.engines.adapters import _seeded_by_name, attach
+    from toolkit.engines.adapters import _seeded_by_name, add_adapter
 
     def drawn(layers: int, targets: list[str], seed: int) -> dict[str, Any]:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers))
         with _seeded_by_name(model, seed):
-            made = attach(model, "causal", "lora", 4, targets)
+            made = add_adapter(model, "causal", "lora", 4, targets)
         return {name: value for name, value in made.state_dict().items() if "lora_A" in name}
 
     first, second = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")

@@ -108,7 +108,7 @@ def test_a_model_that_was_not_described_keeps_the_loss_of_its_own_task() -> None
 
     import toolkit as tk
 
-    job = resolve(tk.Strategy(), tk.Loop(seq_len=17), None, 1, tk.hardware("cpu").device)
+    job = resolve(tk.Strategy(), tk.TrainConfig(seq_len=17), None, 1, tk.hardware("cpu").device)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     masked = BertForMaskedLM(BertConfig(**sizes, vocab_size=64)).eval()

@@ -7,12 +7,12 @@ import platform
 import re
 from importlib import metadata
 
-from toolkit import Place, here
+from toolkit import Environment, here
 
 
 def test_it_says_where_with_what_and_when() -> None:
     found = here()
-    assert isinstance(found, Place)
+    assert isinstance(found, Environment)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", found.date)
     assert found.versions["python"] == platform.python_version()
     assert found.versions["torch"] == metadata.version("torch")

@@ -16,14 +16,14 @@ import runs
 
 import toolkit as tk
 from toolkit import cli
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.core import atomic_io
 from toolkit.core.errors import RunError
 from toolkit.core.units import timestamp
 from toolkit.reports import reported
 from toolkit.run_folder import folder
 from toolkit.run_folder.heartbeat import Beat
-from toolkit.training.resumption import how_to_go_on
+from toolkit.training.resumption import resume_hint
 
 STEPS = [runs.event(step) for step in range(1, 21)]
 HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1], resume=True); print('in', flush=True); sys.stdin.read()"
@@ -146,7 +146,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
     lines = [{"step": step, "seconds": 0.5, "loss": 1 / step, "accuracy": step / 10} for step in (1, 2)]
     lines.append({"step": 3, "seconds": 0.5, "loss": 0.25, "tokens": 100, "accuracy": None})
     attempts = [{"strategy": runs.about()["strategy"], "ranks": 2, "started": timestamp()}]
-    known = {"target": OWN, "loop": {}, "recipe": {}, "forecast": None, "attempts": attempts}
+    known = {"target": OWN, "train_config": {}, "run_config": {}, "forecast": None, "attempts": attempts}
     run = runs.write(tmp_path / "run", lines, found=runs.about(**known))
     found = tk.report(run.path)
     text = str(found)
@@ -210,7 +210,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", STEPS[:3])
-    then = how_to_go_on(run)
+    then = resume_hint(run)
     run.record_end("stopped", f"stopped by SIGTERM. {then}")
     found = tk.report(run.path)
     assert found.status == "stopped"
@@ -324,7 +324,7 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Though it stands in the files themselves, which another's toolkit may have written."""
     secret = "hunter2 <or> 'more'"
     token = "hf_" + "a1B2" * 8
-    found = runs.about(Recipe(model=f"https://user:{token}@place/model", data=f"{secret}/data.jsonl"))
+    found = runs.about(RunConfig(model=f"https://user:{token}@place/model", data=f"{secret}/data.jsonl"))
     run = runs.write(tmp_path / "run", STEPS[:3], found=found)
     run.run_json.write_text(json.dumps(found))
     run.end.write_text(json.dumps({"how": "failed", "attempt": 1, "message": f"Bearer {token} {secret}"}))
@@ -340,7 +340,7 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
     found = runs.about()
-    found["recipe"]["flavour"] = "sweet"
+    found["run_config"]["flavour"] = "sweet"
     text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=found).path))
     assert "--flavour sweet" in text
     assert "This version cannot go on with it: Recipe has no field 'flavour'." in text

@@ -58,7 +58,7 @@ def told_of(pid: int) -> dict[str, Any]:
 
 def own(path: Path, **target: Any) -> folder.Folder:
     """A finished run of a script."""
-    known = {"target": SCRIPT | target, "loop": {}, "recipe": {}, "finished": timestamp()}
+    known = {"target": SCRIPT | target, "train_config": {}, "run_config": {}, "finished": timestamp()}
     return runs.write(path, [], found=runs.about(**known))
 
 
@@ -85,7 +85,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
             tk.launch(nothing, run_dir=path)
         assert tk.attach(path).status == "starting"
         assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
-    begins = folder.unheld(tmp_path / "begins")
+    begins = folder.run_paths(tmp_path / "begins")
     begins.logs.mkdir(parents=True)
     with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
         atomic_io.write_json(supervisor_file(begins), told_of(process.pid))
@@ -137,7 +137,7 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
     with pytest.raises(tk.RunError, match=r"is a run of the script mine\.py\. Give that again"):
         tk.resume(own(tmp_path / "script").path, nothing)
     with pytest.raises(tk.RunError, match="is a run of the recipe, and no code of yours"):
-        tk.resume(runs.write(tmp_path / "recipe", []).path, trust_target="0" * 64)
+        tk.resume(runs.write(tmp_path / "run_config", []).path, trust_target="0" * 64)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_what_is_logged_can_be_read(rank: Path) -> None:
 
 
 def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
-    program = "import signal, toolkit as tk; print(tk.stopping(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    program = "import signal, toolkit as tk; print(tk.should_stop(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     environ = {name: value for name, value in os.environ.items() if name != metrics.RUN_DIR}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.split() == ["False", "True"]

@@ -21,11 +21,11 @@ from toolkit import cli
 from toolkit.checkpoints.manifest import Manifest, read_manifest
 from toolkit.config.flags import from_dict
 from toolkit.config.parallelism import Parallelism
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core import atomic_io, redaction
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
 from toolkit.data.encoding import Encoder
@@ -34,7 +34,7 @@ from toolkit.models import describe, local_weights, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder
 from toolkit.run_folder.folder import read_run_json
-from toolkit.training.resumption import continued
+from toolkit.training.resumption import merge_config
 
 ONE = vars(Parallelism())
 """Of one rank."""
@@ -105,7 +105,7 @@ def test_secrets_are_in_no_file_message_or_result(
 ) -> None:
     """JSON, events, error files, errors, results; the shell's output, its crashes included."""
 
-    class Result(Shown):
+    class Result(Result):
         def tables(self) -> list[Table]:
             return [Table(columns=(SECRET,), rows=[('wJ/a"b+c\\dé f',)])]
 
@@ -377,8 +377,8 @@ def test_trusted_code_is_run_recorded_exported_and_never_resumed_by_the_folder_a
     assert set(canary.read_text().split()) == {"configuration_mine", "modeling_mine"}
     canary.unlink()
     about = json.loads((run / "run.json").read_text())
-    assert about["recipe"]["trust_remote_code"] == pin
-    assert about["recipe"]["data"].endswith("/[redacted].txt")
+    assert about["run_config"]["trust_remote_code"] == pin
+    assert about["run_config"]["data"].endswith("/[redacted].txt")
     assert not about["data"]["packed"]
     assert [path for path in run.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
     # What was saved brings its code along, and is as untrusted as what it was made from.
@@ -565,7 +565,7 @@ def test_an_adapter_beside_a_models_weights_is_refused(made: Path, tmp_path: Pat
 
 
 MANIFEST = Manifest(
-    format=2, step=1, parallelism=ONE, global_batch=1, strategy={}, loop={}, counters={"steps": 1}, schedule={},
+    format=2, step=1, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 1}, schedule={},
     tensors={"a": {"weight": {"shape": [1], "dtype": "float32"}}}, identity={}, versions={}, written="",
     files={"rank-00000.safetensors": {"sha256": "0" * 64, "bytes": 1}},
 )  # fmt: skip
@@ -634,26 +634,26 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
         ({"ranks": "2"}, "ranks is 2, expected int"),
         ({"ranks": True}, "ranks is True, expected int"),
         ({"ranks": 0}, "ranks is 0, expected 1 to"),
-        ({"recipe": []}, "recipe is list, expected dict"),
-        ({"recipe": {"workers": "2"}}, "workers '2': expected int"),
-        ({"recipe": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
-        ({"recipe": {"run": "x"}}, "no field 'run'"),
-        ({"recipe": {"model": None}}, "model None: expected str"),
+        ({"run_config": []}, "recipe is list, expected dict"),
+        ({"run_config": {"workers": "2"}}, "workers '2': expected int"),
+        ({"run_config": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
+        ({"run_config": {"run": "x"}}, "no field 'run'"),
+        ({"run_config": {"model": None}}, "model None: expected str"),
         ({"strategy": {"sharding": 1}}, "sharding 1: expected str"),
-        ({"loop": {"steps": True}}, "steps True: expected int"),
-        ({"recipe": {"trust_remote_code": "a" * 40}}, f"give --trust-remote-code {'a' * 40} again"),
+        ({"train_config": {"steps": True}}, "steps True: expected int"),
+        ({"run_config": {"trust_remote_code": "a" * 40}}, f"give --trust-remote-code {'a' * 40} again"),
         (
-            {"recipe": {"data": "https://[redacted]@host/x.jsonl"}},
+            {"run_config": {"data": "https://[redacted]@host/x.jsonl"}},
             "run.json does not say data whole.*Give --data again",
         ),
     ],
 )
 def test_a_strangers_run_json_says_no_more_than_flags_could(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    about = {"strategy": {}, "loop": {}, "recipe": {}, "ranks": 1, **changes}
+    about = {"strategy": {}, "train_config": {}, "run_config": {}, "ranks": 1, **changes}
     (tmp_path / "run.json").write_text(json.dumps(about))
 
     def read() -> None:
-        _, _, fields = continued(read_run_json(tmp_path), {}, {}, {}, 1)
+        _, _, fields = merge_config(read_run_json(tmp_path), {}, {}, {}, 1)
         from_dict(Strategy, fields)
 
     with pytest.raises((RunError, StrategyError), match=says):
@@ -661,10 +661,15 @@ def test_a_strangers_run_json_says_no_more_than_flags_could(changes: dict[str, A
 
 
 def test_what_is_given_again_is_taken() -> None:
-    was = {"strategy": {}, "loop": {}, "ranks": 1, "recipe": {"trust_remote_code": "a" * 40, "data": "[redacted]"}}
-    recipe, loop, _ = continued(was, {"trust_remote_code": "b" * 40, "data": "x"}, {}, {}, 1)
-    assert recipe == Recipe(trust_remote_code="b" * 40, data="x")
-    assert loop == Loop()
+    was = {
+        "strategy": {},
+        "train_config": {},
+        "ranks": 1,
+        "run_config": {"trust_remote_code": "a" * 40, "data": "[redacted]"},
+    }
+    run_config, train_config, _ = merge_config(was, {"trust_remote_code": "b" * 40, "data": "x"}, {}, {}, 1)
+    assert run_config == RunConfig(trust_remote_code="b" * 40, data="x")
+    assert train_config == TrainConfig()
 
 
 def test_every_promise_names_tests_that_exist() -> None:

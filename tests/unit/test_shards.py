@@ -174,7 +174,7 @@ def test_a_packed_matrix_is_two_boxes() -> None:
 def manifest(about: dict[str, Any], ranks: int) -> Manifest:
     files = {f"rank-{rank:05d}.safetensors": {"sha256": "0", "bytes": 1} for rank in range(ranks)}
     return Manifest(
-        format=FORMAT, step=1, parallelism=vars(Parallelism(dp_shard=ranks)), global_batch=1, strategy={}, loop={},
+        format=FORMAT, step=1, parallelism=vars(Parallelism(dp_shard=ranks)), global_batch=1, strategy={}, train_config={},
         counters={}, schedule={},
         tensors=about, identity={}, versions={}, written="", files=files,
     )  # fmt: skip

@@ -11,12 +11,12 @@ import pytest
 
 from toolkit.cli.parser import parser
 from toolkit.config.flags import given
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import OutOfMemory, is_out_of_memory
 from toolkit.forecasting.memory_advice import changes, halved
-from toolkit.launcher import Care
+from toolkit.launcher import RestartPolicy
 from toolkit.run_folder.folder import enter
 from toolkit.run_folder.heartbeat import Heartbeat
 from toolkit.training import oom
@@ -51,15 +51,15 @@ def test_what_torch_and_python_and_the_system_raise_is_recognised() -> None:
 
 
 def test_half_the_micro_batch_keeps_the_global_batch() -> None:
-    assert halved(Loop(micro_batch=8, accumulation=3)) == {"micro_batch": 4, "accumulation": 6}
-    assert halved(Loop(micro_batch=3, accumulation=2)) == {"micro_batch": 1, "accumulation": 6}
-    assert halved(Loop(micro_batch=6, accumulation=1)) == {"micro_batch": 3, "accumulation": 2}
-    assert halved(Loop(micro_batch=1, accumulation=4)) == {}
+    assert halved(TrainConfig(micro_batch=8, accumulation=3)) == {"micro_batch": 4, "accumulation": 6}
+    assert halved(TrainConfig(micro_batch=3, accumulation=2)) == {"micro_batch": 1, "accumulation": 6}
+    assert halved(TrainConfig(micro_batch=6, accumulation=1)) == {"micro_batch": 3, "accumulation": 2}
+    assert halved(TrainConfig(micro_batch=1, accumulation=4)) == {}
 
 
 def test_the_smallest_change_comes_first() -> None:
     plain = Strategy(sharding="zero1", activation_checkpointing="none")
-    assert list(changes(plain, Loop(micro_batch=4), in_a_step=True)) == [
+    assert list(changes(plain, TrainConfig(micro_batch=4), in_a_step=True)) == [
         {"micro_batch": 2, "accumulation": 2},
         {"micro_batch": 1, "accumulation": 4},
         {"activation_checkpointing": "full"},
@@ -68,14 +68,19 @@ def test_the_smallest_change_comes_first() -> None:
         {"offload": "optimizer"},
         {"adapter": "lora"},
     ]
-    assert next(changes(plain, Loop(), in_a_step=False)) == {"sharding": "fsdp"}
+    assert next(changes(plain, TrainConfig(), in_a_step=False)) == {"sharding": "fsdp"}
     whole = Strategy(sharding="zero3", offload="optimizer", adapter="lora")
-    assert list(changes(whole, Loop(micro_batch=1), in_a_step=True)) == [{"offload": "cpu"}, {"adapter": "qlora"}]
+    assert list(changes(whole, TrainConfig(micro_batch=1), in_a_step=True)) == [
+        {"offload": "cpu"},
+        {"adapter": "qlora"},
+    ]
 
 
-def run_of(path: Path, strategy: dict[str, object], **loop: int) -> None:
+def run_of(path: Path, strategy: dict[str, object], **train_config: int) -> None:
     path.mkdir(exist_ok=True)
-    (path / "run.json").write_text(json.dumps({"strategy": strategy, "loop": loop, "recipe": {}, "ranks": 2}))
+    (path / "run.json").write_text(
+        json.dumps({"strategy": strategy, "train_config": train_config, "run_config": {}, "ranks": 2})
+    )
 
 
 @pytest.mark.parametrize("kind", ["script", "module", "function"])
@@ -96,7 +101,7 @@ def test_what_is_advised_for_a_users_own_code_is_accepted_by_resume(
         else:
             flags = parser().parse_args(shlex.split(command)[1:])
             assert given(flags, Strategy) == {"sharding": "fsdp"}
-            assert not any(given(flags, owner) for owner in (Loop, Recipe, Care))
+            assert not any(given(flags, owner) for owner in (TrainConfig, RunConfig, RestartPolicy))
         about["strategy"] = {"sharding": "zero3"}
         folder.run_json.write_text(json.dumps(about))
         assert advice(folder, BEAT).startswith("Choose a smaller micro-batch in mine")

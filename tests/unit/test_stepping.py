@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.core.errors import DataError
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import Step, Wish, evaluate, train
+from toolkit.training.loop import Step, StepRequest, evaluate, train
 
 
 def batch(trained: bool = True) -> dict[str, Any]:
@@ -20,15 +20,17 @@ def batch(trained: bool = True) -> dict[str, Any]:
 
 def steps(run: dict[str, Any], batches: list[dict[str, Any]], accumulation: int = 1, **options: Any) -> list[Step]:
     ours: Prepared = run["ours"]
-    loop = dataclasses.replace(ours.job.loop, accumulation=accumulation, steps=4)
-    asked = dataclasses.replace(ours, job=dataclasses.replace(ours.job, loop=loop))
+    train_config = dataclasses.replace(ours.job.train_config, accumulation=accumulation, steps=4)
+    asked = dataclasses.replace(ours, job=dataclasses.replace(ours.job, train_config=train_config))
     return list(train(asked, batches, run["schedule"], **options))
 
 
 def test_a_wish_that_comes_in_the_middle_of_a_step_ends_with_that_step(run: dict[str, Any]) -> None:
     begun: list[int] = []
-    found = steps(run, [batch()] * 4, begin=begun.append, wish=lambda: Wish.STOP if begun[-1] == 2 else Wish.SAVE)
-    assert [(step.step, step.wish) for step in found] == [(1, Wish.SAVE), (2, Wish.STOP)]
+    found = steps(
+        run, [batch()] * 4, begin=begun.append, request=lambda: StepRequest.STOP if begun[-1] == 2 else StepRequest.SAVE
+    )
+    assert [(step.step, step.request) for step in found] == [(1, StepRequest.SAVE), (2, StepRequest.STOP)]
     assert begun == [1, 2]
 
 

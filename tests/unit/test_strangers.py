@@ -33,10 +33,10 @@ from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
 from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
-from toolkit.exporters.publication import drafted
+from toolkit.exporters.publication import atomic_dir
 from toolkit.launcher import attempt_files
 from toolkit.launcher.attempt_files import supervises, supervisor_file
-from toolkit.launcher.failures import Known, failure
+from toolkit.launcher.failures import AttemptInfo, failure
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
 from toolkit.models import describe, local_weights
@@ -76,7 +76,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 def own_run(path: Path, **changes: Any) -> folder.Folder:
     """A stopped run of code of somebody's own."""
-    return runs.write(path, [], found=runs.about(loop={}, recipe={}, **changes))
+    return runs.write(path, [], found=runs.about(train_config={}, run_config={}, **changes))
 
 
 # A run's target --------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_what_was_launched_here_goes_on_and_what_changed_does_not(here: Path) ->
     note_launch(run, target)
     assert check_target(run, target, None) == target
     with pytest.raises(RunError, match="which you did not launch in this folder"):
-        check_target(folder.unheld(here / "elsewhere"), target, None)
+        check_target(folder.run_paths(here / "elsewhere"), target, None)
     with pytest.raises(RunError, match="has changed since you launched it"):
         check_target(run, dataclasses.replace(target, arguments=("--more",)), None)
     script.write_text("pass  # changed")
@@ -303,7 +303,7 @@ def test_results_replace_no_file(here: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(tk.ToolkitError, match="cannot be written: File exists"):
         write(Path("notes"), "came meanwhile")
     assert cli.main(["config", "--json", "/dev/null"]) == 0
-    with drafted(Path("out")) as draft:
+    with atomic_dir(Path("out")) as draft:
         (draft / "file").touch()
     assert Path("notes").read_text() == "mine"
     assert Path(".out.partial/mine").exists()
@@ -348,11 +348,11 @@ def test_nothing_of_a_model_leads_out_of_its_folder(name: str, here: Path) -> No
 
 def test_links_in_a_circle_and_homes_of_nobody(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs.write(here / "run", [runs.event(1)])
-    (run.path / "loop").symlink_to("loop")
+    (run.path / "train_config").symlink_to("train_config")
     assert cli.main(["report", str(run.path)]) in (0, 2)
     (here / "model").mkdir()
     (here / "model/config.json").write_text("{}")
-    (here / "model/loop").symlink_to("loop")
+    (here / "model/loop").symlink_to("train_config")
     for words in (["describe", str(here / "model")], ["stop", "~nobodys/run"], ["describe", "~nobodys/" + "x" * 5_000]):
         assert cli.main(words) == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -453,7 +453,7 @@ def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: py
         monkeypatch.setattr(folder.time, "time", lambda clock=clock: clock)
         run.record_error(rank, ValueError(f"rank {rank}"))
     monkeypatch.undo()
-    assert failure(run, 1, Known()).args[0].startswith("rank 0 ended with ValueError: rank 0")
+    assert failure(run, 1, AttemptInfo()).args[0].startswith("rank 0 ended with ValueError: rank 0")
     assert tk.report(run.path).run.words == "Rank 0 ended with ValueError: rank 0"
     run.record_end("failed", "as its supervisor said")
     about = json.loads(run.run_json.read_text())
@@ -524,7 +524,7 @@ NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"
 )
 def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> None:
     about = Manifest(
-        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, loop={}, counters={"steps": 4}, schedule={},
+        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 4}, schedule={},
         tensors={},
         identity={}, versions={}, written="", files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
     )  # fmt: skip
@@ -551,7 +551,7 @@ def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> No
 )  # fmt: skip
 def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> None:
     manifest = Manifest(
-        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, loop={}, counters={"steps": 4}, schedule={},
+        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 4}, schedule={},
         tensors={"a": about}, identity={}, versions={}, written="",
         files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
     )  # fmt: skip
@@ -564,7 +564,9 @@ def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> N
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
-@pytest.mark.parametrize("field", ["ranks", "parallelism", "attempts", "loop", "strategy", "started", "forecast"])
+@pytest.mark.parametrize(
+    "field", ["ranks", "parallelism", "attempts", "train_config", "strategy", "started", "forecast"]
+)
 def test_one_broken_run_hides_no_other(field: str, value: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.write(here / "runs/sound", [runs.event(1)])
     broken = runs.write(here / "runs/broken", [runs.event(1)])
@@ -580,7 +582,7 @@ def test_one_broken_run_hides_no_other(field: str, value: str, here: Path, capsy
 @pytest.mark.parametrize(
     "changes",
     [
-        {"loop": {"steps": "x"}}, {"loop": {"steps": [1]}}, {"forecast": {"device": "x"}},
+        {"train_config": {"steps": "x"}}, {"train_config": {"steps": [1]}}, {"forecast": {"device": "x"}},
         {"forecast": {"device": {"peak_bytes": "x"}}}, {"finished": "2026-11-23T07:00:00+00:00"},
     ],
 )  # fmt: skip
@@ -652,7 +654,7 @@ HOSTILE = "a\x1b]52;c;c2VjcmV0\x07b\u202ec\x9b31md\r\x7f"
 def test_no_terminal_obeys_a_stranger(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs.write(here / "run", [runs.event(1)])
     about = json.loads(run.run_json.read_text())
-    about["recipe"]["model"] = HOSTILE
+    about["run_config"]["model"] = HOSTILE
     run.run_json.write_text(json.dumps(about))
     assert cli.main(["report", str(run.path)]) == 0
     assert cli.main(["describe", HOSTILE]) == 2

@@ -9,7 +9,7 @@ import pytest
 from toolkit.config.flags import add_flags, from_dict, given, to_flags
 from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
 from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 
 VALID = [
@@ -62,8 +62,8 @@ def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: st
         (Strategy, {"offload": "nvme"}),
         (Strategy, {"offload": "superoffload"}),
         (Strategy, {"activation_checkpointing": "selective"}),
-        (Loop, {"optimizer": "adamw8bit"}),
-        (Loop, {"optimizer": "adafactor"}),
+        (TrainConfig, {"optimizer": "adamw8bit"}),
+        (TrainConfig, {"optimizer": "adafactor"}),
     ],
 )
 def test_later_values_say_so_and_nothing_else(owner: type, fields: dict[str, object]) -> None:
@@ -91,7 +91,7 @@ def test_later_values_say_so_and_nothing_else(owner: type, fields: dict[str, obj
 )
 def test_loops_out_of_range_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(StrategyError, match=next(iter(fields))):
-        Loop(**fields)  # type: ignore[arg-type]
+        TrainConfig(**fields)  # type: ignore[arg-type]
 
 
 def test_every_cell_of_the_table_is_made_or_refused_in_one_sentence() -> None:
@@ -113,19 +113,19 @@ def test_every_cell_of_the_table_is_made_or_refused_in_one_sentence() -> None:
 @pytest.mark.parametrize("strategy", VALID)
 def test_flags_and_json_spell_the_same(strategy: Strategy) -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, Strategy, Loop)
-    loop = Loop(steps=7, lr=1e-4)
-    flags = parser.parse_args(to_flags(strategy, loop))
+    add_flags(parser, Strategy, TrainConfig)
+    train_config = TrainConfig(steps=7, lr=1e-4)
+    flags = parser.parse_args(to_flags(strategy, train_config))
     assert from_dict(Strategy, given(flags, Strategy)) == strategy
-    assert from_dict(Loop, given(flags, Loop)) == loop
+    assert from_dict(TrainConfig, given(flags, TrainConfig)) == train_config
     assert from_dict(Strategy, json.loads(strategy.to_json())) == strategy
 
 
 def test_every_field_is_a_flag_that_binds_nothing_by_itself() -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, Strategy, Loop)
+    add_flags(parser, Strategy, TrainConfig)
     flags = parser.parse_args([])
-    for owner in (Strategy, Loop):
+    for owner in (Strategy, TrainConfig):
         assert given(flags, owner) == {}
         for field in dataclasses.fields(owner):
             assert hasattr(flags, field.name)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from toolkit.core.errors import ToolkitError
-from toolkit.launcher.failures import Known, RankDied, RankHung, failure
-from toolkit.launcher.heartbeat_monitor import STILL_SECONDS, Watch
+from toolkit.launcher.failures import AttemptInfo, RankDied, RankHung, failure
+from toolkit.launcher.heartbeat_monitor import STILL_SECONDS, HeartbeatMonitor
 from toolkit.launcher.stop_signals import Stopped
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, Heartbeat, read_beats
@@ -38,9 +38,9 @@ def write_beat(path: Path, **changes: Any) -> None:
     (path / f"rank-{beat['rank']}.beat").write_text(json.dumps(beat))
 
 
-def overdue(run: Folder, ranks: int) -> Watch:
+def overdue(run: Folder, ranks: int) -> HeartbeatMonitor:
     """A watch that has waited for longer than ranks may stand still, and looks now."""
-    watch = Watch(run, ranks, timeout=1.0)
+    watch = HeartbeatMonitor(run, ranks, timeout=1.0)
     watch._still = 1.0 + STILL_SECONDS + 1
     watch._looked -= 2 * EVERY
     return watch
@@ -90,7 +90,7 @@ def test_any_content_of_the_files_gives_a_sentence(tmp_path: Path, seed: int) ->
         watch.look()
     for ask in (watch.lost, watch.listens, watch.busy):
         assert ask() in (True, False)
-    known = Known(beats=watch.beats, behind=watch.behind(), timeout=1.0, memory_kills=draw.randrange(2))
+    known = AttemptInfo(beats=watch.beats, behind=watch.behind(), timeout=1.0, memory_kills=draw.randrange(2))
     assert isinstance(failure(run, 1, known), ToolkitError)
     assert str(Stopped.of(15, run)).startswith("stopped by SIGTERM")
     assert "killed by the system" in killed_for_memory(run, 0, None)
@@ -99,6 +99,6 @@ def test_any_content_of_the_files_gives_a_sentence(tmp_path: Path, seed: int) ->
 def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
     run = folder(tmp_path)
     (run.logs / "failures.json").write_bytes(b'[{"rank": 0, "exitcode": -40, "time": 1.0}]')
-    error = failure(run, 1, Known())
+    error = failure(run, 1, AttemptInfo())
     assert isinstance(error, RankDied)
     assert str(error).startswith("rank 0 was killed by signal 40. ")

@@ -12,7 +12,7 @@ import pytest
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.base import engine_named, engine_of
 from toolkit.engines.job import Job, default_ranks, resolve
@@ -76,7 +76,7 @@ def spec(folder: Path) -> ModelSpec:
 
 def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
     strategy = Strategy(**{"sharding": "fsdp", "tp": 2, **words})
-    return resolve(strategy, Loop(seq_len=32, accumulation=2), spec, ranks, hardware(MACHINE).device)
+    return resolve(strategy, TrainConfig(seq_len=32, accumulation=2), spec, ranks, hardware(MACHINE).device)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_ranks_of_a_group_hold_the_whole_model_once(spec: ModelSpec) -> None:
 def test_transfers_follow_the_plan(spec: ModelSpec) -> None:
     job = job_of(spec, precision="bf16", activation_checkpointing="none")
     sent = [one for one in engine_of(job.strategy).communication(job) if one.link == "tp"]
-    tokens = job.loop.micro_batch * job.loop.seq_len
+    tokens = job.train_config.micro_batch * job.train_config.seq_len
     # An all-reduce of two ranks sends a tensor once: the embedding, and two a layer.
     assert sent[0].size == tokens * (1 + 2 * 2) * 64 * 2
     assert sent[1].size == tokens * 257 * 2 / 2
@@ -172,8 +172,8 @@ def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:
 
 
 def test_a_warm_forecast_imports_no_torch(folder: Path) -> None:
-    strategy, loop = Strategy(sharding="fsdp", tp=2), Loop(seq_len=32)
-    peak = forecast(describe(folder), strategy, "4x H100-80GB", loop).peak_bytes
+    strategy, train_config = Strategy(sharding="fsdp", tp=2), TrainConfig(seq_len=32)
+    peak = forecast(describe(folder), strategy, "4x H100-80GB", train_config).peak_bytes
     done = subprocess.run([sys.executable, "-c", WARM, folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) == peak

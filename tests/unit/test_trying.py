@@ -1,4 +1,4 @@
-"""`try_out`: what a few steps in this process take, against their forecast; and what it leaves behind, which is nothing."""
+"""`profile_steps`: what a few steps in this process take, against their forecast; and what it leaves behind, which is nothing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 import pytest
 from accelerate.state import AcceleratorState
 
-from toolkit import Loop, Strategy, StrategyError, Trials, phase, try_out
+from toolkit import StepProfiles, Strategy, StrategyError, TrainConfig, phase, profile_steps
 from toolkit.core.units import MiB
-from toolkit.measurement import highest
-from toolkit.training.step_profile import Trial
+from toolkit.measurement import peak_memory
+from toolkit.training.step_profile import StepProfile
 
-LOOP = Loop(steps=4, seq_len=64, micro_batch=2)
+LOOP = TrainConfig(steps=4, seq_len=64, micro_batch=2)
 PARAMETERS = 5_048_576  # of the embedded model
 
 
 @pytest.fixture(scope="module")
-def trials() -> dict[str, Trial]:
-    return {word: try_out(Strategy(precision=word), LOOP) for word in ("fp32", "bf16_pure")}
+def trials() -> dict[str, StepProfile]:
+    return {word: profile_steps(Strategy(precision=word), LOOP) for word in ("fp32", "bf16_pure")}
 
 
-def test_a_trial_measures_what_was_forecast(trials: dict[str, Trial]) -> None:
+def test_a_trial_measures_what_was_forecast(trials: dict[str, StepProfile]) -> None:
     for trial, each in ((trials["fp32"], 4), (trials["bf16_pure"], 2)):
         assert [step.step for step in trial.steps] == [1, 2, 3, 4]
         assert trial.parts["parameters"] == each * PARAMETERS
@@ -34,15 +34,15 @@ def test_a_trial_measures_what_was_forecast(trials: dict[str, Trial]) -> None:
     assert trials["fp32"].losses[0] == pytest.approx(8.4, abs=0.2)
 
 
-def test_time_is_that_of_the_steps_behind_the_window(trials: dict[str, Trial]) -> None:
+def test_time_is_that_of_the_steps_behind_the_window(trials: dict[str, StepProfile]) -> None:
     trial = trials["fp32"]
     assert trial.seconds == trial.steps[3].seconds
     within = dataclasses.replace(trial, steps=trial.steps[:3])
     assert within.seconds == sorted(step.seconds for step in within.steps)[1]
 
 
-def test_trials_stand_beside_each_other(trials: dict[str, Trial]) -> None:
-    both = Trials(title="two", trials=trials)
+def test_trials_stand_beside_each_other(trials: dict[str, StepProfile]) -> None:
+    both = StepProfiles(title="two", trials=trials)
     first, second = trials["fp32"], trials["bf16_pure"]
     if first.forecast.timing is None:
         assert both.foretold_seconds("fp32") is None
@@ -55,12 +55,12 @@ def test_trials_stand_beside_each_other(trials: dict[str, Trial]) -> None:
     assert "measured" in str(both)
 
 
-def test_accelerates_state_is_as_it_was(trials: dict[str, Trial]) -> None:
+def test_accelerates_state_is_as_it_was(trials: dict[str, StepProfile]) -> None:
     assert trials
     before = dict(AcceleratorState._shared_state)
     AcceleratorState._shared_state["_mark"] = 1
     try:
-        try_out(Strategy(), dataclasses.replace(LOOP, steps=1))
+        profile_steps(Strategy(), dataclasses.replace(LOOP, steps=1))
         assert AcceleratorState._shared_state == {**before, "_mark": 1}
     finally:
         AcceleratorState._shared_state.pop("_mark")
@@ -68,7 +68,7 @@ def test_accelerates_state_is_as_it_was(trials: dict[str, Trial]) -> None:
 
 def test_a_sharding_that_needs_processes_is_refused() -> None:
     with pytest.raises(StrategyError, match="sharding 'zero3' needs processes of its own"):
-        try_out(Strategy(sharding="zero3"))
+        profile_steps(Strategy(sharding="zero3"))
 
 
 def test_the_highest_of_a_piece_of_work() -> None:
@@ -84,5 +84,5 @@ def test_the_highest_of_a_piece_of_work() -> None:
             del brief
         return torch.ones(2 * MiB, dtype=torch.uint8)
 
-    assert highest(work, "cpu") == 9 * MiB
+    assert peak_memory(work, "cpu") == 9 * MiB
     assert held.numel() == MiB

@@ -1,22 +1,22 @@
 """Checkpoints: written by every rank in parallel, published whole or not at all, read under any other strategy."""
 
-from toolkit.checkpoints.checkpoint_writer import Saver
+from toolkit.checkpoints.checkpoint_writer import CheckpointWriter
 from toolkit.checkpoints.identity import Identity, identify
-from toolkit.checkpoints.manifest import Manifest, complete, folder_name, problems, read_manifest
-from toolkit.checkpoints.restoration import Found, check_fits, find, restore, set_aside
+from toolkit.checkpoints.manifest import Manifest, folder_name, list_checkpoints, read_manifest, validate
+from toolkit.checkpoints.restoration import ResumePoint, check_fits, find_resume_point, quarantine, restore
 
 __all__ = [
-    "Found",
+    "CheckpointWriter",
     "Identity",
     "Manifest",
-    "Saver",
+    "ResumePoint",
     "check_fits",
-    "complete",
-    "find",
+    "find_resume_point",
     "folder_name",
     "identify",
-    "problems",
+    "list_checkpoints",
+    "quarantine",
     "read_manifest",
     "restore",
-    "set_aside",
+    "validate",
 ]

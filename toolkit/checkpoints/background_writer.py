@@ -1,4 +1,4 @@
-"""`Writer`: the thread that writes a rank's checkpoints while it trains."""
+"""`BackgroundWriter`: the thread that writes a rank's checkpoints while it trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ALIVE = 1.0
 """Seconds after which it is looked whether the thread still lives."""
 
 
-class Writer:
+class BackgroundWriter:
     """A thread that does one piece of work after another, and ends with its owner or the process.
 
     There before the first: a thread that is started where memory has run out never says that it could not.

@@ -1,4 +1,4 @@
-"""`Saver`: a snapshot into host memory, written in the background by every rank, published whole by the first."""
+"""`CheckpointWriter`: a snapshot into host memory, written in the background by every rank, published whole by the first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.checkpoints.background_writer import Writer
+from toolkit.checkpoints.background_writer import BackgroundWriter
 from toolkit.checkpoints.hashing import sha256_of
 from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, lay_out
-from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, complete, file_name, folder_name
+from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.core.atomic_io import sync_folder, write_whole
 from toolkit.core.errors import CheckpointError, StrategyError
@@ -54,7 +54,7 @@ class Published:
     """From the snapshot to its name."""
 
 
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
 
     A checkpoint is written beside, each rank's file flushed to the disk; then rank 0 writes the manifest, gives the
@@ -94,7 +94,7 @@ class Saver:
         self.rank: int = prepared.accelerator.process_index
         self.layout: Layout = lay_out(prepared)
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._writer = Writer()
+        self._writer = BackgroundWriter()
         self._error: BaseException | None = None
         self._published: deque[Published] = deque()
         if self.main:
@@ -103,7 +103,7 @@ class Saver:
         prepared.accelerator.wait_for_everyone()
         if prepared.accelerator.device.type == "cuda":
             self._make_buffers()  # where there is no room for them it is known before the first step
-        missing = keep + 1 - min(keep, len(complete(folder)))
+        missing = keep + 1 - min(keep, len(list_checkpoints(folder)))
         needed = missing * (self.layout.total_bytes + SLACK)
         on_main(prepared.accelerator, lambda: check_space(folder, needed, f"{missing} checkpoints"))
 
@@ -192,7 +192,7 @@ class Saver:
             "parallelism": dataclasses.asdict(job.parallelism),
             "global_batch": job.global_batch,
             "strategy": dataclasses.asdict(job.strategy),
-            "loop": dataclasses.asdict(job.loop),
+            "train_config": dataclasses.asdict(job.train_config),
             "counters": dataclasses.asdict(counters),
             "schedule": self.schedule.state_dict(),
             "tensors": self.layout.tensors,
@@ -250,7 +250,7 @@ class Saver:
         path = self.folder / folder_name(manifest.step)
         partial.rename(path)
         sync_folder(self.folder)
-        for old in complete(self.folder)[self.keep :]:
+        for old in list_checkpoints(self.folder)[self.keep :]:
             try:
                 _remove(old)
             except OSError as error:  # the new one is safe, and training goes on

@@ -33,7 +33,7 @@ DIMENSIONS = 64
 """Of a tensor, at the most: far more than any model has."""
 
 _KINDS: Mapping[str, Any] = {
-    "format": int, "step": int, "parallelism": dict, "global_batch": int, "strategy": dict, "loop": dict, "counters": dict,
+    "format": int, "step": int, "parallelism": dict, "global_batch": int, "strategy": dict, "train_config": dict, "counters": dict,
     "schedule": dict, "tensors": dict, "identity": dict, "versions": dict, "written": str, "files": dict,
 }  # fmt: skip
 
@@ -64,7 +64,7 @@ class Manifest:
     """Samples of a step. `step` × `global_batch` of the data's order are behind."""
     strategy: Mapping[str, Any]
     """That it was written under; it can be read under any other."""
-    loop: Mapping[str, Any]
+    train_config: Mapping[str, Any]
     counters: Mapping[str, Any]
     """The optimizer's steps, fp16's scale: see `engines.records.Counters`."""
     schedule: Mapping[str, Any]
@@ -167,7 +167,7 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
                 raise ValueError(f"it names the dtype {tensor.get('dtype')!r} of {kind} of {name!r}")
 
 
-def complete(checkpoints: Path) -> list[Path]:
+def list_checkpoints(checkpoints: Path) -> list[Path]:
     """The published checkpoints of a run, newest first. That they are whole says `problems`."""
     return [path for path in listed(checkpoints) if not path.is_symlink()]
 
@@ -195,7 +195,7 @@ UNREADABLE = "it cannot be read"
 """How a sentence of `problems` begins that says nothing of the checkpoint itself."""
 
 
-def problems(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, too many, or changed.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.identity import Identity, check_same
 from toolkit.checkpoints.layout import checkpoint_shards
-from toolkit.checkpoints.manifest import UNREADABLE, Manifest, listed, misplaced, problems, read_manifest
+from toolkit.checkpoints.manifest import UNREADABLE, Manifest, listed, misplaced, read_manifest, validate
 from toolkit.checkpoints.randomness import write_generators
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ResumePoint:
     """What a run goes on from."""
 
     path: Path | None
@@ -37,7 +37,7 @@ class Found:
     """Those checkpoints."""
 
     @classmethod
-    def nothing(cls) -> Found:
+    def nothing(cls) -> ResumePoint:
         """A run's beginning."""
         return cls(path=None, manifest=None, skipped=())
 
@@ -54,10 +54,10 @@ class Found:
         return "\n".join([*self.skipped, taken])
 
 
-def find(accelerator: Accelerator, checkpoints: Path) -> Found:
+def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoint:
     """The newest checkpoint of a run whose hashes hold; every rank hashes a part of the files. A collective.
 
-    Nothing is renamed: `set_aside` does that to the newer ones that are damaged, once it is clear that the run goes on.
+    Nothing is renamed: `quarantine` does that to the newer ones that are damaged, once it is clear that the run goes on.
 
     Raises:
         CheckpointError: where there are checkpoints, and none can be taken; where a file system does not answer, which is
@@ -72,11 +72,11 @@ def find(accelerator: Accelerator, checkpoints: Path) -> Found:
     skipped: list[str] = []
     for name in names[0]:
         path = checkpoints / name
-        here = misplaced(path) or problems(path, share=(rank, ranks))
+        here = misplaced(path) or validate(path, share=(rank, ranks))
         wrong = list(dict.fromkeys(gather_object(here)))
         if not wrong:
             damaged = tuple(checkpoints / newer for newer in names[0][: len(skipped)])
-            return Found(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)
+            return ResumePoint(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)
         if unread := [sentence for sentence in wrong if sentence.startswith(UNREADABLE)]:
             raise CheckpointError(f"{path}: {unread[0]}. Go on where its file system answers, or remove it.")
         skipped.append(f"skipping {path}: {'; '.join(wrong[:3]).removesuffix('.')}. It is set aside as {name}.damaged")
@@ -86,10 +86,10 @@ def find(accelerator: Accelerator, checkpoints: Path) -> Found:
             f"none of the {len(skipped)} checkpoints in {checkpoints} can be taken: {said}. "
             "Bring one back from a copy, or remove that folder to start the run again from step 0."
         )
-    return Found.nothing()
+    return ResumePoint.nothing()
 
 
-def set_aside(accelerator: Accelerator, found: Found) -> None:
+def quarantine(accelerator: Accelerator, found: ResumePoint) -> None:
     """Rename what `find` found damaged, so that it is not taken for the newest again. A collective."""
     import shutil
 
@@ -104,7 +104,7 @@ def set_aside(accelerator: Accelerator, found: Found) -> None:
     accelerator.wait_for_everyone()
 
 
-def check_fits(found: Found, job: Job, identity: Identity) -> None:
+def check_fits(found: ResumePoint, job: Job, identity: Identity) -> None:
     """Refuse what a checkpoint cannot go on as, before anything is loaded or written.
 
     Raises:
@@ -117,20 +117,20 @@ def check_fits(found: Found, job: Job, identity: Identity) -> None:
     check_same(identity, manifest.identity, path)
     for name, was, is_ in (
         ("global batch", manifest.global_batch, job.global_batch),
-        ("seed", manifest.loop.get("seed"), job.loop.seed),
+        ("seed", manifest.train_config.get("seed"), job.train_config.seed),
     ):
         if was != is_:
             raise CheckpointError(
                 f"{path} was written with {name} {was}, and here it is {is_}: the order of the data stands on it. "
                 f"Go on with {name} {was}, or start a new run."
             )
-    if job.loop.steps < manifest.step:
+    if job.train_config.steps < manifest.step:
         raise CheckpointError(
-            f"steps {job.loop.steps}: {path} has done {manifest.step} already. Give --steps {manifest.step} or more."
+            f"steps {job.train_config.steps}: {path} has done {manifest.step} already. Give --steps {manifest.step} or more."
         )
 
 
-def restore(prepared: Prepared, schedule: Any, found: Found, identity: Identity) -> None:
+def restore(prepared: Prepared, schedule: Any, found: ResumePoint, identity: Identity) -> None:
     """Write a checkpoint's weights, moments, buffers, counters, schedule and generators into a prepared model. A collective.
 
     Each rank reads of each file only what it holds itself, whatever strategy and number of ranks wrote them.

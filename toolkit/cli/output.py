@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.display import Shown
+from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
 from toolkit.core.redaction import redact_all
 
@@ -74,15 +74,15 @@ def write(path: Path, text: str) -> None:
         raise ToolkitError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
 
 
-def show(result: Shown | dict[str, Any], target: str | None) -> None:
+def show(result: Result | dict[str, Any], target: str | None) -> None:
     """A result on standard output and, as JSON, where `--json` says."""
-    value = redact_all(result.to_dict() if isinstance(result, Shown) else result)
+    value = redact_all(result.to_dict() if isinstance(result, Result) else result)
     if target is not None:
         text = json.dumps(value, indent=2) + "\n"
         if target == "-":
             print(text, end="")
         else:
             write(Path(target), text)
-    if isinstance(result, Shown) and target != "-":
+    if isinstance(result, Result) and target != "-":
         print(result)
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from toolkit.cli.results import compare, export, report
 from toolkit.cli.run_commands import launch, resume, runs, stop, train, watch
 from toolkit.config.flags import Parser, add_flags
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 
 DEFAULT = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
 """What `engines.job.default_ranks` says."""
@@ -19,8 +19,8 @@ DEFAULT = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a repl
 
 def parser() -> Parser:
     """Every verb, with the flags that it takes."""
-    from toolkit.config.run_config import Recipe
-    from toolkit.launcher import Care
+    from toolkit.config.run_config import RunConfig
+    from toolkit.launcher import RestartPolicy
 
     made = Parser(prog="toolkit", description="One word switches how a model is trained.")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -40,7 +40,7 @@ def parser() -> Parser:
     described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
     for function in (forecast, timeline, precisions):
-        foretold = verb(function, Strategy, *(() if function is precisions else (Loop,)))
+        foretold = verb(function, Strategy, *(() if function is precisions else (TrainConfig,)))
         foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
         foretold.add_argument(
             "--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision"
@@ -65,7 +65,7 @@ def parser() -> Parser:
         else:
             foretold.add_argument("--run", metavar="RUN", type=expanduser, help="folder of a run that is shown beside")
     kept = ("sharding", "offload", "activation_checkpointing", "dp_replicate", "micro_batch", "accumulation")
-    planned = verb(plan, Strategy, Loop, without=kept)
+    planned = verb(plan, Strategy, TrainConfig, without=kept)
     planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     planned.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
     planned.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
@@ -84,14 +84,14 @@ def parser() -> Parser:
     written.add_argument(
         "-o", "--output", metavar="FILE", type=expanduser, help="where to write it (default: standard output)"
     )
-    added = verb(train, Recipe, Strategy, Loop, Care)
+    added = verb(train, RunConfig, Strategy, TrainConfig, RestartPolicy)
     added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
     added.add_argument(
         "--run-dir", metavar="DIR", type=expanduser, help="the run's folder (default: a new one under runs/)"
     )
     added.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, if there is one")
-    added = verb(resume, Recipe, Strategy, Loop, default="as the run was")
-    add_flags(added, Care)
+    added = verb(resume, RunConfig, Strategy, TrainConfig, default="as the run was")
+    add_flags(added, RestartPolicy)
     added.add_argument("run", metavar="RUN", type=expanduser, help="the run's folder")
     added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
     added.add_argument(
@@ -117,7 +117,7 @@ def parser() -> Parser:
     added.add_argument(
         "-o", "--output", metavar="FILE", type=expanduser, help="where to write it (default: report.html in the folder)"
     )
-    added = verb(compare, Recipe, Strategy, Loop)
+    added = verb(compare, RunConfig, Strategy, TrainConfig)
     added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
     added.add_argument("--run-dir", metavar="DIR", type=expanduser, help="the folder of the runs")
     added = verb(export)

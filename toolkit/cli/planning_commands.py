@@ -11,44 +11,47 @@ from typing import Any
 from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.flags import from_dict, given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
 
 
-def doctor(flags: argparse.Namespace) -> Shown:
+def doctor(flags: argparse.Namespace) -> Result:
     """What works on this machine, what does not and why."""
-    from toolkit.diagnosis import examine
+    from toolkit.diagnosis import diagnose
 
-    return examine(compile_ops=flags.compile)
+    return diagnose(compile_ops=flags.compile)
 
 
-def describe(flags: argparse.Namespace) -> Shown:
+def describe(flags: argparse.Namespace) -> Result:
     """What a model is, without reading its weights."""
     from toolkit.models import describe
 
     return describe(flags.model, trust_remote_code=flags.trust_remote_code)
 
 
-def forecast(flags: argparse.Namespace) -> Shown:
+def forecast(flags: argparse.Namespace) -> Result:
     """What a run will take, before it is launched: bytes of the fullest rank, by part and phase."""
     from toolkit.forecasting import forecast
-    from toolkit.forecasting.diffs import contrast
+    from toolkit.forecasting.diffs import diff_forecasts
     from toolkit.forecasting.memory_advice import changed
     from toolkit.models import describe
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-    strategy, loop = from_dict(Strategy, given(flags, Strategy)), from_dict(Loop, given(flags, Loop))
+    strategy, train_config = (
+        from_dict(Strategy, given(flags, Strategy)),
+        from_dict(TrainConfig, given(flags, TrainConfig)),
+    )
     beside = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {"ranks": flags.processes}
-    change = read_assignments(flags.against or "", Strategy, Loop, alone="sharding")
-    other, batch = changed(strategy, loop, change)
-    found = forecast(spec, strategy, flags.hardware, loop, **beside)
+    change = read_assignments(flags.against or "", Strategy, TrainConfig, alone="sharding")
+    other, batch = changed(strategy, train_config, change)
+    found = forecast(spec, strategy, flags.hardware, train_config, **beside)
     if not flags.against:
         return found
-    return contrast(found, forecast(spec, other, flags.hardware, batch, **beside))
+    return diff_forecasts(found, forecast(spec, other, flags.hardware, batch, **beside))
 
 
-def timeline(flags: argparse.Namespace) -> Shown:
+def timeline(flags: argparse.Namespace) -> Result:
     """A step phase by phase: bytes by part as forecast and, with --run, as a run measured them."""
     from toolkit.forecasting.finished_run import read_seen
     from toolkit.forecasting.timelines import timeline
@@ -56,30 +59,30 @@ def timeline(flags: argparse.Namespace) -> Shown:
 
     # What is not said is the run's own, where there is one.
     seen = read_seen(flags.run) if flags.run else None
-    strategy, loop = (seen.strategy, seen.loop) if seen else (Strategy(), Loop())
+    strategy, train_config = (seen.strategy, seen.train_config) if seen else (Strategy(), TrainConfig())
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(
         model,
         from_dict(Strategy, {**dataclasses.asdict(strategy), **given(flags, Strategy)}),
         flags.hardware,
-        from_dict(Loop, {**dataclasses.asdict(loop), **given(flags, Loop)}),
+        from_dict(TrainConfig, {**dataclasses.asdict(train_config), **given(flags, TrainConfig)}),
         ranks=flags.processes,
         one_document=flags.one_document,
         run=flags.run,
     )
 
 
-def precisions(flags: argparse.Namespace) -> Shown:
+def precisions(flags: argparse.Namespace) -> Result:
     """Who keeps what in which dtype, stage by stage, under several shardings; with --run beside what its audit found."""
-    from toolkit.forecasting.dtype_reports import precisions
+    from toolkit.forecasting.dtype_reports import dtype_report
     from toolkit.models import describe
 
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     found = strategies(flags, "ddp,zero3,fsdp")
-    return precisions(model, found, flags.hardware, ranks=flags.processes, run=flags.run)
+    return dtype_report(model, found, flags.hardware, ranks=flags.processes, run=flags.run)
 
 
-def plan(flags: argparse.Namespace) -> Shown:
+def plan(flags: argparse.Namespace) -> Result:
     """Every strategy for this model, machine and global batch: the fastest that fits first, and why others do not."""
     from toolkit.config.run_config import EMBEDDED
     from toolkit.forecasting import plan
@@ -91,7 +94,7 @@ def plan(flags: argparse.Namespace) -> Shown:
         flags.hardware,
         global_batch=flags.global_batch,
         strategy=from_dict(Strategy, given(flags, Strategy)),
-        loop=from_dict(Loop, given(flags, Loop)),
+        train_config=from_dict(TrainConfig, given(flags, TrainConfig)),
         one_document=flags.one_document,
         allow_unquantized=flags.allow_unquantized,
     )
@@ -103,7 +106,7 @@ def plan(flags: argparse.Namespace) -> Shown:
             raise
         print(found.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
         print(
-            f"Add --data and --steps: without them it trains on the embedded text for {Loop().steps} steps.",
+            f"Add --data and --steps: without them it trains on the embedded text for {TrainConfig().steps} steps.",
             file=sys.stderr,
         )
     return found
@@ -147,7 +150,7 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
     if ranks % nodes:
         raise ToolkitError(f"processes {ranks}: expected a multiple of {nodes} nodes, since each runs as many.")
     open_ones = dataclasses.replace(strategy, precision="auto", attention="auto")
-    resolve(open_ones, Loop(), None, ranks, hardware("1x H100-80GB").device)
+    resolve(open_ones, TrainConfig(), None, ranks, hardware("1x H100-80GB").device)
 
 
 def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from toolkit.cli.planning_commands import strategies
 from toolkit.config.flags import from_dict, given
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result
 
 
-def report(flags: argparse.Namespace) -> Shown:
+def report(flags: argparse.Namespace) -> Result:
     """Write a run's report.html, and show what is in it: also of a run that goes on, was stopped or failed."""
     from toolkit.reports import report
 
@@ -21,20 +21,20 @@ def report(flags: argparse.Namespace) -> Shown:
     return found
 
 
-def compare(flags: argparse.Namespace) -> Shown:
+def compare(flags: argparse.Namespace) -> Result:
     """The same work under several strategies, in one table."""
     from toolkit.comparison import compare
-    from toolkit.config.run_config import Recipe
+    from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
 
     found = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
-    loop = from_dict(Loop, {"steps": 20, **given(flags, Loop)})
-    recipe = from_dict(Recipe, given(flags, Recipe))
+    train_config = from_dict(TrainConfig, {"steps": 20, **given(flags, TrainConfig)})
+    run_config = from_dict(RunConfig, given(flags, RunConfig))
     root = Path(flags.run_dir or "runs")
-    return compare(recipe, found, loop, machine=hardware(), root=root, processes=flags.processes)
+    return compare(run_config, found, train_config, machine=hardware(), root=root, processes=flags.processes)
 
 
-def export(flags: argparse.Namespace) -> Shown:
+def export(flags: argparse.Namespace) -> Result:
     """Write what a checkpoint holds as Hugging Face files, and check them."""
     from toolkit.config.run_config import EMBEDDED
     from toolkit.data.embedded import embedded_model

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.flags import flag, from_dict, given, spell, to_flags
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.redaction import MARK
 
@@ -23,44 +23,56 @@ if TYPE_CHECKING:
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model, in processes of its own."""
-    from toolkit.config.run_config import Recipe
+    from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
     from toolkit.engines.base import engine_of
-    from toolkit.launcher import Care, persevere
+    from toolkit.launcher import RestartPolicy, supervise_with_restarts
     from toolkit.reports import reported
     from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
     from toolkit.run_folder.run_lock import new_token
-    from toolkit.training.preflight import get_ready
+    from toolkit.training.preflight import run_preflight
     from toolkit.training.setup import choose_ranks, print_default
 
-    care = from_dict(Care, given(flags, Care))
+    restart_policy = from_dict(RestartPolicy, given(flags, RestartPolicy))
     if flags.resume:
         if not flags.run_dir:
             raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
         if Path(flags.run_dir, "run.json").exists():
             return _resume(Path(flags.run_dir), flags)
-    recipe, loop = from_dict(Recipe, given(flags, Recipe)), from_dict(Loop, given(flags, Loop))
+    run_config, train_config = (
+        from_dict(RunConfig, given(flags, RunConfig)),
+        from_dict(TrainConfig, given(flags, TrainConfig)),
+    )
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
-    environ = get_ready(recipe, strategy, loop, ranks, machine.device).handed_over
+    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).handed_over
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         print_default(ranks, machine, flags.processes)
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
-        first = ["--run-dir", str(path), *to_flags(recipe, strategy, loop)]
+        first = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
         again = [*first, "--resume"]
-        persevere(folder, "toolkit.finetune", first, again, config, environ=environ, timeout=recipe.timeout, care=care)
+        supervise_with_restarts(
+            folder,
+            "toolkit.finetune",
+            first,
+            again,
+            config,
+            environ=environ,
+            timeout=run_config.timeout,
+            restart_policy=restart_policy,
+        )
     return _result(path)
 
 
-def launch(flags: argparse.Namespace) -> Shown:
+def launch(flags: argparse.Namespace) -> Result:
     """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.run_script import hold_session
+    from toolkit.launcher.run_script import run_script
     from toolkit.launcher.targets import Target, named
     from toolkit.run_folder.folder import RUNS, check_new, new_path
     from toolkit.training.setup import choose_ranks, print_default
@@ -76,25 +88,25 @@ def launch(flags: argparse.Namespace) -> Shown:
     check_new(flags.run_dir)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     print_default(ranks, machine, flags.processes)
-    hold_session(path, target, strategy, ranks, machine)
+    run_script(path, target, strategy, ranks, machine)
     return Run(path)
 
 
-def runs(flags: argparse.Namespace) -> Shown:
+def runs(flags: argparse.Namespace) -> Result:
     """The runs in a folder, the newest first: how far each is, and how it ended."""
     from toolkit.launcher import runs
 
     return runs(flags.root)
 
 
-def watch(flags: argparse.Namespace) -> Shown:
+def watch(flags: argparse.Namespace) -> Result:
     """Show a run until it ends; Ctrl-C ends the watching alone."""
     from toolkit.launcher import attach
 
     return attach(flags.run).wait()
 
 
-def stop(flags: argparse.Namespace) -> Shown:
+def stop(flags: argparse.Namespace) -> Result:
     """End a run's step, publish a checkpoint, and leave no process."""
     from toolkit.launcher import attach
 
@@ -107,16 +119,16 @@ def resume(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
-    from toolkit.config.run_config import Recipe
+    from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
     from toolkit.engines.base import engine_of
-    from toolkit.launcher import Care, persevere
+    from toolkit.launcher import RestartPolicy, supervise_with_restarts
     from toolkit.launcher.trust import target_of
     from toolkit.reports import reported
     from toolkit.run_folder.folder import enter, read_run_json
     from toolkit.run_folder.run_lock import new_token
-    from toolkit.training.preflight import get_ready
-    from toolkit.training.resumption import continued, finished
+    from toolkit.training.preflight import run_preflight
+    from toolkit.training.resumption import finished, merge_config
     from toolkit.training.setup import check_ranks
 
     was, machine = read_run_json(path), hardware()
@@ -128,22 +140,31 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     for name in ("target", "trust_target"):
         if getattr(flags, name, None):
             raise RunError(f"{flag(name)}: {path} is a run of the recipe, and of no target. Leave it out.")
-    care = from_dict(Care, given(flags, Care))
-    new = {owner: given(flags, owner) for owner in (Recipe, Loop, Strategy)}
-    recipe, loop, fields = continued(was, new[Recipe], new[Loop], new[Strategy], ranks)
+    restart_policy = from_dict(RestartPolicy, given(flags, RestartPolicy))
+    new = {owner: given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy)}
+    run_config, train_config, fields = merge_config(was, new[RunConfig], new[TrainConfig], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
-    if said := finished(path, was, loop):
-        asked = {**new[Recipe], **new[Loop], **{name: getattr(strategy, name) for name in new[Strategy]}}
+    if said := finished(path, was, train_config):
+        asked = {**new[RunConfig], **new[TrainConfig], **{name: getattr(strategy, name) for name in new[Strategy]}}
         if other := _otherwise(was, {**asked, "processes": flags.processes}):
             raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave such flags out.")
         print(said, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
-    environ = get_ready(recipe, strategy, loop, ranks, machine.device).handed_over
+    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).handed_over
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
-        again = ["--run-dir", str(path), "--resume", *spell({**new[Recipe], **new[Loop], **new[Strategy]})]
+        again = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        persevere(folder, "toolkit.finetune", again, again, config, environ=environ, timeout=recipe.timeout, care=care)
+        supervise_with_restarts(
+            folder,
+            "toolkit.finetune",
+            again,
+            again,
+            config,
+            environ=environ,
+            timeout=run_config.timeout,
+            restart_policy=restart_policy,
+        )
     return _result(path)
 
 
@@ -151,16 +172,16 @@ def _resume_own(
     path: Path, target: Target, strategy: Strategy, ranks: int, flags: argparse.Namespace
 ) -> dict[str, Any]:
     """Run a script, module or function again in its folder; it goes on from what it saved itself."""
-    from toolkit.config.run_config import Recipe
+    from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
-    from toolkit.launcher import Care
+    from toolkit.launcher import RestartPolicy
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.run_script import hold_session
+    from toolkit.launcher.run_script import run_script
     from toolkit.launcher.targets import Target, named
     from toolkit.launcher.trust import check_target
-    from toolkit.run_folder.folder import look
+    from toolkit.run_folder.folder import open_readonly
 
-    if asked := [flag(name) for owner in (Recipe, Loop, Care) for name in given(flags, owner)]:
+    if asked := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:
         raise RunError(f"{', '.join(asked)}: only the recipe takes such flags, and {path} is a run of {target.name}.")
     words = shlex.split(getattr(flags, "target", None) or "")
     if words and flags.sha256:
@@ -168,8 +189,8 @@ def _resume_own(
     elif words:
         target = named(words[0], words[1:])
     else:
-        target = check_target(look(path), target, getattr(flags, "trust_target", None))
-    hold_session(path, target, strategy, ranks, hardware(), resume=True)
+        target = check_target(open_readonly(path), target, getattr(flags, "trust_target", None))
+    run_script(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
 
 
@@ -182,7 +203,7 @@ CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", 
 
 def _otherwise(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What was asked anew, and is otherwise than the run was, in words."""
-    before = {**was["recipe"], **was["loop"], **was["strategy"], "processes": was["ranks"]}
+    before = {**was["run_config"], **was["train_config"], **was["strategy"], "processes": was["ranks"]}
     return [
         f"{flag(name)} {value} (it was {before.get(name)})"
         for name, value in now.items()

@@ -1,4 +1,4 @@
-"""`Recipe`: the model, the data, and what a run saves and watches."""
+"""`RunConfig`: the model, the data, and what a run saves and watches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class RunConfig:
     """What is trained, and on what."""
 
     model: str = amount(EMBEDDED, "Hub id, folder, or the embedded 5M-parameter Llama")

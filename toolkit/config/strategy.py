@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.config.flags import amount, check_choices, check_count, choice, fields_table
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, nearest
 
 OFFLOADS = ("none", "optimizer", "cpu", "nvme", "superoffload")
@@ -136,7 +136,7 @@ def sharding_word(word: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(Shown):
+class Strategy(Result):
     """How a model is trained. The same words in Python, the shell, JSON and YAML.
 
     Raises:

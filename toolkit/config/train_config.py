@@ -1,4 +1,4 @@
-"""`Loop`: what one optimizer step is, and how many there are."""
+"""`TrainConfig`: what one optimizer step is, and how many there are."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from toolkit.config.flags import amount, check_choices, check_count, choice, fields_table
 from toolkit.config.strategy import LATER, OPTIMIZER_WORDS
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop(Shown):
+class TrainConfig(Result):
     """What one step is, and how many there are.
 
     Raises:
@@ -45,4 +45,4 @@ class Loop(Shown):
         check_choices(self)
 
     def tables(self) -> list[Table]:
-        return [fields_table("Loop", self)]
+        return [fields_table("TrainConfig", self)]

@@ -1,4 +1,4 @@
-"""How results look: one table, as text and as HTML. Every result shows itself through `Shown`."""
+"""How results look: one table, as text and as HTML. Every result shows itself through `Result`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _numeric(cell: str) -> bool:
     return cell[:1].isdigit() or cell in ("", "-", "–")
 
 
-class Shown:
+class Result:
     """A result that shows itself: `str()` in a terminal, `_repr_html_` in a notebook, `to_json()` for programs."""
 
     def tables(self) -> list[Table]:

@@ -38,7 +38,7 @@ class ToolkitError(Exception):
 
 
 class StrategyError(ToolkitError):
-    """A `Strategy` or `Loop` that cannot be: a wrong value, or a combination that nothing can run."""
+    """A `Strategy` or `TrainConfig` that cannot be: a wrong value, or a combination that nothing can run."""
 
 
 class StrategyMismatch(ToolkitError):

@@ -18,7 +18,7 @@ from toolkit.data.batching import (
 from toolkit.data.embedded import described, embedded_files, embedded_model, embedded_tokenizer
 from toolkit.data.files import Document, documents
 from toolkit.data.ingestion import Contents, ingest
-from toolkit.data.packing import packs
+from toolkit.data.packing import supports_packing
 from toolkit.data.preparation import prepare_data
 from toolkit.data.rows import Rows, find_rows, open_rows
 from toolkit.data.sources import find_source
@@ -41,8 +41,8 @@ __all__ = [
     "hash_ids",
     "ingest",
     "open_rows",
-    "packs",
     "prepare_data",
     "sample_ids",
     "spell_samples",
+    "supports_packing",
 ]

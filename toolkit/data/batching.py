@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError
 from toolkit.core.units import ceil_div
 from toolkit.data.rows import Rows
@@ -48,10 +48,10 @@ def _epoch(rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(rows)
 
 
-def sample_ids(rows: Rows, loop: Loop, *, dp_size: int, step: int) -> list[int]:
+def sample_ids(rows: Rows, train_config: TrainConfig, *, dp_size: int, step: int) -> list[int]:
     """The row ids of the global batch that step `step` (from 0) trains on, in the order of training."""
-    size = loop.micro_batch * loop.accumulation * dp_size
-    return Order(rows=rows.count, seed=loop.seed).ids(step * size, size)
+    size = train_config.micro_batch * train_config.accumulation * dp_size
+    return Order(rows=rows.count, seed=train_config.seed).ids(step * size, size)
 
 
 def hash_ids(ids: Sequence[int]) -> str:
@@ -77,25 +77,25 @@ def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
     return ", ".join([*map(spelled, ids[:SHOWN_ROWS]), *more]) + f" of the rows in {rows.folder}"
 
 
-def check_batch(rows: Rows, loop: Loop, *, dp_size: int) -> None:
+def check_batch(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> None:
     """Refuse data that are too few for one global batch.
 
     Raises:
         DataError: with both sizes, and what to make smaller.
     """
-    size = loop.micro_batch * loop.accumulation * dp_size
+    size = train_config.micro_batch * train_config.accumulation * dp_size
     if rows.count < size:
         raise DataError(
             f"too little data: {rows.documents} documents with {rows.tokens:,} tokens make {rows.count} rows of"
-            f" {rows.seq_len}, and one global batch takes {size} (micro_batch {loop.micro_batch} × accumulation"
-            f" {loop.accumulation} × {dp_size} data-parallel ranks)."
+            f" {rows.seq_len}, and one global batch takes {size} (micro_batch {train_config.micro_batch} × accumulation"
+            f" {train_config.accumulation} × {dp_size} data-parallel ranks)."
             " Give more, or lower --micro-batch, --accumulation or --seq-len."
         )
 
 
 def batches(
     rows: Rows,
-    loop: Loop,
+    train_config: TrainConfig,
     *,
     dp_rank: int,
     dp_size: int,
@@ -103,7 +103,7 @@ def batches(
     attention: str = "sdpa",
     workers: int = 0,
 ) -> Loader:
-    """This rank's micro-batches from `start_step` to `loop.steps`, in order: `accumulation` of them are a step.
+    """This rank's micro-batches from `start_step` to `train_config.steps`, in order: `accumulation` of them are a step.
 
     A step takes the next micro_batch × accumulation × dp_size samples of `Order`, whichever way these three split it. Of
     them, the first micro_batch × dp_size belong to the first micro-step, and so on; of a micro-step the first
@@ -117,14 +117,14 @@ def batches(
     Raises:
         DataError: for fewer rows than one global batch.
     """
-    check_batch(rows, loop, dp_size=dp_size)
-    order = Order(rows=rows.count, seed=loop.seed)
-    micro, first = loop.micro_batch, start_step * loop.accumulation
+    check_batch(rows, train_config, dp_size=dp_size)
+    order = Order(rows=rows.count, seed=train_config.seed)
+    micro, first = train_config.micro_batch, start_step * train_config.accumulation
 
     def take(index: int) -> dict[str, Tensor]:
         return rows.batch(order.ids(((first + index) * dp_size + dp_rank) * micro, micro), attention=attention)
 
-    return _loader(take, max(loop.steps * loop.accumulation - first, 0), workers)
+    return _loader(take, max(train_config.steps * train_config.accumulation - first, 0), workers)
 
 
 def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, attention: str = "sdpa") -> Loader:

@@ -47,7 +47,7 @@ class Counts:
     """Rows without a trained label, left out."""
 
 
-def packs(spec: ModelSpec) -> bool:
+def supports_packing(spec: ModelSpec) -> bool:
     """Whether this model keeps documents of a row apart where `position_ids` begin again at 0, without a mask.
 
     transformers finds packed documents in `masking_utils._preprocess_mask_arguments`, and only if the model hands its

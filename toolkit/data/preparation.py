@@ -12,7 +12,7 @@ from toolkit.core.cache import cache_folder
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data.encoding import Encoder, read_template
 from toolkit.data.ingestion import Contents, cache_errors, ingest
-from toolkit.data.packing import Counts, arrange, packs
+from toolkit.data.packing import Counts, arrange, supports_packing
 from toolkit.data.rows import Rows, find_rows, open_rows, write_rows
 from toolkit.data.tokenization import tokenize
 from toolkit.models import ModelSpec
@@ -41,7 +41,7 @@ def prepare_data(
         tokenizer: a loaded transformers tokenizer.
         mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
-        packing: None packs where `packs(spec)`; True where it does not is refused.
+        packing: None packs where `supports_packing(spec)`; True where it does not is refused.
         text_column: the column of JSONL and dataset rows that holds a text.
 
     Raises:
@@ -87,7 +87,7 @@ def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) 
             f"the tokenizer of {spec.name} has no end-of-sequence token. Set one with"
             " tokenizer.eos_token = '…' and save it."
         )
-    can = packing is not False and packs(spec)
+    can = packing is not False and supports_packing(spec)
     if packing and not can:
         raise DataError(
             f"packing: {spec.architecture} does not keep packed documents apart. Leave packing open, and they are"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.cache import cache_folder
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError
 from toolkit.data.packing import IGNORED, PACKED, PADDED, Counts
 
@@ -26,7 +26,7 @@ META = "meta.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Shown):
+class Rows(Result):
     """A data set, ready to train on: rows of `seq_len` tokens. A sample's id is its row's index."""
 
     folder: Path

@@ -10,7 +10,7 @@ from toolkit.core.units import GiB
 
 
 @dataclass(frozen=True)
-class Card:
+class GPUSpec:
     """A GPU of the catalog. Speeds are a data sheet's peaks, dense; bandwidths in GB/s, one direction of a link."""
 
     gib: float
@@ -39,21 +39,21 @@ class Card:
 
 
 CARDS = {
-    "T4": Card(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
-    "V100-16GB": Card(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge"),
-    "V100-32GB": Card(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge"),
-    "RTX-3090": Card(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
-    "RTX-4090": Card(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
-    "RTX-5090": Card(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
-    "L4": Card(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge", sustained=0.55),
-    "A10G": Card(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
-    "L40S": Card(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
-    "A100-40GB": Card(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
-    "A100-80GB": Card(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
-    "H100-80GB": Card(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55),
-    "H200-141GB": Card(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55),
-    "B200-180GB": Card(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
-    "MI300X-192GB": Card(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
+    "T4": GPUSpec(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
+    "V100-16GB": GPUSpec(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge"),
+    "V100-32GB": GPUSpec(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge"),
+    "RTX-3090": GPUSpec(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
+    "RTX-4090": GPUSpec(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
+    "RTX-5090": GPUSpec(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
+    "L4": GPUSpec(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge", sustained=0.55),
+    "A10G": GPUSpec(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
+    "L40S": GPUSpec(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
+    "A100-40GB": GPUSpec(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
+    "A100-80GB": GPUSpec(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
+    "H100-80GB": GPUSpec(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55),
+    "H200-141GB": GPUSpec(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55),
+    "B200-180GB": GPUSpec(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
+    "MI300X-192GB": GPUSpec(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
 }
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
 and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
@@ -82,7 +82,7 @@ def card_key(name: str, word: str) -> str:
     return matching[0]
 
 
-def card_of(driver: str, total_bytes: int) -> Card | None:
+def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     """The card for what a driver calls it (`"NVIDIA A100-SXM4-80GB"`), by name and nearest memory; None where there is none."""
     words = set(re.split(r"[\s_-]+", driver.upper()))
     found = [

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import MissingLibrary, ToolkitError
 from toolkit.core.units import GiB, format_bytes
-from toolkit.devices.gpu_catalog import CARDS, Card, card_key, card_of
+from toolkit.devices.gpu_catalog import CARDS, GPUSpec, card_key, card_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class Device:
     """Attention kernels that are installed and run on it, best first; after them those that are only taken by name."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None on a CPU and on AMD's GPUs."""
-    card: Card | None = None
+    card: GPUSpec | None = None
     """What the catalog knows of its speed; None where it does not know the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware(Shown):
+class Hardware(Result):
     """Equal devices on equal nodes."""
 
     device: Device
@@ -276,7 +276,7 @@ def _named(name: str) -> Hardware:
 
 
 def _cuda(
-    name: str, total: int, free: int, capability: tuple[int, int] | None, card: Card | None, *, named: bool
+    name: str, total: int, free: int, capability: tuple[int, int] | None, card: GPUSpec | None, *, named: bool
 ) -> Device:
     """bf16 is native from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide, Compute Capabilities).
 

@@ -1,8 +1,8 @@
-"""What this machine can do: `examine()` → `Diagnosis`; and what it is: `here()` → `Place`."""
+"""What this machine can do: `diagnose()` → `Diagnosis`; and what it is: `environment()` → `Environment`."""
 
-from toolkit.diagnosis.environment import Place, here
-from toolkit.diagnosis.report import Diagnosis, examine
+from toolkit.diagnosis.checks import Diagnosis, diagnose
+from toolkit.diagnosis.host import Environment, environment
 from toolkit.diagnosis.result import Finding
 from toolkit.diagnosis.support import Ability
 
-__all__ = ["Ability", "Diagnosis", "Finding", "Place", "examine", "here"]
+__all__ = ["Ability", "Diagnosis", "Environment", "Finding", "diagnose", "environment"]

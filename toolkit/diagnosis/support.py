@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.config.strategy import ADAPTERS, ATTENTION_WORDS, LATER, OFFLOADS, PRECISION_WORDS, SHARDINGS, Strategy
 from toolkit.config.tables import PRECISIONS
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.diagnosis.result import Finding
@@ -72,7 +72,7 @@ def _refusal(strategy: Strategy, machine: Hardware) -> str:
     """Why this machine cannot run a strategy on the fewest ranks that shard, or on those that it has; empty where it can."""
     most = machine.count if machine.device.kind == "cuda" else strategy.least_ranks
     try:
-        resolve(strategy, Loop(), None, min(strategy.least_ranks, most), machine.device)
+        resolve(strategy, TrainConfig(), None, min(strategy.least_ranks, most), machine.device)
     except StrategyError as error:
         return str(error)
     return ""

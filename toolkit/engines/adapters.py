@@ -119,7 +119,7 @@ def quantization(job: Job) -> BitsAndBytesConfig | None:
     return BitsAndBytesConfig(load_in_8bit=True) if job.strategy.adapter == "qlora8" else None
 
 
-def packed(model: nn.Module) -> dict[str, int]:
+def quantized_modules(model: nn.Module) -> dict[str, int]:
     """The modules whose weights are quantized, and how many weights each had before they were packed."""
     return {
         name: child.in_features * child.out_features
@@ -141,8 +141,8 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     asked = adapted(spec, strategy.lora_targets)
-    with _seeded_by_name(model, job.loop.seed):
-        made = attach(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
+    with _seeded_by_name(model, job.train_config.seed):
+        made = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
     compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -178,7 +178,7 @@ def _seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
             LoraLayer.reset_lora_parameters = reset
 
 
-def attach(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
+def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
     """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
 
     Raises:

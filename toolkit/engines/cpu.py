@@ -18,7 +18,7 @@ def gloo(timeout: timedelta | None = None) -> InitProcessGroupKwargs:
     return InitProcessGroupKwargs(backend="gloo", timeout=timeout)
 
 
-def say_so_to_deepspeed() -> None:
+def set_deepspeed_cpu() -> None:
     """Tell DeepSpeed that there is no accelerator, before transformers imports it: it would warn in every process."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

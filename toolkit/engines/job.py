@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.parallelism import Coordinates, Parallelism, resolve_parallelism
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS, Optimizer, Precision
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Device, Hardware
 from toolkit.models import ModelSpec
@@ -22,7 +22,7 @@ class Job:
 
     strategy: Strategy
     """Without an `auto`."""
-    loop: Loop
+    train_config: TrainConfig
     """Without an open value."""
     spec: ModelSpec | None
     """None where the caller brings a model of his own: what depends on the model is then left to the engine."""
@@ -39,7 +39,7 @@ class Job:
     @property
     def optimizer(self) -> Optimizer:
         """What its optimizer keeps."""
-        return OPTIMIZERS[self.loop.optimizer]
+        return OPTIMIZERS[self.train_config.optimizer]
 
     @property
     def compute_dtype(self) -> str:
@@ -59,14 +59,14 @@ class Job:
     @property
     def global_batch(self) -> int:
         """Samples of a step."""
-        return self.loop.micro_batch * self.loop.accumulation * self.parallelism.dp_size
+        return self.train_config.micro_batch * self.train_config.accumulation * self.parallelism.dp_size
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a rank on every dimension."""
         return self.parallelism.coordinates(rank)
 
 
-def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, device: Device) -> Job:
+def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None, ranks: int, device: Device) -> Job:
     """What was asked, with nothing left open: precision, attention, learning rate, the engine's settings.
 
     Raises:
@@ -79,13 +79,13 @@ def resolve(strategy: Strategy, loop: Loop, spec: ModelSpec | None, ranks: int, 
             f"precision {precision!r}: {device.name} does not compute bf16. Choose precision 'fp16', or 'fp32'."
         )
     strategy = dataclasses.replace(strategy, precision=precision, attention=attention)
-    if loop.lr is None:
-        loop = dataclasses.replace(loop, lr=default_lr(strategy, spec))
-    check_optimizer(strategy, loop)
-    check_model(strategy, loop, spec)
+    if train_config.lr is None:
+        train_config = dataclasses.replace(train_config, lr=default_lr(strategy, spec))
+    check_optimizer(strategy, train_config)
+    check_model(strategy, train_config, spec)
     job = Job(
         strategy=strategy,
-        loop=loop,
+        train_config=train_config,
         spec=spec,
         parallelism=resolve_parallelism(strategy, ranks),
         device=device,
@@ -146,21 +146,22 @@ def default_lr(strategy: Strategy, spec: ModelSpec | None) -> float:
     return 2e-4 if strategy.adapter != "none" else 2e-5
 
 
-def check_optimizer(strategy: Strategy, loop: Loop) -> None:
+def check_optimizer(strategy: Strategy, train_config: TrainConfig) -> None:
     """Refuse an optimizer that the engine does not run.
 
     Raises:
         StrategyError: with the shardings that do.
     """
-    engines = OPTIMIZERS[loop.optimizer].engines
+    engines = OPTIMIZERS[train_config.optimizer].engines
     if engines and SHARDINGS[strategy.sharding].engine not in engines:
         able = [word for word, row in SHARDINGS.items() if row.engine in engines]
         raise StrategyError(
-            f"optimizer {loop.optimizer!r} does not run with sharding {strategy.sharding!r}. Choose sharding {', '.join(able)}."
+            f"optimizer {train_config.optimizer!r} does not run with sharding {strategy.sharding!r}. "
+            f"Choose sharding {', '.join(able)}."
         )
 
 
-def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
+def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None) -> None:
     """Refuse what this model cannot do, whatever the engine.
 
     Raises:
@@ -169,9 +170,9 @@ def check_model(strategy: Strategy, loop: Loop, spec: ModelSpec | None) -> None:
     """
     if spec is None:
         return
-    if spec.max_positions is not None and loop.seq_len > spec.max_positions:
+    if spec.max_positions is not None and train_config.seq_len > spec.max_positions:
         raise StrategyError(
-            f"seq_len {loop.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
+            f"seq_len {train_config.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
             f"Choose --seq-len {spec.max_positions} or less."
         )
     if strategy.activation_checkpointing == "full" and not spec.checkpointed:

@@ -66,7 +66,7 @@ class Ledger:
             self.touch(part, size)
         self.host_peak = max(self.host + size, self.host_peak)
 
-    def lead(self, size: int) -> None:
+    def rank0_host(self, size: int) -> None:
         """More, or less, of the host's memory that rank 0 alone takes: where it reads for all, or writes for all."""
         self.alone += size
         self.alone_peak = max(self.alone, self.alone_peak)
@@ -85,7 +85,7 @@ class Ledger:
         return {**found, "logits": self.held["logits"] + logits} if logits else found
 
 
-class Course(Ledger):
+class LedgerHistory(Ledger):
     """A ledger that keeps the way, too: every phase's highest moment by part, and the total after every change."""
 
     def __init__(self, *, shared: bool = False) -> None:

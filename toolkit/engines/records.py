@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import format_bytes
 from toolkit.engines.job import Job
@@ -57,7 +57,7 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateMemory(Shown):
+class StateMemory(Result):
     """Bytes of the states that one rank holds, by part: expected by an engine, or measured in its memory."""
 
     trainable: int
@@ -117,6 +117,6 @@ def job_of(accelerator: Accelerator) -> Job:
     if job is None:
         raise StrategyError(
             "this Accelerator was not made by the toolkit, so nothing says what it was made for. "
-            "Make it with `toolkit.accelerator(strategy, loop, spec)`."
+            "Make it with `toolkit.accelerator(strategy, train_config, spec)`."
         )
     return job

@@ -26,7 +26,7 @@ class Moves(Protocol):
 
 def walk(ledger: Ledger, job: Job, step: Sequence[Segment], moves: Moves) -> None:
     """The micro-batches of a step, forward and backward: as many as are unlike."""
-    for number in range(min(job.loop.accumulation, 2 if moves.grows else 1)):
+    for number in range(min(job.train_config.accumulation, 2 if moves.grows else 1)):
         ledger.enter("forward")
         if number == 0:
             ledger.hold("workspace", blas_workspaces(job))
@@ -143,7 +143,7 @@ def host_transfers(job: Job) -> list[Transfer]:
         Transfer(back, 1, "nothing", "host", "updated parameters, from the host"),
     ]
     if offload == "cpu":
-        shard, micro = sum(state.bytes for state in found) / ranks, job.loop.accumulation
+        shard, micro = sum(state.bytes for state in found) / ranks, job.train_config.accumulation
         for phase in ("forward", "backward"):
             sent.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
     return sent

@@ -34,7 +34,7 @@ def clip_and_step(prepared: Prepared) -> StepResult:
     """
     with phase("step"):
         parameters = list(prepared.model.parameters())
-        norm = float(prepared.accelerator.clip_grad_norm_(parameters, prepared.job.loop.max_grad_norm))
+        norm = float(prepared.accelerator.clip_grad_norm_(parameters, prepared.job.train_config.max_grad_norm))
         gradients = _gradient_dtypes(parameters)
         scaled = prepared.accelerator.scaler is not None
         if scaled or math.isfinite(norm):

@@ -27,7 +27,7 @@ POLL = 0.1
 _calls = itertools.count()
 
 
-def patience(seconds: float) -> timedelta:
+def pg_timeout(seconds: float) -> timedelta:
     """A timeout for a process group.
 
     A millisecond more than asked: Accelerate leaves out what equals its own default for NCCL (600 s), and torch's for

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config.flags import from_dict
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.devices.machine import hardware
-from toolkit.engines.adapters import adapt, packed
+from toolkit.engines.adapters import adapt, quantized_modules
 from toolkit.engines.job import Job
-from toolkit.exporters.base_weights import Held, Source
+from toolkit.exporters.base_weights import InMemory, Source
 from toolkit.exporters.reload import reopen_adapter
 from toolkit.exporters.results import SavedTensor
 from toolkit.exporters.verification import attention_of, logits, relative_error
@@ -33,7 +33,7 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
     kept = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
     return Job(
         strategy=Strategy(**kept, attention=attention_of(spec)),
-        loop=from_dict(Loop, source.manifest.loop),
+        train_config=from_dict(TrainConfig, source.manifest.train_config),
         spec=spec,
         parallelism=Parallelism(),
         device=hardware().device,
@@ -91,7 +91,7 @@ def compare_adapter(base: Any, wanted: torch.Tensor, folder: Path, spec: ModelSp
     return relative_error(logits(reopen_adapter(base, folder), spec), wanted)
 
 
-def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
+def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:
     """The base's weights with the adapter's merged into them by PEFT. Takes the model apart.
 
     Args:
@@ -108,7 +108,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
     # transformers quantizes the transpose of such a module's weight.
     turned = {
         f"{name}.weight"
-        for name in packed(base)
+        for name in quantized_modules(base)
         if issubclass(getattr(base.get_submodule(name), "source_cls", object), Conv1D)
     }
     if job.strategy.quantized:
@@ -119,4 +119,4 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Held:
     whole = trained_over(base, job, source, None).merge_and_unload(safe_merge=True)
     # What text does not pass is taken from its source: the base's may have gone through 4 bits.
     trained = ((name, p.detach()) for name, p in whole.named_parameters() if job.spec.trains(name))
-    return Held({name: tensor.T if name in turned else tensor for name, tensor in trained})
+    return InMemory({name: tensor.T if name in turned else tensor for name, tensor in trained})

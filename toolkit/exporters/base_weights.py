@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit.checkpoints import Manifest, complete, problems, read_manifest
+from toolkit.checkpoints import Manifest, list_checkpoints, read_manifest, validate
 from toolkit.checkpoints.identity import ADAPTER_FIELDS
 from toolkit.checkpoints.layout import WEIGHT
 from toolkit.checkpoints.manifest import NAME, listed, misplaced
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, StrategyError
 from toolkit.core.units import dtype_name
 from toolkit.engines.shards import BUFFER
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SAID = {
     "strategy": ("sharding", "precision", *ADAPTER_FIELDS),
-    "loop": ("micro_batch", "accumulation", "seq_len", "optimizer", "lr", "warmup", "seed"),
+    "train_config": ("micro_batch", "accumulation", "seq_len", "optimizer", "lr", "warmup", "seed"),
     "identity": ("data",),
 }
 """What a manifest has to say: what decides what its tensors are, and what the model card tells."""
@@ -90,7 +90,7 @@ class CheckpointWeights:
         return self._stored.whole(name, self._kinds[name])
 
 
-class Held:
+class InMemory:
     """Tensors that are in memory already."""
 
     kind = "memory"
@@ -105,7 +105,7 @@ class Held:
         return self._tensors[name].cpu()
 
 
-class Origin:
+class BaseWeights:
     """The model that was trained from, read for what no checkpoint holds: buffers and weights that are never trained."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -147,10 +147,10 @@ def opened_source(path: Path) -> Iterator[Source]:
         raise RunError(f"{path}: there is no such folder. Give a run's folder, or a checkpoint in it.")
     skipped: tuple[str, ...] = ()
     if (path / NAME).exists() or path.name.startswith("step-"):
-        wrong = problems(path)
+        wrong = validate(path)
         if wrong:
             raise CheckpointError(f"{path} is damaged: {'; '.join(wrong[:3])}. {_others(path)}")
-    elif (path / "run.json").exists() or complete(path / "checkpoints"):
+    elif (path / "run.json").exists() or list_checkpoints(path / "checkpoints"):
         path, skipped = _newest(path)
     else:
         yield _foreign(path)
@@ -171,12 +171,12 @@ def _check_said(path: Path, manifest: Manifest) -> None:
     ]
     try:
         from_dict(Strategy, manifest.strategy)
-        from_dict(Loop, manifest.loop)
+        from_dict(TrainConfig, manifest.train_config)
     except StrategyError as error:
         wrong.append(str(error).removesuffix("."))
     identity = manifest.identity
     for name, value, kind in (
-        ("loop lr", manifest.loop.get("lr", 0.0), int | float),
+        ("loop lr", manifest.train_config.get("lr", 0.0), int | float),
         ("identity data", identity.get("data", ""), str),
         ("identity model", identity.get("model"), str | None),
         ("identity source", identity.get("source"), str | None),
@@ -190,14 +190,14 @@ def _check_said(path: Path, manifest: Manifest) -> None:
 
 
 def _others(damaged: Path) -> str:
-    others = [path for path in complete(damaged.parent) if path != damaged]
+    others = [path for path in list_checkpoints(damaged.parent) if path != damaged]
     return f"Take another: {others[0]}." if others else "There is no other beside it."
 
 
 def _newest(run: Path) -> tuple[Path, tuple[str, ...]]:
     skipped: list[str] = []
     for path in listed(run / "checkpoints"):
-        wrong = misplaced(path) or problems(path)
+        wrong = misplaced(path) or validate(path)
         if not wrong:
             return path, tuple(skipped)
         skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")

@@ -18,10 +18,10 @@ from toolkit.engines.records import Prepared
 from toolkit.engines.shards import MASTER, PARAMETER, Part, Shard, copy, parts, whole_box
 from toolkit.engines.timeouts import on_main
 from toolkit.exporters.adapters import planned_adapter
-from toolkit.exporters.base_weights import Origin
+from toolkit.exporters.base_weights import BaseWeights
 from toolkit.exporters.model_card import rows_of, write_card
 from toolkit.exporters.model_files import planned_model
-from toolkit.exporters.publication import drafted
+from toolkit.exporters.publication import atomic_dir
 from toolkit.exporters.reload import reopen
 from toolkit.exporters.results import (
     NO_ROOM,
@@ -65,7 +65,7 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
 
     def write() -> None:
         if spec is not None and not adapter:
-            origin = Origin(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
+            origin = BaseWeights(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
             state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in wanted})
         with quiet_bars(True, shown=False):
             planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
@@ -82,7 +82,7 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
         cached = spec.config.get("use_cache", True) if spec else True
         module.config.use_cache = module.config.get_text_config().use_cache = cached
         module.config.dtype = next(iter(state.values())).dtype
-    with drafted(folder, replace=True) as draft:
+    with atomic_dir(folder, replace=True) as draft:
         module.save_pretrained(draft, state_dict=state)
         if prepared.job.strategy.adapter == "none":
             module.config.use_cache = module.config.get_text_config().use_cache = False
@@ -263,8 +263,8 @@ def _result(
     saved = headers(folder)
     adapter = job.strategy.adapter != "none"
     assert job.spec is not None
-    strategy, loop = dataclasses.asdict(job.strategy), dataclasses.asdict(job.loop)
-    rows = {**rows_of(strategy, loop, parallelism=job.parallelism, steps=job.loop.steps), **about}
+    strategy, train_config = dataclasses.asdict(job.strategy), dataclasses.asdict(job.train_config)
+    rows = {**rows_of(strategy, train_config, parallelism=job.parallelism, steps=job.train_config.steps), **about}
     what = "adapter" if adapter else "model"
     write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=notes, error=error)
     return Export(

@@ -82,18 +82,18 @@ def base_name(spec: ModelSpec) -> str:
 
 
 def rows_of(
-    strategy: Mapping[str, Any], loop: Mapping[str, Any], *, parallelism: Parallelism, steps: int
+    strategy: Mapping[str, Any], train_config: Mapping[str, Any], *, parallelism: Parallelism, steps: int
 ) -> dict[str, Any]:
-    """What something was trained with, but for data and versions; `strategy` and `loop` as their dataclasses' fields."""
+    """What something was trained with, but for data and versions; `strategy` and `train_config` as their dataclasses' fields."""
     default = dataclasses.asdict(Strategy())
     fields = [f"{name} {value}" for name, value in strategy.items() if value != default[name] and name != "sharding"]
-    batch = loop["micro_batch"] * loop["accumulation"] * parallelism.dp_size
+    batch = train_config["micro_batch"] * train_config["accumulation"] * parallelism.dp_size
     return {
         "strategy": ", ".join([f"sharding {strategy['sharding']} on {parallelism.ranks} rank(s)", *fields]),
         "steps": steps,
-        "global batch": f"{batch} sequences of {loop['seq_len']} tokens",
-        "optimizer": f"{loop['optimizer']}, learning rate {loop['lr']:g}, {loop['warmup']} steps of warmup",
-        "seed": loop["seed"],
+        "global batch": f"{batch} sequences of {train_config['seq_len']} tokens",
+        "optimizer": f"{train_config['optimizer']}, learning rate {train_config['lr']:g}, {train_config['warmup']} steps of warmup",
+        "seed": train_config["seed"],
     }
 
 
@@ -102,7 +102,10 @@ def told_of(manifest: Manifest) -> dict[str, Any]:
     identity = manifest.identity
     return {
         **rows_of(
-            manifest.strategy, manifest.loop, parallelism=Parallelism(**manifest.parallelism), steps=manifest.step
+            manifest.strategy,
+            manifest.train_config,
+            parallelism=Parallelism(**manifest.parallelism),
+            steps=manifest.step,
         ),
         "data": f"fingerprint {identity['data']}",
         "base revision": (identity.get("base") or {}).get("revision"),

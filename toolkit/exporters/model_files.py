@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import ModelError, RunError
 from toolkit.core.units import BYTES_OF, dtype_name
-from toolkit.exporters.base_weights import Origin, Weights
+from toolkit.exporters.base_weights import BaseWeights, Weights
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import LONG, auto_class, freeze
@@ -42,7 +42,7 @@ def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     return model
 
 
-class Complete:
+class FullStateDict:
     """Every tensor that a model keeps, by the name that it is saved under: the trained ones, and what stayed as it was."""
 
     kind = "model"
@@ -54,7 +54,7 @@ class Complete:
             RunError: where `weights` lack a tensor, hold one of another shape, or one that the model does not know.
             ModelError: where what is not trained has to be read from the model's source, and that has it not.
         """
-        self._weights, origin = weights, Origin(spec)
+        self._weights, origin = weights, BaseWeights(spec)
         self._held: dict[str, str] = {}
         self._kept: dict[str, torch.Tensor] = {}
         parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
@@ -106,7 +106,7 @@ class Complete:
         return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _buffer(weights: Weights, origin: Origin, name: str) -> torch.Tensor:
+def _buffer(weights: Weights, origin: BaseWeights, name: str) -> torch.Tensor:
     """A buffer of the checkpoint; the source's own if training only rounded it."""
     import torch
 
@@ -118,7 +118,7 @@ def _buffer(weights: Weights, origin: Origin, name: str) -> torch.Tensor:
     return own if own.shape == value.shape and torch.equal(own.to(value.dtype), value) else value
 
 
-def saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> dict[str, str]:
+def saved_dtypes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> dict[str, str]:
     """The dtype that each tensor is saved in: its own, or what is asked for, but for those that transformers keeps in fp32."""
     import torch
     from transformers.core_model_loading import build_glob_alternation
@@ -130,7 +130,7 @@ def saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) -
     return {name: own if name not in weights.trained or kept(name) else dtype for name, own in weights.dtypes.items()}
 
 
-def saved_bytes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> int:
+def saved_bytes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> int:
     """What the weights will take on the disk."""
     found = saved_dtypes(model, weights, dtype).items()
     return sum(math.prod(weights.shapes[name]) * BYTES_OF[one] for name, one in found)
@@ -149,7 +149,9 @@ def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> 
     }
 
 
-def write_model(model: PreTrainedModel, weights: Complete, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
+def write_model(
+    model: PreTrainedModel, weights: FullStateDict, dtype: str | None, folder: Path
+) -> dict[str, SavedTensor]:
     """Write a model's config and its weights, as `save_pretrained` would. What each tensor on the disk has to be.
 
     Tensors get the names and shapes that they have on the disk (one expert a tensor, say) by transformers' own
@@ -198,7 +200,7 @@ def write_model(model: PreTrainedModel, weights: Complete, dtype: str | None, fo
     return written
 
 
-def _saved(model: PreTrainedModel, weights: Complete) -> list[str]:
+def _saved(model: PreTrainedModel, weights: FullStateDict) -> list[str]:
     """All but what the class says it makes anew whenever it is loaded."""
     return [name for name in weights.shapes if name not in (model._keys_to_ignore_on_save or ())]
 

@@ -20,8 +20,8 @@ from toolkit.core.units import BYTES_OF, format_bytes
 from toolkit.exporters.adapters import compare_adapter, job_of, merged, trained_over, write_adapter
 from toolkit.exporters.base_weights import Source, Weights, opened_source
 from toolkit.exporters.model_card import told_of, write_card
-from toolkit.exporters.model_files import Complete, saved_bytes, skeleton, write_model
-from toolkit.exporters.publication import check_room, check_target, drafted
+from toolkit.exporters.model_files import FullStateDict, saved_bytes, skeleton, write_model
+from toolkit.exporters.publication import atomic_dir, check_room, check_target
 from toolkit.exporters.reload import read_base
 from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, beyond, headers, load_line
 from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
@@ -93,7 +93,7 @@ def export(
             dtype=PRECISIONS[dtype].compute if dtype else None,
         )
         make = _whole if found.adapter == "none" else _merged if merge else _adapter
-        with drafted(folder) as draft:
+        with atomic_dir(folder) as draft:
             made = make(asked, draft)
             rows = told_of(found.manifest) if found.manifest else {"checkpoint": found.weights.kind}
             trained = found.adapter
@@ -232,11 +232,11 @@ def _adapter(asked: _Asked, draft: Path) -> _Made:
     return _Made(what="adapter", error=error, notes=_second(error, TOLERANCE[job.compute_dtype]))
 
 
-def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> Complete:
+def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
     """A whole model's files, checked one by one."""
     tokenizer = load_tokenizer(asked.spec)
     model = skeleton(asked.spec, tokenizer)
-    complete = Complete(weights, model, asked.spec)
+    complete = FullStateDict(weights, model, asked.spec)
     check_room(draft, saved_bytes(model, complete, dtype))
     planned = write_model(model, complete, dtype, draft)
     tokenizer.save_pretrained(draft)

@@ -51,7 +51,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def drafted(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` where all went well, and is removed where it did not.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.units import dtype_name, format_bytes
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class
@@ -31,7 +31,7 @@ OTHER_KERNELS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Shown):
+class Export(Result):
     """What was saved, and how it was checked."""
 
     folder: str

@@ -11,7 +11,7 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF, dtype_name
 from toolkit.devices.machine import host_memory
-from toolkit.exporters.model_files import Complete
+from toolkit.exporters.model_files import FullStateDict
 from toolkit.exporters.reload import reopen_whole
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.models import ModelSpec
@@ -72,7 +72,7 @@ def check_tied(model: Any, spec: ModelSpec) -> None:
             raise RunError(f"tied weights came untied: {', '.join(group)}")
 
 
-def compare_whole(spec: ModelSpec, weights: Complete, folder: Path, dtype: str) -> float | None:
+def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: str) -> float | None:
     """The logits' error of a saved model against the checkpoint's own tensors in the model; None where memory lacks.
 
     One model is in memory at a time.
@@ -132,7 +132,7 @@ def fits(spec: ModelSpec, dtype: str) -> bool:
     return host_memory()[1] > 1.2 * BYTES_OF[dtype] * spec.elements
 
 
-def _assembled(spec: ModelSpec, weights: Complete, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
+def _assembled(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
     """A model with the checkpoint's tensors put in by name, in the dtypes that the saved one is opened in."""
     import torch
     from accelerate import init_empty_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.adapters import attach, import_bitsandbytes
+from toolkit.engines.adapters import add_adapter, import_bitsandbytes
 from toolkit.engines.states import adapted, packed_shape, quantizable
 from toolkit.engines.traces import Adapter, LayerStack
 from toolkit.models import ModelSpec
@@ -28,7 +28,7 @@ def put_on(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec
             _replace(model, name)
     targets = list(_kept(stacks, adapted(spec, adapter.targets)))
     with torch.device("meta"):
-        made = attach(model, spec.kind, adapter.kind, adapter.rank, targets)
+        made = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, adapter.dtype))

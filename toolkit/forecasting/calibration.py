@@ -23,7 +23,7 @@ WINDOW = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
+class Calibration:
     """What a run teaches."""
 
     run: Path
@@ -41,7 +41,7 @@ class Lesson:
     """How many times its own forecast a step took; None where that knew of no speed."""
 
 
-def read_run(path: Path) -> Lesson:
+def read_run(path: Path) -> Calibration:
     """What a run's `memory.json`, `events.jsonl` and `run.json` say.
 
     Raises:
@@ -62,7 +62,7 @@ def read_run(path: Path) -> Lesson:
     worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
     reserved = worst.get("reserved_bytes")
     took, foretold = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
-    return Lesson(
+    return Calibration(
         run=path,
         more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
         device=forecast["hardware"]["device"]["kind"],
@@ -73,7 +73,7 @@ def read_run(path: Path) -> Lesson:
     )
 
 
-def calibrated(forecast: F, lesson: Lesson) -> F:
+def calibrated(forecast: F, lesson: Calibration) -> F:
     """The forecast with what the run took more, which is workspace, or less, which is taken from the largest part.
 
     Raises:
@@ -90,7 +90,7 @@ def calibrated(forecast: F, lesson: Lesson) -> F:
         seconds = forecast.timing.step_seconds * lesson.slower
     else:
         seconds = forecast.operations / lesson.operations_per_second
-    tokens = forecast.job.global_batch * forecast.loop.seq_len
+    tokens = forecast.job.global_batch * forecast.train_config.seq_len
     mfu = forecast.timing.mfu if forecast.timing else None
     if mfu is not None and forecast.timing is not None:
         mfu *= forecast.timing.step_seconds / seconds

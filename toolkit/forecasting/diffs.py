@@ -1,4 +1,4 @@
-"""`contrast()` → `Contrast`: two forecasts side by side, what differs and why."""
+"""`diff_forecasts()` → `ForecastDiff`: two forecasts side by side, what differs and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.drawing import Bar, bars
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.engines.ledger import PARTS
@@ -44,7 +44,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contrast(Shown):
+class ForecastDiff(Result):
     """Two forecasts side by side. Bytes are of the fullest rank of each."""
 
     one: Forecast
@@ -129,7 +129,7 @@ def _sent(found: Forecast) -> dict[str, float]:
     return parts
 
 
-def contrast(one: Forecast, other: Forecast) -> Contrast:
+def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
     """What differs between two forecasts, and why.
 
     Args:
@@ -140,7 +140,7 @@ def contrast(one: Forecast, other: Forecast) -> Contrast:
     labels = _label(one, asked, 0), _label(other, asked, 1)
     if labels[0] == labels[1]:
         labels = (f"{labels[0]} (1)", f"{labels[1]} (2)")
-    return Contrast(
+    return ForecastDiff(
         one=one,
         other=other,
         labels=labels,
@@ -153,7 +153,7 @@ def contrast(one: Forecast, other: Forecast) -> Contrast:
 def _asked(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
     def fields(found: Forecast) -> dict[str, Any]:
         machine = {"model": found.model, "hardware": found.hardware.device.name, "ranks": found.ranks}
-        return {**dataclasses.asdict(found.strategy), **dataclasses.asdict(found.loop), **machine}
+        return {**dataclasses.asdict(found.strategy), **dataclasses.asdict(found.train_config), **machine}
 
     first, second = fields(one), fields(other)
     return {name: (first[name], second[name]) for name in first if first[name] != second[name]}

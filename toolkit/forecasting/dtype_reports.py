@@ -1,4 +1,4 @@
-"""`precisions()` → `Precisions`: who keeps what in which dtype, at each stage of a run, engine by engine."""
+"""`precisions()` → `DtypeReport`: who keeps what in which dtype, at each stage of a run, engine by engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.strategy import Strategy, usual_shardings
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown, Table
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
 from toolkit.core.drawing import Bar, bars
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF
@@ -19,8 +19,8 @@ from toolkit.engines.adapters import read_dtype
 from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.states import optimizer_bytes, parameters_of
-from toolkit.forecasting.finished_run import Seen, read_seen
-from toolkit.forecasting.prediction import asked
+from toolkit.forecasting.finished_run import FinishedRun, read_seen
+from toolkit.forecasting.prediction import resolve_request
 from toolkit.models import ModelSpec
 
 STAGES = ("loading", "preparation", "compute", "reduction", "optimizer", "checkpoint")
@@ -31,7 +31,7 @@ Place = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class DtypeColumn:
     """One strategy's dtypes, or why it cannot run."""
 
     strategy: Strategy
@@ -57,14 +57,14 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precisions(Shown):
+class DtypeReport(Result):
     """The dtype ledger of several strategies, stage by stage."""
 
     model: str
     precision: str
     """What was asked for."""
     device: str
-    columns: tuple[Column, ...]
+    columns: tuple[DtypeColumn, ...]
     run: str | None = None
     """Folder of the run whose audit stands beside its strategy."""
 
@@ -129,7 +129,7 @@ class Precisions(Shown):
         return [*(found if able else []), *([cannot] if refused else [])]
 
 
-def _cells(able: Iterable[Column], place: Place) -> Iterator[str]:
+def _cells(able: Iterable[DtypeColumn], place: Place) -> Iterator[str]:
     for one in able:
         yield one.dtypes.get(place, "–")
         if one.found:
@@ -143,15 +143,15 @@ def _nested(places: Mapping[Place, str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def precisions(
+def dtype_report(
     model: ModelSpec | str | None = None,
     strategies: Sequence[Strategy] | None = None,
     on: Hardware | str | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     *,
     ranks: int | None = None,
     run: str | Path | None = None,
-) -> Precisions:
+) -> DtypeReport:
     """The dtypes of each strategy, from loading to the checkpoint. Nothing is launched, and no device is touched.
 
     Args:
@@ -174,21 +174,21 @@ def precisions(
         strategies = [seen.strategy, *(one for one in strategies or () if one.sharding != seen.strategy.sharding)]
     chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
     # Dtypes do not depend on how many there are: where the machine has one device, sharding is asked of two.
-    job, machine = asked(model, Strategy(), on, loop, ranks=1)
+    job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1)
     count = ranks if ranks is not None else max(2, machine.ranks)
     columns = []
     for strategy in chosen:
         many = 1 if strategy.single_process else max(count, strategy.least_ranks)
         try:
-            one = _column(asked(job.spec, strategy, machine, loop, ranks=many)[0])
+            one = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=many)[0])
         except StrategyError as error:
-            one = Column(strategy=strategy, ranks=many, refused=str(error))
+            one = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
         if seen is not None and strategy is seen.strategy:
             one = dataclasses.replace(one, found=_found(seen))
         columns.append(one)
     words = list(dict.fromkeys(one.strategy.precision for one in columns))
     assert job.spec is not None
-    return Precisions(
+    return DtypeReport(
         model=job.spec.name,
         precision=", ".join(words),
         device=machine.device.name,
@@ -197,7 +197,7 @@ def precisions(
     )
 
 
-def _column(job: Job) -> Column:
+def _column(job: Job) -> DtypeColumn:
     engine = engine_of(job.strategy)
     kept = engine.expected_state(job).dtypes
     stepped = kept.get("master", kept["trainable"])
@@ -218,7 +218,7 @@ def _column(job: Job) -> Column:
     dtypes["checkpoint", "weights"], dtypes["checkpoint", "moments"] = stepped, kept["optimizer"]
     sizes = {part: float(BYTES_OF[kept[name]]) for part, name in PER_WEIGHT.items() if name in kept}
     scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
-    return Column(
+    return DtypeColumn(
         strategy=job.strategy,
         ranks=job.ranks,
         dtypes=dtypes,
@@ -238,7 +238,7 @@ def _frozen(job: Job) -> str:
     return f"4 bits in {kinds}" if job.strategy.adapter == "qlora" else kinds
 
 
-def _found(seen: Seen) -> dict[Place, str]:
+def _found(seen: FinishedRun) -> dict[Place, str]:
     """Where a run's audit looked, and what it found."""
     weights = "weights" if seen.strategy.adapter == "none" else "the adapter's weights"
     places = {

@@ -25,7 +25,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def stand_ins(config: TraceConfig) -> Iterator[None]:
+def patched(config: TraceConfig) -> Iterator[None]:
     """Within it fake tensors take the stand-ins. Others, say of a thread that trains meanwhile, take what they always do.
 
     A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a

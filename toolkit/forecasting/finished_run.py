@@ -11,10 +11,10 @@ from typing import Any
 from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_json
 from toolkit.core.errors import RunError
-from toolkit.devices.gpu_catalog import Card
+from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Device, Hardware
 from toolkit.run_folder.folder import read_run_json
 
@@ -26,13 +26,13 @@ MATTER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class FinishedRun:
     """A run that ended."""
 
     path: Path
     model: str
     strategy: Strategy
-    loop: Loop
+    train_config: TrainConfig
     ranks: int
     hardware: Hardware | None
     """Where it ran; None where it had no forecast, which alone says so."""
@@ -45,16 +45,16 @@ class Seen:
     dtypes: Mapping[str, str]
     """The ledger of its first rank's audit."""
 
-    def otherwise(self, strategy: Strategy, loop: Loop, ranks: int) -> list[str]:
+    def differences(self, strategy: Strategy, train_config: TrainConfig, ranks: int) -> list[str]:
         """What the run was, that this is not, in words."""
         mine, now = (
             {**dataclasses.asdict(one), **dataclasses.asdict(other), "ranks": count}
-            for one, other, count in ((self.strategy, self.loop, self.ranks), (strategy, loop, ranks))
+            for one, other, count in ((self.strategy, self.train_config, self.ranks), (strategy, train_config, ranks))
         )
         return [f"{name} {mine[name]}, not {now[name]}" for name in MATTER if mine[name] != now[name]]
 
 
-def read_seen(run: str | Path) -> Seen:
+def read_seen(run: str | Path) -> FinishedRun:
     """What run.json and memory.json of a run's folder say.
 
     Raises:
@@ -65,15 +65,15 @@ def read_seen(run: str | Path) -> Seen:
     try:
         memory = read_json(path / "memory.json")
         measured, audits, forecast = memory["measured"], memory["audits"], memory["forecast"]
-        recipe = about["recipe"]
-        return Seen(
+        run_config = about["run_config"]
+        return FinishedRun(
             path=path,
-            model=recipe.get("model", EMBEDDED),
+            model=run_config.get("model", EMBEDDED),
             strategy=from_dict(Strategy, about["strategy"]),
-            loop=from_dict(Loop, about["loop"]),
+            train_config=from_dict(TrainConfig, about["train_config"]),
             ranks=about["ranks"],
             hardware=_hardware(forecast["hardware"]) if forecast else None,
-            checkpoints=bool(recipe.get("save_every") or recipe.get("save_seconds")),
+            checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "it does not say why",
             dtypes=audits[0]["held"]["dtypes"],
@@ -89,5 +89,5 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
     device = plain(values["device"])
-    card = device["card"] and Card(**plain(device["card"]))
+    card = device["card"] and GPUSpec(**plain(device["card"]))
     return Hardware(**{**plain(values), "device": Device(**{**device, "card": card})})

@@ -42,11 +42,11 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     if strategy.adapter == "qlora8":
         raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet. Choose adapter 'qlora', or 'lora'.")
     require_adapter(strategy)
-    engine, loop = engine_of(strategy), job.loop
+    engine, train_config = engine_of(strategy), job.train_config
     configs = [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
     beside = tuple(_other_configs(job, configs[0], masked)) if others else ()
     first, *rest = dict.fromkeys(configs)  # ranks of one kind share a configuration
-    batch, length = loop.micro_batch, loop.seq_len
+    batch, length = train_config.micro_batch, train_config.seq_len
     own = trace_of(job.spec, first, batch=batch, seq_len=length, beside=(*rest, *beside))
     if not rest:
         return own
@@ -59,7 +59,7 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
     for word in usual_shardings():
         try:
             strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
-            other = resolve(strategy, job.loop, job.spec, strategy.least_ranks, job.device)
+            other = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
         except StrategyError:
             continue
         if (config := engine_of(strategy).trace_config(other, masked=masked)) != own:
@@ -108,7 +108,7 @@ def replay(
         trace: of its model.
         step: from `whole_step`.
         checkpoints: whether any are written.
-        kind: of ledger: one that keeps the highest moments alone, or `Course`.
+        kind: of ledger: one that keeps the highest moments alone, or `LedgerHistory`.
     """
     engine = engine_of(job.strategy)
     ledgers = []
@@ -138,5 +138,5 @@ def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
         ledger.touch("workspace", max(written, snapshot))
     else:
         ledger.touch("workspace", max(sizes, default=0))
-        ledger.lead(written)
-        ledger.lead(-written)
+        ledger.rank0_host(written)
+        ledger.rank0_host(-written)

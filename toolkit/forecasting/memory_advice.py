@@ -8,10 +8,12 @@ from typing import Any
 
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import OFFLOADS, SHARDINGS, Strategy, sharding_word
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 
 
-def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = False) -> Iterator[dict[str, Any]]:
+def changes(
+    strategy: Strategy, train_config: TrainConfig, *, in_a_step: bool, on_cpu: bool = False
+) -> Iterator[dict[str, Any]]:
     """Changes that take less memory, the smallest first, each by itself.
 
     Args:
@@ -20,10 +22,12 @@ def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = F
         in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
         on_cpu: whether the ranks have no device of their own, so that an offload stays in the same memory.
     """
-    half = halved(loop) if in_a_step else {}
+    half = halved(train_config) if in_a_step else {}
     while half:
         yield half
-        half = halved(dataclasses.replace(loop, micro_batch=half["micro_batch"], accumulation=half["accumulation"]))
+        half = halved(
+            dataclasses.replace(train_config, micro_batch=half["micro_batch"], accumulation=half["accumulation"])
+        )
     if in_a_step and strategy.activation_checkpointing != "full":
         yield {"activation_checkpointing": "full"}
     yield from ({"sharding": word} for word in SHARDINGS[strategy.sharding].smaller)
@@ -34,14 +38,14 @@ def changes(strategy: Strategy, loop: Loop, *, in_a_step: bool, on_cpu: bool = F
         yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
 
 
-def halved(loop: Loop) -> dict[str, int]:
+def halved(train_config: TrainConfig) -> dict[str, int]:
     """Half the micro-batch (or the next less that divides a rank's share) with the same global batch; empty at 1."""
-    share = loop.micro_batch * loop.accumulation
-    micro = max((size for size in range(1, loop.micro_batch // 2 + 1) if share % size == 0), default=0)
+    share = train_config.micro_batch * train_config.accumulation
+    micro = max((size for size in range(1, train_config.micro_batch // 2 + 1) if share % size == 0), default=0)
     return {"micro_batch": micro, "accumulation": share // micro} if micro else {}
 
 
-def changed(strategy: Strategy, loop: Loop, change: Mapping[str, Any]) -> tuple[Strategy, Loop]:
+def changed(strategy: Strategy, train_config: TrainConfig, change: Mapping[str, Any]) -> tuple[Strategy, TrainConfig]:
     """Both with a change; `dp_replicate` goes where the new sharding has none.
 
     Raises:
@@ -50,6 +54,9 @@ def changed(strategy: Strategy, loop: Loop, change: Mapping[str, Any]) -> tuple[
     fields = {**dataclasses.asdict(strategy), **change}
     if not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
         fields["dp_replicate"] = 1
-    ours = {**dataclasses.asdict(loop), **{name: value for name, value in change.items() if hasattr(loop, name)}}
+    ours = {
+        **dataclasses.asdict(train_config),
+        **{name: value for name, value in change.items() if hasattr(train_config, name)},
+    }
     chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}
-    return from_dict(Strategy, chosen), from_dict(Loop, ours)
+    return from_dict(Strategy, chosen), from_dict(TrainConfig, ours)

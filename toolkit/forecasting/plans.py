@@ -9,8 +9,8 @@ from typing import Any
 
 from toolkit.config.flags import differing, spell
 from toolkit.config.strategy import SHARDINGS, Strategy
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown, Table
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware, hardware
@@ -33,14 +33,14 @@ class Candidate:
     """A strategy with its batch, and what it would take; or why it is out of the question."""
 
     strategy: Strategy
-    loop: Loop
+    train_config: TrainConfig
     forecast: Forecast | None
     reason: str
     """Why it is rejected, in a sentence; empty where it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Shown):
+class Plan(Result):
     """Candidates for one model, machine and global batch."""
 
     model: str
@@ -74,7 +74,7 @@ class Plan(Shown):
         best = self.best
         left_out = ("sharding", "offload", "dp_replicate")  # the file binds them
         strategy = {name: value for name, value in differing(best.strategy).items() if name not in left_out}
-        flags = " ".join(spell({"model": model, **strategy, **differing(best.loop)}))
+        flags = " ".join(spell({"model": model, **strategy, **differing(best.train_config)}))
         return f"accelerate launch --config_file {config} -m toolkit.finetune {flags}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def plan(
     global_batch: int,
     seq_len: int | None = None,
     strategy: Strategy | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     one_document: bool = False,
     allow_unquantized: bool = False,
 ) -> Plan:
@@ -147,7 +147,7 @@ def plan(
     """
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
-    base, asked = strategy or Strategy(), loop or Loop()
+    base, asked = strategy or Strategy(), train_config or TrainConfig()
     data = machine.ranks // (base.tp * base.cp * base.pp)
     if not data or global_batch < 1 or global_batch % data:
         data = max(1, data)
@@ -191,24 +191,26 @@ def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
                     continue  # no engine can do it, whatever the model: it is no candidate
 
 
-def _loops(loop: Loop, share: int) -> Iterator[Loop]:
+def _loops(train_config: TrainConfig, share: int) -> Iterator[TrainConfig]:
     """Micro-batches that divide a rank's share, the smallest first."""
     for micro in (size for size in range(1, share + 1) if share % size == 0):
-        yield dataclasses.replace(loop, micro_batch=micro, accumulation=share // micro)
+        yield dataclasses.replace(train_config, micro_batch=micro, accumulation=share // micro)
 
 
-def _judge(spec: ModelSpec, strategy: Strategy, loop: Loop, machine: Hardware, one_document: bool) -> Candidate:
+def _judge(
+    spec: ModelSpec, strategy: Strategy, train_config: TrainConfig, machine: Hardware, one_document: bool
+) -> Candidate:
     try:
-        job = resolve(strategy, loop, spec, machine.ranks, machine.device)
+        job = resolve(strategy, train_config, spec, machine.ranks, machine.device)
         found = forecast_job(job, machine, one_document=one_document)
     except ToolkitError as error:
-        return Candidate(strategy=strategy, loop=loop, forecast=None, reason=str(error))
+        return Candidate(strategy=strategy, train_config=train_config, forecast=None, reason=str(error))
     reason = "" if found.fits else found.reason
     if found.fits and found.peak_bytes > MARGIN * found.limit_bytes:
         reason = (
             f"It needs {format_bytes(found.peak_bytes)} of {format_bytes(found.limit_bytes)}: less than 5% are left."
         )
-    return Candidate(strategy=found.strategy, loop=found.loop, forecast=found, reason=reason)
+    return Candidate(strategy=found.strategy, train_config=found.train_config, forecast=found, reason=reason)
 
 
 def _order(one: Candidate) -> tuple[float, int]:
@@ -218,14 +220,20 @@ def _order(one: Candidate) -> tuple[float, int]:
 
 
 def _words(one: Candidate) -> tuple[object, ...]:
-    strategy, loop = one.strategy, one.loop
-    return strategy.sharding, strategy.offload, strategy.activation_checkpointing, loop.micro_batch, loop.accumulation
+    strategy, train_config = one.strategy, one.train_config
+    return (
+        strategy.sharding,
+        strategy.offload,
+        strategy.activation_checkpointing,
+        train_config.micro_batch,
+        train_config.accumulation,
+    )
 
 
 def _spelled(one: Candidate) -> dict[str, Any]:
     return {
         "strategy": dataclasses.asdict(one.strategy),
-        "loop": dataclasses.asdict(one.loop),
+        "train_config": dataclasses.asdict(one.train_config),
         "forecast": one.forecast.to_dict() if one.forecast else None,
         "reason": one.reason,
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import ceil_div
 from toolkit.devices.machine import Hardware, hardware
@@ -29,7 +29,7 @@ def forecast(
     model: ModelSpec | str,
     strategy: Strategy | None = None,
     on: Hardware | str | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     *,
     ranks: int | None = None,
     one_document: bool = False,
@@ -51,7 +51,7 @@ def forecast(
         ModelError: for a model that a run would refuse.
         ToolkitError: for a model or a machine that is not known.
     """
-    job, machine = asked(model, strategy, on, loop, ranks=ranks)
+    job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     assert job.spec is not None
     if job.strategy.quantized:
         check_quantized(job.spec, allow_unquantized)
@@ -63,11 +63,11 @@ def forecast(
     return found if found.fits else _advised(found, job, one_document)
 
 
-def asked(
+def resolve_request(
     model: ModelSpec | str | None,
     strategy: Strategy | None = None,
     on: Hardware | str | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     *,
     ranks: int | None = None,
 ) -> tuple[Job, Hardware]:
@@ -77,7 +77,7 @@ def asked(
         StrategyError: for what this device, model or number of ranks cannot do.
         ToolkitError: for a model or a machine that is not known.
     """
-    if isinstance(on, Loop | Strategy):
+    if isinstance(on, TrainConfig | Strategy):
         raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
@@ -85,15 +85,15 @@ def asked(
     count = default_ranks(strategy, machine) if ranks is None else ranks
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
-    return resolve(strategy, loop or Loop(), spec, count, machine.device), machine
+    return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
 
 
 def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
     """The same, with the smallest change that fits: of single ones, then of several together."""
     assert job.spec is not None
-    for change, strategy, loop in _smaller(found):
+    for change, strategy, train_config in _smaller(found):
         try:
-            other = resolve(strategy, loop, job.spec, job.ranks, job.device)
+            other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
             if strategy.quantized and not found.strategy.quantized:
                 check_quantized(job.spec, allow_unquantized=False)
             if _states(other) > found.limit_bytes:
@@ -112,25 +112,27 @@ def _states(job: Job) -> int:
     return held.parameters + held.master + (held.optimizer or 0)
 
 
-def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, Loop]]:
+def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
     """Each change by itself, then one upon another until there is no smaller."""
     in_a_step = found.peak_phase in ("forward", "backward", "step")
 
-    def able(strategy: Strategy, loop: Loop) -> Iterator[tuple[Mapping[str, Any], Strategy, Loop]]:
-        for change in changes(strategy, loop, in_a_step=in_a_step, on_cpu=found.hardware.device.kind == "cpu"):
+    def able(
+        strategy: Strategy, train_config: TrainConfig
+    ) -> Iterator[tuple[Mapping[str, Any], Strategy, TrainConfig]]:
+        for change in changes(strategy, train_config, in_a_step=in_a_step, on_cpu=found.hardware.device.kind == "cpu"):
             try:
-                yield change, *changed(strategy, loop, change)
+                yield change, *changed(strategy, train_config, change)
             except StrategyError:
                 continue
 
-    for change, strategy, loop in able(found.strategy, found.loop):
-        yield dict(change), strategy, loop
+    for change, strategy, train_config in able(found.strategy, found.train_config):
+        yield dict(change), strategy, train_config
     total: dict[str, Any] = {}
-    strategy, loop = found.strategy, found.loop
-    while (step := next(able(strategy, loop), None)) is not None:
-        change, strategy, loop = step
+    strategy, train_config = found.strategy, found.train_config
+    while (step := next(able(strategy, train_config), None)) is not None:
+        change, strategy, train_config = step
         total |= change
-        yield dict(total), strategy, loop
+        yield dict(total), strategy, train_config
 
 
 def forecast_job(
@@ -140,10 +142,10 @@ def forecast_job(
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
-    return foretold(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
+    return build_forecast(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
 
 
-def foretold(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
+def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
     """A forecast from what a step computes, and the ledger that it was replayed into."""
     return Forecast(
         job=job,

@@ -172,7 +172,7 @@ def _scatters(side: _Side) -> bool:
 def _causes(less: _Side, more: _Side) -> Iterator[str]:
     """The fields that make activations smaller."""
     for name, words in CAUSES.items():
-        owner = "loop" if hasattr(less.job.loop, name) else "strategy"
+        owner = "train_config" if hasattr(less.job.train_config, name) else "strategy"
         value, others = getattr(getattr(less.job, owner), name), getattr(getattr(more.job, owner), name)
         if value != others:
             kept = "recomputes each layer in the backward instead of keeping what it made"

@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.config.flags import spell
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown, Table
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
 from toolkit.core.drawing import Bar, bars
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds
@@ -23,7 +23,7 @@ from toolkit.forecasting.timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast(Shown):
+class Forecast(Result):
     """What a run will take. Bytes are the allocator's, of the fullest rank."""
 
     job: Job = field(repr=False)
@@ -69,9 +69,9 @@ class Forecast(Shown):
         return self.job.strategy
 
     @property
-    def loop(self) -> Loop:
+    def train_config(self) -> TrainConfig:
         """Without an open value."""
-        return self.job.loop
+        return self.job.train_config
 
     @property
     def ranks(self) -> int:
@@ -126,7 +126,7 @@ class Forecast(Shown):
         return {
             "model": self.model,
             "strategy": dataclasses.asdict(self.strategy),
-            "loop": dataclasses.asdict(self.loop),
+            "train_config": dataclasses.asdict(self.train_config),
             "hardware": dataclasses.asdict(self.hardware),
             "ranks": self.ranks,
             "fits": self.fits,

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown, Table
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
 from toolkit.core.drawing import Bar, bars, curve
 from toolkit.core.errors import RunError
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware
-from toolkit.engines.ledger import PARTS, Course
+from toolkit.engines.ledger import PARTS, LedgerHistory
 from toolkit.forecasting import Forecast
-from toolkit.forecasting.finished_run import Seen, read_seen
+from toolkit.forecasting.finished_run import FinishedRun, read_seen
 from toolkit.forecasting.memory import replay, traced, whole_step
-from toolkit.forecasting.prediction import asked, foretold
+from toolkit.forecasting.prediction import build_forecast, resolve_request
 from toolkit.models import ModelSpec
 
 MEASURED = "measured total"
@@ -30,7 +30,7 @@ Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline(Shown):
+class Timeline(Result):
     """The bytes of the fullest rank from its start to the saved result, over one step."""
 
     forecast: Forecast
@@ -132,7 +132,7 @@ def timeline(
     model: ModelSpec | str | None = None,
     strategy: Strategy | None = None,
     on: Hardware | str | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     *,
     ranks: int | None = None,
     one_document: bool = False,
@@ -158,14 +158,14 @@ def timeline(
         if seen.phases is None:
             raise RunError(f"{run} measured nothing: {seen.why}. Name a run with a measured peak.")
         model = seen.model if model is None else model
-        strategy, loop = strategy or seen.strategy, loop or seen.loop
+        strategy, train_config = strategy or seen.strategy, train_config or seen.train_config
         if on is None:
             on, ranks = seen.hardware, seen.ranks if ranks is None else ranks
-    job, machine = asked(model, strategy, on, loop, ranks=ranks)
+    job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     trace = traced(job, masked=not one_document, others=True)
     step = whole_step(job, trace)
-    ledger = replay(job, trace, step, checkpoints=seen.checkpoints if seen else True, kind=Course)
-    found = foretold(job, machine, step, ledger)
+    ledger = replay(job, trace, step, checkpoints=seen.checkpoints if seen else True, kind=LedgerHistory)
+    found = build_forecast(job, machine, step, ledger)
     return Timeline(
         forecast=found,
         parts={
@@ -180,8 +180,8 @@ def timeline(
     )
 
 
-def _notes(seen: Seen, found: Forecast) -> tuple[str, ...]:
-    other = seen.otherwise(found.strategy, found.loop, found.ranks)
+def _notes(seen: FinishedRun, found: Forecast) -> tuple[str, ...]:
+    other = seen.differences(found.strategy, found.train_config, found.ranks)
     if seen.hardware is not None and seen.hardware.device.kind != found.hardware.device.kind:
         other.append(f"on {seen.hardware.device.name}, not {found.hardware.device.name}")
     return (f"The run was another: {'; '.join(other)}. Its bytes are no measure of this forecast.",) if other else ()

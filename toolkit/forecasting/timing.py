@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.devices.gpu_catalog import Card
+from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Hardware
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
@@ -44,7 +44,7 @@ class Timing:
 
 def operations(job: Job, step: Sequence[Segment]) -> int:
     """Of a step of one rank, as torch's `FlopCounterMode` counts: recomputation included, attention as if it were not causal."""
-    return job.loop.accumulation * sum(size for one in step for _, size in one.flops)
+    return job.train_config.accumulation * sum(size for one in step for _, size in one.flops)
 
 
 def communication(job: Job) -> int:
@@ -75,12 +75,12 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
     for one in engine.communication(job):
         took[one.overlaps] += one.size * one.times / _bandwidth(one.link, job, machine, card)
-    micro = job.loop.accumulation
+    micro = job.train_config.accumulation
     reduced = micro if engine.hides_every_backward else 1
     room = {"forward": micro * forward, "backward": reduced * backward, "nothing": 0.0}
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
-    tokens = job.global_batch * job.loop.seq_len
+    tokens = job.global_batch * job.train_config.seq_len
     # A backward computes two products for each of the forward's; of frozen weights no gradient, so one. What attention and
     # the adapter itself compute is two all the same: with an adapter MFU is a little low, the more the longer the sequence.
     products = 3 if job.strategy.adapter == "none" else 2
@@ -92,7 +92,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     )
 
 
-def _seconds(stretches: Sequence[Segment], card: Card) -> float:
+def _seconds(stretches: Sequence[Segment], card: GPUSpec) -> float:
     """Products at what the device sustains, all else at its memory's speed; never faster than the host can say it."""
     total = 0.0
     for one in stretches:
@@ -103,19 +103,19 @@ def _seconds(stretches: Sequence[Segment], card: Card) -> float:
     return total
 
 
-def _peak(card: Card, dtype: str) -> float:
+def _peak(card: GPUSpec, dtype: str) -> float:
     """Operations a second."""
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
 
 
-def _sustained(card: Card, dtype: str) -> float:
+def _sustained(card: GPUSpec, dtype: str) -> float:
     """Operations a second of a training step's products."""
     if dtype == "float32":
         return _peak(card, dtype) * FASTEST
     return (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
 
 
-def _bandwidth(link: str, job: Job, machine: Hardware, card: Card) -> float:
+def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
     """Bytes a second of a rank.
 
     A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.

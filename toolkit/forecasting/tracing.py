@@ -19,8 +19,8 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
 from toolkit.forecasting.adapter_traces import pack, put_on
-from toolkit.forecasting.fake_kernels import stand_ins
-from toolkit.forecasting.truncation import cut
+from toolkit.forecasting.fake_kernels import patched
+from toolkit.forecasting.truncation import truncate_layers
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, freeze
 
@@ -51,7 +51,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
 
     with _quietly(), _split(config) as parts:
         model = _build(spec, config)
-        stacks = cut(model, spec)
+        stacks = truncate_layers(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
@@ -69,11 +69,11 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))
             if config.tp > 1:  # what DTensor's sharding propagation computes once, it keeps
-                with stand_ins(config):
+                with patched(config):
                     _step(model, inputs, spec, config, _Silent())
                 model.zero_grad()
             _watch(model, stacks, tracker)
-            with stand_ins(config), tracker:
+            with patched(config), tracker:
                 _step(model, inputs, spec, config, tracker)
     return Trace(stacks=stacks, events=tuple(_nested(tracker.told())), ends=ends)
 

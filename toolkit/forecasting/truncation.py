@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def cut(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
+def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
     """Leave three layers of each kind in every stack of the model, in place.
 
     Layers are of one kind where class, shapes of parameters and the config's `layer_types` agree.

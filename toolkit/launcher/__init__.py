@@ -2,23 +2,23 @@
 
 from toolkit.launcher.api import launch, resume
 from toolkit.launcher.failures import RankDied, RankHung
-from toolkit.launcher.restarts import Care, persevere
+from toolkit.launcher.restarts import RestartPolicy, supervise_with_restarts
 from toolkit.launcher.run_handle import Run
 from toolkit.launcher.run_list import Runs, attach, runs
 from toolkit.launcher.stop_signals import Stopped
 from toolkit.launcher.supervisor import supervise
 
 __all__ = [
-    "Care",
     "RankDied",
     "RankHung",
+    "RestartPolicy",
     "Run",
     "Runs",
     "Stopped",
     "attach",
     "launch",
-    "persevere",
     "resume",
     "runs",
     "supervise",
+    "supervise_with_restarts",
 ]

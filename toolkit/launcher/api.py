@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.flags import from_dict, spell, to_flags
-from toolkit.config.run_config import EMBEDDED, Recipe
+from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import at_home, write_json
 from toolkit.core.errors import RunError, StrategyError, ToolkitError, nearest
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.job import resolve
 from toolkit.forecasting import Candidate
-from toolkit.launcher.attempt_files import begun, function_file, supervisor_file, supervisor_log
-from toolkit.launcher.restarts import Care
+from toolkit.launcher.attempt_files import function_file, live_supervisor, supervisor_file, supervisor_log
+from toolkit.launcher.restarts import RestartPolicy
 from toolkit.launcher.run_handle import Run
-from toolkit.launcher.targets import RECIPE, Target, check_call, named, ship
+from toolkit.launcher.targets import RECIPE, Target, check_call, dump_function, named
 from toolkit.launcher.trust import check_target, target_of
 from toolkit.models import ModelSpec
-from toolkit.run_folder.folder import RUNS, check_new, new_path, read_run_json, refuse_links, unheld
+from toolkit.run_folder.folder import RUNS, check_new, new_path, read_run_json, refuse_links, run_paths
 from toolkit.run_folder.run_lock import TOKEN, held_by_others, started
 from toolkit.training.metrics import RUN_DIR
 from toolkit.training.setup import STRATEGY, choose_ranks, print_default
@@ -75,10 +75,10 @@ def launch(
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
     _check_target(target, args, kwargs or {})
-    found = _sorted(strategy, fields, recipe=target == RECIPE)
+    found = _sorted(strategy, fields, run_config=target == RECIPE)
     asked, machine = found["strategy"], hardware()
     ranks = choose_ranks([asked], machine, processes)
-    resolve(asked, found["loop"], None, ranks, machine.device)
+    resolve(asked, found["train_config"], None, ranks, machine.device)
     check_new(run_dir)
     path = at_home(run_dir) if run_dir else new_path(RUNS, asked.sharding)
     with _claimed(path):
@@ -98,7 +98,11 @@ def _launched(
     asked = found["strategy"]
     words = ["--run-dir", str(path), "--processes", str(ranks)]
     if target == RECIPE:
-        command = ["train", *words, *to_flags(found["recipe"], asked, found["loop"], found["care"])]
+        command = [
+            "train",
+            *words,
+            *to_flags(found["run_config"], asked, found["train_config"], found["restart_policy"]),
+        ]
     else:
         try:
             made = _target(target, args, kwargs, path)
@@ -158,10 +162,10 @@ def _again(
         if isinstance(target, str):
             words = ["--target", shlex.join([target, *map(str, args)])]
         elif target is not None:
-            shipped = ship(target, args, kwargs, function_file(unheld(folder)))
+            shipped = dump_function(target, args, kwargs, function_file(run_paths(folder)))
             words = ["--sha256", shipped.sha256, "--target", shipped.name]
         else:
-            check_target(unheld(folder), was, trust_target)
+            check_target(run_paths(folder), was, trust_target)
             words = ["--trust-target", trust_target] if trust_target else []
     return words
 
@@ -183,7 +187,7 @@ def _claimed(path: Path) -> Iterator[None]:
         raise RunError(f"the run folder {path} cannot be made: {error.strerror}. Choose another.") from error
     try:
         _hold(path, opened)
-        if held_by_others(path) or begun(unheld(path)) is not None:
+        if held_by_others(path) or live_supervisor(run_paths(path)) is not None:
             raise RunError(
                 f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder."
             )
@@ -206,9 +210,14 @@ def _hold(path: Path, opened: int) -> None:
             return None
 
 
-def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, recipe: bool) -> dict[str, Any]:
+def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, run_config: bool) -> dict[str, Any]:
     """A Strategy, Loop, Recipe and Care, each by its name, of what was given."""
-    owners: dict[str, type[Any]] = {"strategy": Strategy, "loop": Loop, "recipe": Recipe, "care": Care}
+    owners: dict[str, type[Any]] = {
+        "strategy": Strategy,
+        "train_config": TrainConfig,
+        "run_config": RunConfig,
+        "restart_policy": RestartPolicy,
+    }
     known = {name: {f.name for f in dataclasses.fields(owner)} for name, owner in owners.items()}
     if isinstance(spec := fields.get("model"), ModelSpec):
         if spec.source is None and spec.name != EMBEDDED:
@@ -221,18 +230,18 @@ def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any],
         every = sorted(set().union(*known.values()))
         if name not in every:
             raise StrategyError(f"launch has no argument {name!r}.{nearest(name, every)} Known: {', '.join(every)}.")
-        if not recipe and name not in known["strategy"]:
+        if not run_config and name not in known["strategy"]:
             raise StrategyError(
                 f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
             )
     given: dict[str, Any] = {}
-    if isinstance(strategy, Candidate) and not recipe:
+    if isinstance(strategy, Candidate) and not run_config:
         raise StrategyError(
             f"strategy: a plan's candidate has a batch, too, and only the recipe ({RECIPE}) takes one. "
-            "Give its `.strategy`, and its `.loop` to your own code."
+            "Give its `.strategy`, and its `.train_config` to your own code."
         )
     if isinstance(strategy, Candidate):
-        given = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.loop)}
+        given = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.train_config)}
     elif isinstance(strategy, Strategy):
         given = dataclasses.asdict(strategy)
     elif strategy is not None:
@@ -264,12 +273,12 @@ def _check_target(target: str | Callable[..., object], args: Sequence[Any], kwar
 def _target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Target:
     if isinstance(target, str):
         return named(target, [str(word) for word in args])
-    return ship(target, args, kwargs, function_file(unheld(path)))
+    return dump_function(target, args, kwargs, function_file(run_paths(path)))
 
 
 def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
     """The supervisor, in a session of its own: neither a kernel's end nor an interrupt of its group reaches it."""
-    folder = unheld(path)
+    folder = run_paths(path)
     folder.logs.mkdir(parents=True, exist_ok=True)
     with open(supervisor_log(folder), "wb") as log:
         process = subprocess.Popen(

@@ -55,7 +55,7 @@ def supervisor_file(folder: Folder) -> Path:
     return folder.logs / "supervisor.json"
 
 
-def begun(folder: Folder) -> dict[str, Any] | None:
+def live_supervisor(folder: Folder) -> dict[str, Any] | None:
     """The process that was started last as the folder's supervisor, as far as it still lives."""
     try:
         found: dict[str, Any] = read_json(supervisor_file(folder))

@@ -42,7 +42,7 @@ class RankHung(RankDied):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class AttemptInfo:
     """What a supervisor knows of an attempt beside its folder's files."""
 
     beats: Mapping[int, Heartbeat] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Known:
     """Processes that the system ended meanwhile because memory had run out."""
 
 
-def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
+def failure(folder: Folder, code: int, known: AttemptInfo) -> ToolkitError:
     """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
     raised = folder.errors()
     failures = value_or(list[dict[str, Any]](), _noted, folder, known.cut_at)
@@ -75,7 +75,7 @@ def failure(folder: Folder, code: int, known: Known) -> ToolkitError:
         # Equally far, it is the one that does not complain.
         quiet = (beat for number, beat in sorted(known.beats.items()) if number not in raised and number != rank)
         if beat := known.behind or next(quiet, None):
-            return awaited(
+            return hung_error(
                 folder, beat, known.timeout, at=min(float(one["time"]) for one in raised.values()) if raised else 0
             )
     if rank is None:
@@ -102,7 +102,7 @@ def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:
     return kind(error["message"]) if isinstance(kind, type) and issubclass(kind, ToolkitError) else None
 
 
-def awaited(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0.0) -> RankHung:
+def hung_error(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0.0) -> RankHung:
     """For a rank that did not come where the others waited; `at`: when they gave up, in seconds since 1970."""
     silent = f", without a heartbeat for {at - beat.time:.1f} s" if at - beat.time > _SILENT else ""
     return RankHung(
@@ -121,7 +121,7 @@ def _place(folder: Folder, rank: int) -> str:
 
 
 def _short_of_memory(
-    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, known: Known
+    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, known: AttemptInfo
 ) -> OutOfMemory | None:
     """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
     beats = read_beats(folder.logs)

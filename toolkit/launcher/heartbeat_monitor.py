@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from toolkit.launcher.failures import RankHung, awaited, end_of_log
+from toolkit.launcher.failures import RankHung, end_of_log, hung_error
 from toolkit.launcher.process_cleanup import lives
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
@@ -20,7 +20,7 @@ STILL_SECONDS = 5.0
 """After the timeout: first the process group's own has a chance, which leaves the other ranks' tracebacks in their logs."""
 
 
-class Watch:
+class HeartbeatMonitor:
     """Reads the heartbeats of one attempt about once a second."""
 
     def __init__(self, folder: Folder, ranks: int, timeout: float) -> None:
@@ -100,7 +100,7 @@ class Watch:
         beat = self.behind()
         there = [one for one in self.beats.values() if one.phase not in IN_A_STEP]
         if there in ([], [beat]) and (found := beat or self._idle()):
-            raise awaited(self.folder, found, self.timeout)
+            raise hung_error(self.folder, found, self.timeout)
 
     def _idle(self) -> Heartbeat | None:
         """Of ranks that came equally far the one that computes nothing; None where all compute."""

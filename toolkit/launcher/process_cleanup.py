@@ -19,7 +19,7 @@ KILL_SECONDS = 60.0
 """After which a killed process will not end soon: it waits in the kernel, for a disk or a network that does not answer."""
 
 
-def sweep(token: str, launcher: subprocess.Popen[bytes]) -> None:
+def kill_run(token: str, launcher: subprocess.Popen[bytes]) -> None:
     """End what is left of a run: kill the launcher, give the others two seconds to follow it, kill them.
 
     Raises:
@@ -31,7 +31,7 @@ def sweep(token: str, launcher: subprocess.Popen[bytes]) -> None:
 
     launcher.kill()
     launcher.wait()
-    _, left = psutil.wait_procs(carrying(token), timeout=2)
+    _, left = psutil.wait_procs(run_processes(token), timeout=2)
     while left:
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in left)
@@ -43,10 +43,10 @@ def sweep(token: str, launcher: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=2)
-        left = carrying(token)
+        left = run_processes(token)
 
 
-def carrying(token: str) -> list[psutil.Process]:
+def run_processes(token: str) -> list[psutil.Process]:
     """Living processes of this user that were started with the run's token in their environment."""
     import psutil
 

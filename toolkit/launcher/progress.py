@@ -141,7 +141,7 @@ def read_progress(folder: Path) -> Progress:
         about = read_run_json(folder)
     steps = tail_of(folder / "events.jsonl").look()
     device = (about.get("forecast") or {}).get("device")
-    total = _count(about.get("loop"), "steps") or 0
+    total = _count(about.get("train_config"), "steps") or 0
     known: dict[str, Any] = {
         "steps": total,
         "forecast_bytes": _count(device, "peak_bytes"),

@@ -1,4 +1,4 @@
-"""`persevere()`: after a rank died or hung, a fresh process group goes on from the newest checkpoint."""
+"""`supervise_with_restarts()`: after a rank died or hung, a fresh process group goes on from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.checkpoints import complete
+from toolkit.checkpoints import list_checkpoints
 from toolkit.config.flags import amount, check_choices, choice, from_dict, spell
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import last_step
 from toolkit.core.errors import OutOfMemory, StrategyError, value_or
 from toolkit.forecasting.memory_advice import halved
@@ -25,7 +25,7 @@ IN_VAIN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Care:
+class RestartPolicy:
     """What is done when a rank fails."""
 
     restarts: int = amount(0, "times that a run goes on by itself after a rank died or hung")
@@ -39,7 +39,7 @@ class Care:
         check_choices(self)
 
 
-def persevere(
+def supervise_with_restarts(
     folder: Folder,
     module: str,
     first: Sequence[str],
@@ -47,10 +47,10 @@ def persevere(
     config: Mapping[str, Any],
     *,
     timeout: float,
-    care: Care,
+    restart_policy: RestartPolicy,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """`supervise` a module, again and again as `care` says.
+    """`supervise` a module, again and again as `restart_policy` says.
 
     Args:
         folder: the run's, entered by the caller with a `new_token()`.
@@ -73,7 +73,7 @@ def persevere(
         try:
             return supervise(folder, module, arguments, config, environ=environ, timeout=timeout)
         except OutOfMemory as error:
-            if care.on_oom != "shrink" or not (fewer := value_or(dict[str, int](), _fewer, folder)):
+            if restart_policy.on_oom != "shrink" or not (fewer := value_or(dict[str, int](), _fewer, folder)):
                 raise
             smaller = spell(fewer)
             _say(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
@@ -81,13 +81,13 @@ def persevere(
             done = value_or(furthest, last_step, folder.events)
             idle = idle + 1 if restarts and done <= furthest else 0
             furthest = max(furthest, done)
-            if restarts == care.restarts:
+            if restarts == restart_policy.restarts:
                 raise
             if idle == IN_VAIN:
                 why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so there is no other."
                 raise type(error)(why) from None
             restarts += 1
-            _say(folder, f"{error}\nRestart {restarts} of {care.restarts}")
+            _say(folder, f"{error}\nRestart {restarts} of {restart_policy.restarts}")
         arguments = [*again, *smaller] if folder.run_json.exists() else list(first)
 
 
@@ -96,12 +96,12 @@ def _fewer(folder: Folder) -> dict[str, int]:
     beats = read_beats(folder.logs).values()
     if not folder.run_json.exists() or not any(beat.step and beat.phase in IN_A_STEP for beat in beats):
         return {}
-    return halved(from_dict(Loop, read_run_json(folder.path)["loop"]))
+    return halved(from_dict(TrainConfig, read_run_json(folder.path)["train_config"]))
 
 
 def _say(folder: Folder, text: str) -> None:
     """To the user, and into the logs, whose later lines are another attempt's."""
-    newest = next(iter(complete(folder.checkpoints)), None)
+    newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     whence = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
     print(f"toolkit: {text}, {whence}.", file=sys.stderr, flush=True)
     for log in folder.logs.glob("rank-*.log"):

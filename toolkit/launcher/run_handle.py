@@ -17,14 +17,14 @@ from typing import IO, Any
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import open_regular, read_events, read_json
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
-from toolkit.launcher.attempt_files import begun, supervises, supervisor_file, supervisor_log
+from toolkit.launcher.attempt_files import live_supervisor, supervises, supervisor_file, supervisor_log
 from toolkit.launcher.progress import Progress, bar, held_bytes, read_progress, tail_of
 from toolkit.launcher.views import page
 from toolkit.reports import Report, ended, memory_of, report
-from toolkit.run_folder.folder import read_run_json, unheld
+from toolkit.run_folder.folder import read_run_json, run_paths
 from toolkit.run_folder.run_lock import held_by_others, supervisor_of
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
@@ -44,7 +44,7 @@ views: list[Callable[[Run], None]] = []
 """What shows a run that is waited for: a notebook's kernel adds its live view."""
 
 
-class Run(Shown):
+class Run(Result):
     """A run in processes of its own, seen through its folder: from this process, or from any other (`attach`)."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Run(Shown):
     ) -> None:
         """`asked` and `process` are known to who launched it; all else is in the folder."""
         self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
-        self._files = unheld(self.folder)
+        self._files = run_paths(self.folder)
         self._asked, self._process = asked, process
         self._reading = threading.Lock()
         self._said: IO[bytes] | None = None
@@ -72,7 +72,7 @@ class Run(Shown):
         """Whether its supervisor runs."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return held_by_others(self.folder) or begun(self._files) is not None
+        return held_by_others(self.folder) or live_supervisor(self._files) is not None
 
     @property
     def status(self) -> str:
@@ -270,7 +270,7 @@ class Run(Shown):
         """Its process id; of a living process alone."""
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
-        if found := begun(self._files):
+        if found := live_supervisor(self._files):
             return int(found["pid"])
         found = supervisor_of(self.folder)
         if found is None or not supervises(found, self.folder):

@@ -10,16 +10,16 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import at_home
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.launcher.attempt_files import supervisor_file
 from toolkit.launcher.progress import Progress
 from toolkit.launcher.run_handle import Run
-from toolkit.run_folder.folder import RUNS, read_run_json, unheld
+from toolkit.run_folder.folder import RUNS, read_run_json, run_paths
 from toolkit.run_folder.run_lock import held_by_others
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs(Shown):
+class Runs(Result):
     """The runs in a folder, the newest first: a sequence of `Run`s."""
 
     root: str
@@ -65,7 +65,7 @@ def attach(path: str | Path) -> Run:
     folder = at_home(path)
     if not folder.exists() and (Path(RUNS) / folder).exists():
         folder = Path(RUNS) / folder  # as `runs()` names it
-    if not held_by_others(folder) and not supervisor_file(unheld(folder)).exists():
+    if not held_by_others(folder) and not supervisor_file(run_paths(folder)).exists():
         read_run_json(folder)
     return Run(folder)
 

@@ -1,4 +1,4 @@
-"""`hold_session()`: a run of a module, a script or a shipped function, from its folder to the end of its last rank."""
+"""`run_script()`: a run of a module, a script or a shipped function, from its folder to the end of its last rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.flags import differing
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import write_json
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware
@@ -26,7 +26,7 @@ from toolkit.training.preflight import versions
 from toolkit.training.setup import STRATEGY, check_ranks
 
 
-def hold_session(
+def run_script(
     path: Path, target: Target, strategy: Strategy, ranks: int, machine: Hardware, *, resume: bool = False
 ) -> None:
     """Run `target` in `ranks` processes, with `tk.accelerator()` in them as the strategy says, to its end.
@@ -35,7 +35,7 @@ def hold_session(
         ToolkitError, Stopped: as `supervise`.
     """
     check_ranks(machine, ranks)
-    job = resolve(strategy, Loop(), None, ranks, machine.device)
+    job = resolve(strategy, TrainConfig(), None, ranks, machine.device)
     with enter(path, resume=resume, token=new_token()) as entered, reported(path):
         folder = dataclasses.replace(entered, created=False)  # what it printed tells more than a message, and stays
         old = read_run_json(path) if resume else {}
@@ -61,8 +61,8 @@ def hold_session(
 def _about(target: Target, strategy: Strategy, parallelism: Parallelism, machine: Hardware) -> dict[str, Any]:
     return {
         "strategy": dataclasses.asdict(strategy),
-        "loop": {},
-        "recipe": {},
+        "train_config": {},
+        "run_config": {},
         "target": dataclasses.asdict(target),
         "ranks": parallelism.ranks,
         "parallelism": dataclasses.asdict(parallelism),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from toolkit.core.errors import value_or
 from toolkit.launcher.failures import as_raised
 from toolkit.run_folder.folder import Folder
-from toolkit.training.resumption import how_to_go_on
+from toolkit.training.resumption import resume_hint
 
 
 class Stopped(Exception):
@@ -25,7 +25,7 @@ class Stopped(Exception):
     def of(cls, number: int, folder: Folder) -> Stopped:
         """With what is said of the run in `folder`, and why a rank refused to publish."""
         refused = [str(error) for told in folder.errors().values() if (error := as_raised(told))]
-        then = value_or("", how_to_go_on, folder)
+        then = value_or("", resume_hint, folder)
         return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
 
 

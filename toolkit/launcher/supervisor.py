@@ -13,9 +13,9 @@ from typing import IO, Any
 from toolkit.core.atomic_io import read_events
 from toolkit.core.errors import ToolkitError, value_or
 from toolkit.launcher.attempt_files import clear, ranks_here, start
-from toolkit.launcher.failures import Known, RankHung, failure
-from toolkit.launcher.heartbeat_monitor import Watch
-from toolkit.launcher.process_cleanup import carrying, send, sweep
+from toolkit.launcher.failures import AttemptInfo, RankHung, failure
+from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
+from toolkit.launcher.process_cleanup import kill_run, run_processes, send
 from toolkit.launcher.stop_signals import Stop, Stopped
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import TOKEN
@@ -68,7 +68,7 @@ def supervise(
     clear(folder, config)
     with _noted(folder):
         kills = value_or(0, memory_kills)
-        watch = None if timeout is None else Watch(folder, ranks_here(config), timeout)
+        watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
         stop = Stop()
         with stop.listening():
             launcher = start(folder, module, arguments, config, environ or {}, output)
@@ -79,7 +79,7 @@ def supervise(
                 if stop.number is None:
                     raise
             finally:
-                sweep(folder.token, launcher)
+                kill_run(folder.token, launcher)
         if stop.number is not None:
             raise Stopped.of(stop.number, folder)
         if code != 0:
@@ -99,7 +99,9 @@ def _noted(folder: Folder) -> Iterator[None]:
 class _Attempt:
     """One launcher and its ranks, until they have ended."""
 
-    def __init__(self, folder: Folder, launcher: subprocess.Popen[bytes], stop: Stop, watch: Watch | None) -> None:
+    def __init__(
+        self, folder: Folder, launcher: subprocess.Popen[bytes], stop: Stop, watch: HeartbeatMonitor | None
+    ) -> None:
         self.folder, self.launcher, self.stop, self.watch = folder, launcher, stop, watch
         self._failed_at: float | None = None
         self._cut_at = float("inf")
@@ -116,12 +118,12 @@ class _Attempt:
             time.sleep(_POLL)
         return code
 
-    def known(self, kills: int) -> Known:
+    def known(self, kills: int) -> AttemptInfo:
         """For the explanation of a failure."""
         if self.watch is None:
-            return Known(cut_at=self._cut_at, memory_kills=kills)
+            return AttemptInfo(cut_at=self._cut_at, memory_kills=kills)
         beats, behind, timeout = self.watch.beats, self.watch.behind(), self.watch.timeout
-        return Known(beats=beats, behind=behind, timeout=timeout, cut_at=self._cut_at, memory_kills=kills)
+        return AttemptInfo(beats=beats, behind=behind, timeout=timeout, cut_at=self._cut_at, memory_kills=kills)
 
     def _obey(self) -> None:
         """Pass the first signal on; kill after the second, or when the step takes too long."""
@@ -163,7 +165,7 @@ class _Attempt:
             self.launcher.kill()
         elif now >= self._failed_at + FAILED_SECONDS and self._cut_at == float("inf"):
             self._cut_at = time.time()
-            ranks = [process.pid for process in carrying(self.folder.token) if process.pid != self.launcher.pid]
+            ranks = [process.pid for process in run_processes(self.folder.token) if process.pid != self.launcher.pid]
             send(self.folder.token, ranks, signal.SIGKILL)
 
 

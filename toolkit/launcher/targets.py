@@ -57,7 +57,9 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
     return Target(kind="module", name=target, arguments=tuple(arguments))
 
 
-def ship(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], file: Path) -> Target:
+def dump_function(
+    function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], file: Path
+) -> Target:
     """Write a function and what it refers to into a file that only its owner can read.
 
     By value, with cloudpickle: also what was defined in a notebook's cells. Modules go by name, and the ranks look for them
@@ -110,7 +112,7 @@ def _name(function: Callable[..., object]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def unship(file: Path, sha256: str) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
+def load_function(file: Path, sha256: str) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
     """The function and its arguments. A file is code: it is run only where it is the one that was written.
 
     Raises:

@@ -58,7 +58,7 @@ def live_bytes(device: torch.device | str) -> dict[str, int | None]:
     }
 
 
-def highest(work: Callable[[], object], device_kind: str) -> int:
+def peak_memory(work: Callable[[], object], device_kind: str) -> int:
     """The most bytes that a piece of work holds at once, above what is held now. What it gives back is let go.
 
     Raises:

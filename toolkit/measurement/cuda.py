@@ -27,18 +27,18 @@ class CudaWindow(Window):
         self._live: list[int] = []
         self._reserved: int | None = None
         self._device: int | None = None
-        self._forget: Callable[[], None] | None = observe(self._turn)
+        self._forget: Callable[[], None] | None = observe(self._on_phase)
 
-    def _turn(self, name: str, begins: bool) -> None:
+    def _on_phase(self, name: str, begins: bool) -> None:
         with self._costing():
-            self._look()
+            self._sample()
         if begins:
             self._inside.append(name)
         elif name in self._inside:
             self._inside.remove(name)
         self._now = self._inside[-1] if self._inside else name
 
-    def _look(self) -> int | None:
+    def _sample(self) -> int | None:
         """Credit the peak since the last look to the phase that it belongs to; the bytes that are live now."""
         import torch
 
@@ -58,7 +58,7 @@ class CudaWindow(Window):
         self._device = max(filter(None, (used, self._device)), default=None)
 
     def step_done(self, step: int) -> None:
-        if len(self._live) < STEPS and (live := self._look()) is not None:
+        if len(self._live) < STEPS and (live := self._sample()) is not None:
             self._live.append(live)
             self._ask_device()
 
@@ -66,7 +66,7 @@ class CudaWindow(Window):
         if self._forget:
             self._forget()
             self._forget = None
-            if self._look() is None:
+            if self._sample() is None:
                 self.reason = "CUDA was never initialised in this process"
             else:
                 self._ask_device()

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
 from toolkit.engines.records import StateMemory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(Shown):
+class Measured(Result):
     """What one rank's memory was. Bytes are the allocator's, but for `device_bytes` and the two of `rss`."""
 
     device: str
@@ -47,7 +47,7 @@ class Measured(Shown):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory(Shown):
+class Memory(Result):
     """Every rank's memory, and the worst rank's by part."""
 
     ranks: tuple[Measured, ...]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.units import BYTES_OF, format_bytes, format_count
 from toolkit.models.remote_code import COMMIT
 
@@ -45,7 +45,7 @@ class MoE:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec(Shown):
+class ModelSpec(Result):
     """A model's architecture, without its weights."""
 
     name: str

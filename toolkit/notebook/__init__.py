@@ -16,10 +16,10 @@ def register() -> None:
         return
     from IPython.display import HTML
 
-    from toolkit.core.display import Shown
+    from toolkit.core.display import Result
     from toolkit.launcher import run_handle
 
-    for kind in (HTML, Shown):
+    for kind in (HTML, Result):
         shell.display_formatter.formatters["text/html"].for_type(kind, _html)
     shell.display_formatter.ipython_display_formatter.for_type(run_handle.Run, _show)
     if _show not in run_handle.views:

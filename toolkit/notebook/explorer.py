@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result
 from toolkit.core.drawing import portable
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
 from toolkit.core.redaction import redact
 from toolkit.devices.machine import Hardware
 from toolkit.forecasting import forecast
-from toolkit.forecasting.diffs import contrast
-from toolkit.forecasting.dtype_reports import precisions
+from toolkit.forecasting.diffs import diff_forecasts
+from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
-from toolkit.notebook.explorer_state import NAMES, Asked, choices, command
+from toolkit.notebook.explorer_state import NAMES, ExplorerState, choices, command
 
 FIX = (
     "Sliders need ipywidgets and anywidget: `pip install ipywidgets anywidget`, then restart the kernel. "
@@ -29,24 +29,27 @@ FIX = (
 NEEDED = ("ipywidgets", "anywidget")
 
 
-def _memory(asked: Asked) -> Shown:
-    return forecast(asked.spec, asked.strategy, asked.machine, asked.loop)
+def _memory(asked: ExplorerState) -> Result:
+    return forecast(asked.spec, asked.strategy, asked.machine, asked.train_config)
 
 
-def _compare(asked: Asked) -> Shown:
-    both = [forecast(asked.spec, strategy, asked.machine, asked.loop) for strategy in (asked.strategy, asked.against)]
-    return contrast(both[0], both[1])
+def _compare(asked: ExplorerState) -> Result:
+    both = [
+        forecast(asked.spec, strategy, asked.machine, asked.train_config)
+        for strategy in (asked.strategy, asked.against)
+    ]
+    return diff_forecasts(both[0], both[1])
 
 
-def _timeline(asked: Asked) -> Shown:
-    return timeline(asked.spec, asked.strategy, asked.machine, asked.loop, run=asked.run)
+def _timeline(asked: ExplorerState) -> Result:
+    return timeline(asked.spec, asked.strategy, asked.machine, asked.train_config, run=asked.run)
 
 
-def _precision(asked: Asked) -> Shown:
-    return precisions(asked.spec, asked.strategies, asked.machine, asked.loop, run=asked.run)
+def _precision(asked: ExplorerState) -> Result:
+    return dtype_report(asked.spec, asked.strategies, asked.machine, asked.train_config, run=asked.run)
 
 
-KINDS: dict[str, tuple[Callable[[Asked], Shown], str]] = {
+KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
     "memory": (_memory, "What a rank needs, and what it has"),
     "compare": (_compare, "Two strategies side by side"),
     "timeline": (_timeline, "A step, phase by phase"),
@@ -59,13 +62,13 @@ BESIDE = ("timeline", "precision")
 
 
 class Explorer:
-    """A panel: `controls` by name, `value` (the answer to where they stand), `twin()` (the same as static HTML)."""
+    """A panel: `controls` by name, `value` (the answer to where they stand), `static_html()` (the same as static HTML)."""
 
-    def __init__(self, kind: str, asked: Asked) -> None:
+    def __init__(self, kind: str, asked: ExplorerState) -> None:
         """Answer once, and make the controls where ipywidgets and anywidget are installed."""
         self.kind = kind
         self.asked = asked
-        self.value: Shown | None = None
+        self.value: Result | None = None
         """The answer; None where what is asked cannot be."""
         self.refusal = ""
         """Why it cannot be, in a sentence."""
@@ -108,7 +111,7 @@ class Explorer:
         if self.panel is not None:
             self.panel.say(self.sentence)
         if self._shown is not None:
-            self._shown.update(_html(self.twin()))
+            self._shown.update(_html(self.static_html()))
 
     def _answer(self) -> None:
         """A refusal is an answer like another: a panel shows no traceback."""
@@ -118,7 +121,7 @@ class Explorer:
         except ToolkitError as error:
             self.refusal = str(error)
 
-    def twin(self) -> str:
+    def static_html(self) -> str:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
         said = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
         asked = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
@@ -130,7 +133,7 @@ class Explorer:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """Controls for a page that has their kernel, the twin for every other."""
-        page = self.twin() if self.panel is not None else f"{self.twin()}<p>{html.escape(FIX)}</p>"
+        page = self.static_html() if self.panel is not None else f"{self.static_html()}<p>{html.escape(FIX)}</p>"
         bundle = {"text/plain": repr(self), "text/html": page}
         view = "application/vnd.jupyter.widget-view+json"
         if self.panel is not None:
@@ -152,7 +155,7 @@ class Explorer:
         hint = "Controls show while the notebook's kernel runs: run this cell. Below is where they stood."
         bundle = {view: self._repr_mimebundle_()[view], "text/html": f"<p>{hint}</p>", "text/plain": hint}
         display(bundle, raw=True)
-        answer = {"text/html": self.twin(), "text/plain": repr(self)}
+        answer = {"text/html": self.static_html(), "text/plain": repr(self)}
         if self._shown is None:
             self._shown = display(answer, raw=True, display_id=True)
         else:
@@ -163,7 +166,7 @@ WIDE = 60
 """Letters of a cell, from which a table stands below the pictures."""
 
 
-def _beside(value: Shown | None) -> str:
+def _beside(value: Result | None) -> str:
     """Pictures, and their tables beside them where there is room; wide tables below."""
     if value is None:
         return ""
@@ -189,7 +192,7 @@ def explore(
     model: Any = None,
     hardware: Hardware | str | None = None,
     strategy: Strategy | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     *,
     against: Strategy | None = None,
     run: Any = None,
@@ -213,4 +216,4 @@ def explore(
         raise StrategyError(f"explore {kind!r}: expected one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     if run is not None and kind not in BESIDE:
         raise StrategyError(f"run: {kind} shows no run beside the forecast. Ask {' or '.join(BESIDE)}.")
-    return Explorer(kind, Asked.begin(kind, model, hardware, strategy, loop, against=against, run=run))
+    return Explorer(kind, ExplorerState.begin(kind, model, hardware, strategy, train_config, against=against, run=run))

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.config.flags import flag, from_dict, spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.devices.gpu_catalog import CARDS
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.forecasting.finished_run import read_seen
@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ExplorerState:
     """Where the controls stand, and what no control shows."""
 
     models: Mapping[str, ModelSpec]
@@ -66,7 +66,7 @@ class Asked:
     """Whether a shell, too, begins from `here` where no machine is named."""
     base: Strategy
     second: Strategy
-    batch: Loop
+    batch: TrainConfig
     values: Mapping[str, Any]
     """Control → value."""
     began: Mapping[str, Any]
@@ -81,11 +81,11 @@ class Asked:
         model: Any,
         on: Hardware | str | None,
         strategy: Strategy | None,
-        loop: Loop | None,
+        train_config: TrainConfig | None,
         *,
         against: Strategy | None = None,
         run: Any = None,
-    ) -> Asked:
+    ) -> ExplorerState:
         """As `explore` was called; what it leaves open is the run's own, where there is one.
 
         Raises:
@@ -94,7 +94,11 @@ class Asked:
         folder, implied = None if run is None else str(getattr(run, "folder", run)), on is None
         seen = read_seen(folder) if folder is not None else None
         if seen is not None:
-            model, strategy, loop = seen.model if model is None else model, strategy or seen.strategy, loop or seen.loop
+            model, strategy, train_config = (
+                seen.model if model is None else model,
+                strategy or seen.strategy,
+                train_config or seen.train_config,
+            )
             if on is None:
                 machine = seen.hardware or hardware()
                 on = dataclasses.replace(machine, count=seen.ranks // machine.nodes)
@@ -104,7 +108,7 @@ class Asked:
         base = strategy or (Strategy(sharding=_sharded()[0]) if machine.ranks > 1 else Strategy())
         second, batch = (
             against or dataclasses.replace(base, sharding=_another(base, machine.ranks), dp_replicate=1),
-            loop or Loop(),
+            train_config or TrainConfig(),
         )
         standing = {"model": specs[0].name, "device": _called(machine, on), "devices": machine.ranks}
         for name in NAMES[kind]:
@@ -125,7 +129,7 @@ class Asked:
             run=folder,
         )
 
-    def but(self, **values: Any) -> Asked:
+    def but(self, **values: Any) -> ExplorerState:
         """The same with other values."""
         return dataclasses.replace(self, values={**self.values, **values})
 
@@ -159,7 +163,7 @@ class Asked:
         cpu = self.values["device"] == self.named and self.here.device.kind == "cpu"
         return (asked, 1) if cpu or asked % NODE else (NODE, asked // NODE)
 
-    def fields(self, owner: Strategy | Loop, before: str = "") -> dict[str, Any]:
+    def fields(self, owner: Strategy | TrainConfig, before: str = "") -> dict[str, Any]:
         """A strategy's or a loop's fields as the controls say, whether they can be or not."""
         known = {name: self.values.get(before + name, value) for name, value in dataclasses.asdict(owner).items()}
         if "sharding" in known:
@@ -196,13 +200,13 @@ class Asked:
         return [from_dict(Strategy, {**fields, "sharding": word}) for word in usual_shardings()]
 
     @property
-    def loop(self) -> Loop:
+    def train_config(self) -> TrainConfig:
         """Batch and lengths.
 
         Raises:
             StrategyError: for a value out of its range.
         """
-        return from_dict(Loop, self.fields(self.batch))
+        return from_dict(TrainConfig, self.fields(self.batch))
 
 
 def _another(strategy: Strategy, ranks: int) -> str:
@@ -221,13 +225,13 @@ def _called(machine: Hardware, on: Hardware | str | None) -> str:
     return HERE if on is None else "cpu" if machine.device.kind == "cpu" else machine.device.name
 
 
-def choices(kind: str, asked: Asked) -> list[Choice]:
+def choices(kind: str, asked: ExplorerState) -> list[Choice]:
     """The controls of a panel, in order. One with a single value is left out."""
     found = [_choice(name, asked, kind) for name in NAMES[kind]]
     return [one for one in found if len(one.values) > 1]
 
 
-def _choice(name: str, asked: Asked, kind: str) -> Choice:
+def _choice(name: str, asked: ExplorerState, kind: str) -> Choice:
     value = asked.values[name]
     if name == "model":
         told, values = "what is trained", tuple(asked.models)
@@ -244,7 +248,7 @@ def _choice(name: str, asked: Asked, kind: str) -> Choice:
         # Longer than the model can is a sentence, and nobody looks for it on a slider.
         longest = max((spec.max_positions or 131_072) for spec in asked.models.values())
         least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
-        told, label = _help(Loop, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
+        told, label = _help(TrainConfig, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
         numbers = _counts(min(least, most), most, getattr(asked.batch, name), value)
         return Choice(name=name, label=label, told=told, values=numbers, value=value, slides=True)
     field = name.removeprefix(SECOND)
@@ -256,7 +260,7 @@ def _choice(name: str, asked: Asked, kind: str) -> Choice:
     )
 
 
-def _help(owner: type[Strategy] | type[Loop], name: str) -> str:
+def _help(owner: type[Strategy] | type[TrainConfig], name: str) -> str:
     return str(next(f.metadata["help"] for f in dataclasses.fields(owner) if f.name == name))
 
 
@@ -266,7 +270,7 @@ def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
     return tuple(sorted(powers | set(own)))
 
 
-def command(kind: str, asked: Asked) -> str:
+def command(kind: str, asked: ExplorerState) -> str:
     """The same question in a shell."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
     words = ["toolkit", verb, *_model_word(asked)]
@@ -274,7 +278,7 @@ def command(kind: str, asked: Asked) -> str:
     words += [] if stays else ["--hardware", asked.machine_words]
     strategy, second = asked.fields(asked.base), asked.fields(asked.second, SECOND)
     # What a run was need not be said: the shell, too, begins from it.
-    plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), Loop())
+    plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), TrainConfig())
     if kind == "precision":
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
     words += spell(dict(_otherwise(strategy, plain)))
@@ -288,7 +292,7 @@ def command(kind: str, asked: Asked) -> str:
     return shlex.join(words)
 
 
-def _model_word(asked: Asked) -> list[str]:
+def _model_word(asked: ExplorerState) -> list[str]:
     """What a shell can name; a config that was made in Python has no name there before it is saved."""
     name = asked.spec.name
     if name == EMBEDDED or (asked.run is not None and asked.values["model"] == asked.began["model"]):
@@ -296,7 +300,7 @@ def _model_word(asked: Asked) -> list[str]:
     return ["<where its config is saved>" if asked.spec.source is None and not Path(name).exists() else name]
 
 
-def _otherwise(fields: Mapping[str, Any], plain: Strategy | Loop) -> Iterator[tuple[str, Any]]:
+def _otherwise(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
         if value != getattr(plain, name):
             yield name, value

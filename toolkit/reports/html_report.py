@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import at_home, open_regular, write_whole
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.drawing import figure
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact, visible
@@ -23,7 +23,7 @@ from toolkit.run_folder.folder import refuse_links
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Shown):
+class Report(Result):
     """A run: what was asked, what was got, how the forecast held, how it ended."""
 
     run: Record
@@ -69,7 +69,18 @@ class Report(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""
         run, about, memory = self.run, self.run.about, self.run.memory or {}
-        told = ("target", "strategy", "loop", "recipe", "ranks", "seed", "data", "started", "finished", "attempts")
+        told = (
+            "target",
+            "strategy",
+            "train_config",
+            "run_config",
+            "ranks",
+            "seed",
+            "data",
+            "started",
+            "finished",
+            "attempts",
+        )
         return {
             "run": str(run.path),
             "status": run.status,

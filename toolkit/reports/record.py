@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.flags import differing, from_dict, spell, to_flags
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import check_fields, read_events, read_json
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
-from toolkit.run_folder.folder import Folder, first_error, look, read_run_json
+from toolkit.run_folder.folder import Folder, first_error, open_readonly, read_run_json
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.run_folder.run_lock import held_by_others
-from toolkit.training.resumption import how_to_go_on
+from toolkit.training.resumption import resume_hint
 
 WARM = 5
 """Steps that do not count for tokens/s: the memory window lies in them."""
@@ -74,10 +74,10 @@ class Record:
         if target is not None:
             return _own_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
         try:
-            owners = (from_dict(kind, about[kind.__name__.lower()]) for kind in (Recipe, Strategy, Loop))
+            owners = (from_dict(kind, about[kind.__name__.lower()]) for kind in (RunConfig, Strategy, TrainConfig))
             words = to_flags(*owners)
         except StrategyError:  # of another version, which had other fields
-            words = spell({**about["recipe"], **about["strategy"], **about["loop"]})
+            words = spell({**about["run_config"], **about["strategy"], **about["train_config"]})
         return " ".join(["toolkit train --processes", str(about["ranks"]), *map(shlex.quote, words)])
 
 
@@ -87,7 +87,7 @@ def read_record(path: str | Path) -> Record:
     Raises:
         RunError: for a folder that holds no run, and a file in it that cannot be read.
     """
-    folder = look(path)
+    folder = open_readonly(path)
     about = redact_all(read_run_json(folder.path))
     events = redact_all(read_events(folder.events))
     status, words = ended(folder, about)
@@ -192,7 +192,7 @@ def _started(about: Mapping[str, Any]) -> float:
 
 def _then(folder: Folder) -> str:
     try:
-        return how_to_go_on(folder)
+        return resume_hint(folder)
     except StrategyError as error:
         return f"This version cannot go on with it: {error}"
 

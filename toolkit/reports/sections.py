@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Table
 from toolkit.core.redaction import MARK
 from toolkit.core.units import format_bytes, format_count, format_seconds
@@ -36,8 +36,8 @@ def sections_of(run: Record) -> list[Section]:
 
 def figures(run: Record) -> list[tuple[str, str]]:
     """What a person asks first, each as a name and a value."""
-    loop, steps = run.about["loop"], run.steps
-    asked = f" of {int(loop['steps']):,}" if "steps" in loop else ""
+    train_config, steps = run.about["train_config"], run.steps
+    asked = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
     found = [("status", run.status), ("steps", f"{run.done:,}{asked}")]
     losses = [event["loss"] for event in steps if event["loss"] is not None]
     if losses:
@@ -70,13 +70,13 @@ def _outcome(run: Record) -> Section:
 def _asked(run: Record) -> Section:
     if run.target is not None:
         return _own(run, run.target)
-    about, loop, command = run.about, run.about["loop"], run.command
-    sizes = {**loop, **about.get("parallelism", {})}
+    about, train_config, command = run.about, run.about["train_config"], run.command
+    sizes = {**train_config, **about.get("parallelism", {})}
     samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
     more = {
         Strategy: [("ranks", str(about["ranks"]))],
-        Loop: [("global batch", f"{samples} samples")],
-        Recipe: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
+        TrainConfig: [("global batch", f"{samples} samples")],
+        RunConfig: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
     }
     tables = [_fields(kind, about[kind.__name__.lower()], rows) for kind, rows in more.items()]
     notes = ["Fields that are not listed have their defaults."]

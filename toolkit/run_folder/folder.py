@@ -32,7 +32,7 @@ LOGS = re.compile(
 _DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
 
 RUN: Mapping[str, Any] = {
-    "strategy": dict, "loop": dict, "recipe": dict, "ranks": int, "parallelism": dict, "settings": dict,
+    "strategy": dict, "train_config": dict, "run_config": dict, "ranks": int, "parallelism": dict, "settings": dict,
     "forecast": dict | None, "versions": dict, "hardware": dict, "seed": int, "data": dict, "started": str,
     "finished": str | None, "export": dict | None, "target": dict | None, "attempts": list,
 }  # fmt: skip
@@ -244,7 +244,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         _refuse_old(path)
     refuse_links(path)
 
-    def admit() -> None:
+    def validate() -> None:
         if not resume:
             _refuse_old(path)
 
@@ -256,7 +256,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
             f"the run folder {path} cannot be made: {error.strerror}. Choose another folder with --run-dir."
         ) from error
     try:
-        first = hold(path, lock, token, wait, admit=admit)
+        first = hold(path, lock, token, wait, validate=validate)
     except OSError as error:
         os.close(lock)
         raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
@@ -266,19 +266,19 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
 
 
-def look(path: str | Path) -> Folder:
+def open_readonly(path: str | Path) -> Folder:
     """A run's folder to read in, whoever holds it: nobody is kept out.
 
     Raises:
         RunError: where it holds no run.
     """
-    folder = unheld(path)
+    folder = run_paths(path)
     if not folder.run_json.is_file():
         raise _no_run(folder.path)
     return folder
 
 
-def unheld(path: str | Path) -> Folder:
+def run_paths(path: str | Path) -> Folder:
     """The paths of a run that may not have begun."""
     return Folder(path=at_home(path), token="", created=False, lock=-1)
 
@@ -350,7 +350,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
         raise _no_run(path) from None
     except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
-    missing = {"strategy", "loop", "recipe", "ranks"} - set(found)
+    missing = {"strategy", "train_config", "run_config", "ranks"} - set(found)
     if missing:
         raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
     if not 0 < found["ranks"] <= RANKS:

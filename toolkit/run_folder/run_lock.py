@@ -46,7 +46,7 @@ def run_token() -> str:
     return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
 
 
-def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], object]) -> bool:
+def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], object]) -> bool:
     """Take the lock together with the other processes of this run; true for the first of them.
 
     The file names the run, and all of the run's processes share the lock. The first takes it alone, writes the name,
@@ -73,7 +73,7 @@ def hold(path: Path, lock: int, token: str, wait: float, admit: Callable[[], obj
             _unlock(lock)
         first = False
         if _flock(path, lock, shared=False):
-            admit()
+            validate()
             os.ftruncate(lock, 0)
             _write_line(lock, {"token": token})
             first = True

@@ -17,7 +17,7 @@ from toolkit.core.errors import NotFinite, RunError, StrategyError
 from toolkit.core.phases import phase
 from toolkit.engines.adapters import keep_packing
 from toolkit.engines.base import engine_of
-from toolkit.engines.environment import engine_environment
+from toolkit.engines.env_vars import engine_environment
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.training.master_weights import restore_masters
@@ -41,9 +41,9 @@ def accelerator_class() -> Any:
 class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     """Accumulation, clipping and the audit follow the job on every engine. Everything else is Accelerate's.
 
-    - The gradient is the mean over `Loop.accumulation` micro-batches. A loader's incomplete rest is one step too, and
+    - The gradient is the mean over `TrainConfig.accumulation` micro-batches. A loader's incomplete rest is one step too, and
       its sum is divided by `accumulation`, as Accelerate does.
-    - A prepared optimizer's `step` clips the norm of all gradients that it steps with to `Loop.max_grad_norm` once, with
+    - A prepared optimizer's `step` clips the norm of all gradients that it steps with to `TrainConfig.max_grad_norm` once, with
       and without a call of `clip_grad_norm_`, and takes no step where the norm is not finite.
     - A prepared scheduler's `step` does nothing in a micro-batch that only accumulates, and after a step that was skipped.
     - Every rank gets rank 0's buffers.
@@ -70,7 +70,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             super().__init__(
                 **engine_of(job.strategy).accelerator_kwargs(job, timeout),
                 gradient_accumulation_plugin=GradientAccumulationPlugin(
-                    num_steps=job.loop.accumulation,
+                    num_steps=job.train_config.accumulation,
                     sync_each_batch=engine_of(job.strategy).sync_each_batch,
                 ),
                 # Batches are sharded by `data`, whose order does not depend on the number of ranks.
@@ -215,7 +215,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     # The loop ---------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Accelerate's: the loss is divided by `Loop.accumulation`.
+        """Accelerate's: the loss is divided by `TrainConfig.accumulation`.
 
         Raises:
             StrategyError: for a second call before `optimizer.step()` where DeepSpeed has taken a step in the first.
@@ -224,7 +224,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             raise StrategyError(
                 f"accelerator.backward was called twice before optimizer.step(), and sharding "
                 f"{self.job.strategy.sharding!r} took a step in the first call: DeepSpeed has to know the last micro-batch "
-                "beforehand. Give tk.Loop(accumulation=…), and write `with accelerator.accumulate(model):` around each one."
+                "beforehand. Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each one."
             )
         self._norms.clear()
         self._unscaled = False
@@ -241,7 +241,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """Clip to `Loop.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
+        """Clip to `TrainConfig.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
 
         Returns:
             The global L2 norm before clipping, over all ranks and all optimizers whose parameters it got. None in a
@@ -253,11 +253,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         import torch
 
         given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        limit = self.job.loop.max_grad_norm
+        limit = self.job.train_config.max_grad_norm
         if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
             raise StrategyError(
                 f"clip_grad_norm_ got max_norm {float(max_norm):g} (norm_type {float(norm_type):g}), and the job clips the L2 "
-                f"norm at {limit:g} on every engine. Give tk.Loop(max_grad_norm={float(max_norm):g}), or call it with {limit:g}."
+                f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it with {limit:g}."
             )
         stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
         meant = [(optimizer, own) for optimizer, own in stepped if own & given] or stepped
@@ -283,7 +283,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """
         raise StrategyError(
             f"clip_grad_value_ got clip_value {float(clip_value):g}, and no engine of the toolkit clips single values: "
-            "DeepSpeed and FSDP cannot. Give tk.Loop(max_grad_norm=…), which clips the L2 norm on every engine."
+            "DeepSpeed and FSDP cannot. Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
         )
 
     def _clip(self, optimizer: Any) -> torch.Tensor | None:
@@ -297,7 +297,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
             stepped = self._parameters_of(optimizer)
-            limit = self.job.loop.max_grad_norm or math.inf
+            limit = self.job.train_config.max_grad_norm or math.inf
             self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(stepped, limit)
         return self._norms[id(optimizer)]
 
@@ -375,7 +375,7 @@ def _reset_state(job: Job, timeout: timedelta | None) -> None:
 
 def _state(job: Job) -> tuple[str, str, int]:
     """What Accelerate keeps for the whole process."""
-    return job.strategy.sharding, job.strategy.precision, job.loop.accumulation
+    return job.strategy.sharding, job.strategy.precision, job.train_config.accumulation
 
 
 def _broadcast_buffers(model: torch.nn.Module) -> None:

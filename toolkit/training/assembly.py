@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.data import batches
 from toolkit.engines.records import Prepared
 from toolkit.training.loading import load
 from toolkit.training.loop import make_optimizer, warmup_cosine
-from toolkit.training.preflight import Ready
+from toolkit.training.preflight import Preflight
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import job
 
 
-def assembled(accelerator: Any, ready: Ready, recipe: Recipe, *, start: int) -> tuple[Prepared, Any, Any, Any]:
+def assembled(
+    accelerator: Any, preflight: Preflight, run_config: RunConfig, *, start: int
+) -> tuple[Prepared, Any, Any, Any]:
     """What is trained, prepared: model and optimizer; its tokenizer, the batches behind step `start`, the schedule."""
     asked = job(accelerator)
-    model, tokenizer = load(accelerator, allow_unquantized=recipe.allow_unquantized)
-    optimizer = make_optimizer(model, asked.loop)
-    schedule = warmup_cosine(optimizer, asked.loop)
+    model, tokenizer = load(accelerator, allow_unquantized=run_config.allow_unquantized)
+    optimizer = make_optimizer(model, asked.train_config)
+    schedule = warmup_cosine(optimizer, asked.train_config)
     loader = batches(
-        ready.rows,
-        asked.loop,
+        preflight.rows,
+        asked.train_config,
         dp_rank=asked.coordinates(accelerator.process_index).dp_rank,
         dp_size=asked.parallelism.dp_size,
         start_step=start,
         attention=asked.strategy.attention,
-        workers=recipe.workers,
+        workers=run_config.workers,
     )
     model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
     return prepared(accelerator, (model, optimizer)), tokenizer, loader, schedule
@@ -38,4 +40,4 @@ def seed_everything(accelerator: Any) -> None:
     from accelerate.utils import set_seed
 
     asked = job(accelerator)
-    set_seed(asked.loop.seed + asked.coordinates(accelerator.process_index).dp_rank)
+    set_seed(asked.train_config.seed + asked.coordinates(accelerator.process_index).dp_rank)

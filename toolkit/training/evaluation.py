@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.core.atomic_io import read_events
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.data import Rows, eval_batches
@@ -16,16 +16,23 @@ class Evaluator:
     """Evaluates a run where its recipe says, and notes it in `events.jsonl`."""
 
     def __init__(
-        self, ours: Prepared, rows: Rows | None, recipe: Recipe, folder: Folder, stop: StopSignal, *, attempt: int
+        self,
+        ours: Prepared,
+        rows: Rows | None,
+        run_config: RunConfig,
+        folder: Folder,
+        stop: StopSignal,
+        *,
+        attempt: int,
     ) -> None:
         """`rows`: None where the recipe names no data for it, and nothing is ever due."""
-        self.ours, self.rows, self.recipe, self.folder = ours, rows, recipe, folder
+        self.ours, self.rows, self.run_config, self.folder = ours, rows, run_config, folder
         self.stop, self.attempt = stop, attempt
 
     def due(self, step: int) -> bool:
         """Whether one belongs after this step."""
-        every = self.recipe.eval_every
-        return self.rows is not None and (step == self.ours.job.loop.steps or (every > 0 and step % every == 0))
+        every = self.run_config.eval_every
+        return self.rows is not None and (step == self.ours.job.train_config.steps or (every > 0 and step % every == 0))
 
     def left_out(self, step: int) -> bool:
         """Whether the one after the step that a run goes on from was never made: it was stopped before. A collective."""
@@ -43,7 +50,7 @@ class Evaluator:
         job, accelerator = self.ours.job, self.ours.accelerator
         held_out = eval_batches(
             self.rows,
-            micro_batch=job.loop.micro_batch,
+            micro_batch=job.train_config.micro_batch,
             dp_rank=job.coordinates(accelerator.process_index).dp_rank,
             dp_size=job.parallelism.dp_size,
             attention=job.strategy.attention,
@@ -54,7 +61,7 @@ class Evaluator:
             return False
         if accelerator.is_main_process:
             self.folder.append_event({"step": step, "attempt": self.attempt, "eval_loss": loss})
-        if self.recipe.tracker:
+        if self.run_config.tracker:
             accelerator.log({"eval_loss": loss}, step=step)
         accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
         return True

@@ -12,13 +12,13 @@ from toolkit.engines.adapters import (
     adapt,
     check_quantized,
     keep_packing,
-    packed,
     quantization,
+    quantized_modules,
     read_dtype,
     require_libraries,
 )
 from toolkit.engines.base import engine_of
-from toolkit.engines.environment import engine_environment
+from toolkit.engines.env_vars import engine_environment
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import persistent_buffers, quantizable
@@ -41,7 +41,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     asked for, with an adapter where one was. What was done is printed by the main process, a line each.
 
     Args:
-        accelerator: from `toolkit.accelerator(strategy, loop, spec)`.
+        accelerator: from `toolkit.accelerator(strategy, train_config, spec)`.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
 
     Returns:
@@ -58,7 +58,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     if spec is None:
         raise StrategyError(
             "this Accelerator was made without a model, so nothing says what to load. "
-            "Make it with `toolkit.accelerator(strategy, loop, toolkit.describe(model))`."
+            "Make it with `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
     require_libraries(job)
     if job.strategy.quantized:
@@ -229,7 +229,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
     for group in spec.tied:
         if len({id(model.get_parameter(name)) for name in group}) > 1:
             raise StrategyMismatch(f"model {spec.name!r}: tied weights came untied while loading: {', '.join(group)}.")
-    left = sorted(set(quantizable(spec)) - set(packed(model))) if job.strategy.quantized else []
+    left = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
     if left:
         raise ModelError(
             f"model {spec.name!r}: transformers leaves {len(left)} linear modules of {spec.architecture} unquantized, "
@@ -259,7 +259,7 @@ def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         notes.append(f"experts: {experts}, computed by {text._experts_implementation or 'eager'}")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
-        left = 1 - sum(packed(model).values()) / spec.elements
+        left = 1 - sum(quantized_modules(model).values()) / spec.elements
         count = format_count(spec.elements)
         notes.append(f"quantized: {bits}; {left:.0%} of {count} weights stay unquantized, in {job.compute_dtype}")
     return notes

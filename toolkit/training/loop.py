@@ -11,7 +11,7 @@ from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import OPTIMIZERS
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
@@ -31,7 +31,7 @@ SKIPS = 20
 """fp16: steps in a row that the scaler may skip before the run is stopped."""
 
 
-class Wish(IntFlag):
+class StepRequest(IntFlag):
     """What a rank asks of all of them; they agree on it in the middle of a step, and act when it is done."""
 
     NOTHING = 0
@@ -41,9 +41,9 @@ class Wish(IntFlag):
     """Make this step the last one."""
 
 
-def nothing() -> Wish:
+def no_request() -> StepRequest:
     """The wish of a rank that has none."""
-    return Wish.NOTHING
+    return StepRequest.NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,29 +67,31 @@ class Step:
     """The gradients' dtypes, for the audit."""
     bytes: tuple[Mapping[str, int | None], ...]
     """Memory of each rank as the step began."""
-    wish: Wish
+    request: StepRequest
     """What any rank asked for when its last forward was done."""
 
 
-def make_optimizer(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, train_config: TrainConfig) -> torch.optim.Optimizer:
     """Return the loop's optimizer over the trained parameters, with torch's defaults."""
     import torch
 
-    assert loop.lr is not None, "a resolved loop has a learning rate"
+    assert train_config.lr is not None, "a resolved loop has a learning rate"
     groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
-    made = getattr(torch.optim, OPTIMIZERS[loop.optimizer].torch)
-    optimizer: torch.optim.Optimizer = made([{"params": group} for group in groups], lr=loop.lr)
+    made = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
+    optimizer: torch.optim.Optimizer = made([{"params": group} for group in groups], lr=train_config.lr)
     return optimizer
 
 
-def warmup_cosine(optimizer: torch.optim.Optimizer, loop: Loop) -> LambdaLR:
+def warmup_cosine(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -> LambdaLR:
     """A linear rise over `warmup` steps to `lr`, then a cosine that would reach 0 one step after the last."""
     from torch.optim.lr_scheduler import LambdaLR
 
     def factor(done: int) -> float:
-        if done < loop.warmup:
-            return (done + 1) / loop.warmup
-        return 0.5 * (1 + math.cos(math.pi * (done - loop.warmup) / max(1, loop.steps - loop.warmup)))
+        if done < train_config.warmup:
+            return (done + 1) / train_config.warmup
+        return 0.5 * (
+            1 + math.cos(math.pi * (done - train_config.warmup) / max(1, train_config.steps - train_config.warmup))
+        )
 
     return LambdaLR(optimizer, factor)
 
@@ -102,7 +104,7 @@ def train(
     start: int = 0,
     begin: Callable[[int], object] = lambda step: None,
     samples: Callable[[int], str] = lambda step: "not recorded",
-    wish: Callable[[], Wish] = nothing,
+    request: Callable[[], StepRequest] = no_request,
 ) -> Iterator[Step]:
     """Train, yielding each step when it is done.
 
@@ -113,7 +115,7 @@ def train(
         start: steps that were done before.
         begin: told each step as it begins.
         samples: says which samples a step took, for messages.
-        wish: what this rank asks of all, asked once a step; after a step with `Wish.STOP` there is no other.
+        wish: what this rank asks of all, asked once a step; after a step with `StepRequest.STOP` there is no other.
 
     Raises:
         DataError: for a loader that ends before the steps do, and for a step without a trained label.
@@ -122,14 +124,14 @@ def train(
     """
     job, engine = prepared.job, engine_of(prepared.job.strategy)
     skips, batches = 0, iter(loader)
-    for step in range(start + 1, job.loop.steps + 1):
+    for step in range(start + 1, job.train_config.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         begin(step)
-        micro = [_shifted(batch, prepared) for batch in itertools.islice(batches, job.loop.accumulation)]
+        micro = [_shifted(batch, prepared) for batch in itertools.islice(batches, job.train_config.accumulation)]
         _check_data(micro, job, step)
-        sums = _StepSums(prepared, sum(map(trained_tokens, micro)), wish)
+        sums = _StepSums(prepared, sum(map(trained_tokens, micro)), request)
         engine.forward_backward(prepared, micro, sums.weight, sums.send_loss)
-        loss, tokens, wished = sums.result()
+        loss, tokens, requested = sums.result()
         _check_loss(loss, tokens, job, step, samples)
         done = engine.step(prepared)
         skips = skips + 1 if done.skipped else 0
@@ -145,9 +147,9 @@ def train(
             skipped=done.skipped,
             gradients=done.gradients,
             bytes=sums.memory(),
-            wish=wished,
+            request=requested,
         )
-        if Wish.STOP in wished:
+        if StepRequest.STOP in requested:
             return
 
 
@@ -211,11 +213,11 @@ class _StepSums:
     Nobody waits for the first before the first backward, nor for the second before the last one has ended.
     """
 
-    def __init__(self, prepared: Prepared, tokens: int, wish: Callable[[], Wish]) -> None:
+    def __init__(self, prepared: Prepared, tokens: int, request: Callable[[], StepRequest]) -> None:
         import torch
 
         self._device = prepared.accelerator.device
-        self._parallelism, self._wish = prepared.job.parallelism, wish
+        self._parallelism, self._wish = prepared.job.parallelism, request
         held = live_bytes(self._device)
         self._names = tuple(held)
         row = [tokens, *(-1 if size is None else size for size in held.values())]
@@ -241,21 +243,21 @@ class _StepSums:
         """Send this rank's loss, and 1 for each of its requests, while the last backward runs."""
         import torch
 
-        row = torch.zeros(1 + len(Wish), device=self._device)
+        row = torch.zeros(1 + len(StepRequest), device=self._device)
         row[0] = sum(losses)
-        wish = self._wish()
-        for index, one in enumerate(Wish, start=1):
-            if one in wish:
+        request = self._wish()
+        for index, one in enumerate(StepRequest, start=1):
+            if one in request:
                 row[index] = 1
         self._last = _Gathered(row, self._parallelism.ranks)
 
-    def result(self) -> tuple[float, int, Wish]:
+    def result(self) -> tuple[float, int, StepRequest]:
         """Return the loss sum and the tokens of the global batch, and the requests of all ranks."""
         rows = self._last.rows().tolist()
         counts = [sum(column) for column in zip(*rows, strict=True)][1:]
-        wished = Wish(sum(one for one, count in zip(Wish, counts, strict=True) if count))
+        requested = StepRequest(sum(one for one, count in zip(StepRequest, counts, strict=True) if count))
         tokens = int(self._first.rows()[self._counted, 0].sum())
-        return sum(row[0] for row in rows[self._counted]), tokens, wished
+        return sum(row[0] for row in rows[self._counted]), tokens, requested
 
     def memory(self) -> tuple[dict[str, int | None], ...]:
         """Return what each rank held as the step began."""
@@ -266,10 +268,11 @@ class _StepSums:
 
 
 def _check_data(micro: Sequence[Batch], job: Job, step: int) -> None:
-    if len(micro) < job.loop.accumulation:
+    if len(micro) < job.train_config.accumulation:
         raise DataError(
-            f"step {step}: the loader gave {len(micro)} of {job.loop.accumulation} micro-batches. {job.loop.steps} steps "
-            f"need {job.loop.steps * job.loop.accumulation}. Give more data, or lower --steps."
+            f"step {step}: the loader gave {len(micro)} of {job.train_config.accumulation} micro-batches. "
+            f"{job.train_config.steps} steps need {job.train_config.steps * job.train_config.accumulation}. "
+            "Give more data, or lower --steps."
         )
 
 

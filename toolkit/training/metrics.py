@@ -1,4 +1,4 @@
-"""`follow()`: training as it is seen: a line a step in `events.jsonl`, and a progress bar."""
+"""`train_logged()`: training as it is seen: a line a step in `events.jsonl`, and a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.data import hash_ids
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.run_folder.folder import Folder
-from toolkit.training.loop import Step, Wish, nothing, train
+from toolkit.training.loop import Step, StepRequest, no_request, train
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -35,7 +35,7 @@ _last_log: dict[str, float] = {}
 _signals = StopSignal()
 
 
-def follow(
+def train_logged(
     prepared: Prepared,
     loader: Any,
     schedule: Any,
@@ -45,7 +45,7 @@ def follow(
     spelled: Callable[[Sequence[int]], str],
     start: int = 0,
     begin: Callable[[int], object] = lambda step: None,
-    wish: Callable[[], Wish] = nothing,
+    request: Callable[[], StepRequest] = no_request,
     attempt: int = 0,
 ) -> Iterator[Step]:
     """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process.
@@ -58,7 +58,7 @@ def follow(
 
     main = prepared.accelerator.is_main_process
     with _progress(prepared.job, start, shown=main) as bar:
-        for step in train(prepared, loader, schedule, start=start, begin=begin, samples=told, wish=wish):
+        for step in train(prepared, loader, schedule, start=start, begin=begin, samples=told, request=request):
             if main:
                 folder.append_event({**_event(step), "attempt": attempt, "samples": hash_ids(samples(step.step))})
                 _show(bar, step)
@@ -110,7 +110,7 @@ def _number(name: str, value: Any) -> float:
     return int(value) if isinstance(value, bool) else value
 
 
-def stopping() -> bool:
+def should_stop() -> bool:
     """Whether this run was asked to stop: the same answer on every rank, so all of them ask, once a step.
 
     For a loop of your own, as `log`. Where it says so, save what you need and return. From the first call on a signal waits for
@@ -136,7 +136,7 @@ def _event(step: Step) -> dict[str, Any]:
 def _progress(asked: Job, start: int, *, shown: bool) -> tqdm[Any]:
     from tqdm import tqdm
 
-    word, steps = asked.strategy.label, asked.loop.steps
+    word, steps = asked.strategy.label, asked.train_config.steps
     return tqdm(total=steps, initial=start, desc=word, unit="step", disable=not shown, mininterval=0.5)
 
 

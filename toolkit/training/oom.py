@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.config.flags import from_dict, spell
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import OutOfMemory, ToolkitError, value_or
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Device, hardware, host_memory
@@ -64,12 +64,12 @@ def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     if not folder.run_json.exists():
         return "Take a smaller model, or a machine with more memory."
     was = read_run_json(folder.path)
-    strategy, loop = from_dict(Strategy, was["strategy"]), from_dict(Loop, was["loop"])
+    strategy, train_config = from_dict(Strategy, was["strategy"]), from_dict(TrainConfig, was["train_config"])
     device, target = hardware().device, was.get("target")
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
-    possible = changes(strategy, loop, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
+    possible = changes(strategy, train_config, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
     for change in (one for one in possible if target is None or OF_OWN_CODE.issuperset(one)):
-        if _can_run(strategy, loop, change, int(was["ranks"]), device):
+        if _can_run(strategy, train_config, change, int(was["ranks"]), device):
             flags = " ".join(spell(change))
             if "adapter" in change:  # what is trained stays what it was
                 return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
@@ -92,10 +92,12 @@ def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Ma
     return command if target is None else f"{command}, or a smaller micro-batch in {target['name']}"
 
 
-def _can_run(strategy: Strategy, loop: Loop, change: Mapping[str, Any], ranks: int, device: Device) -> bool:
+def _can_run(
+    strategy: Strategy, train_config: TrainConfig, change: Mapping[str, Any], ranks: int, device: Device
+) -> bool:
     """Whether this machine can."""
     try:
-        require_libraries(resolve(*changed(strategy, loop, change), None, ranks, device))
+        require_libraries(resolve(*changed(strategy, train_config, change), None, ranks, device))
     except ToolkitError:
         return False
     return True

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.data import Contents, Rows, check_batch, described, embedded_tokenizer, find_rows, ingest, prepare_data
 from toolkit.devices.machine import Device, Hardware, hardware
 from toolkit.engines import cpu
@@ -31,7 +31,7 @@ PREPARED = "TOOLKIT_PREPARED_DATA"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
+class Preflight:
     """All that can be known, and refused, before an engine is set up or a process started."""
 
     job: Job
@@ -58,9 +58,15 @@ class Ready:
         return self.job.spec
 
 
-def get_ready(
-    recipe: Recipe, strategy: Strategy, loop: Loop, ranks: int, device: Device, *, prepared: str | None = None
-) -> Ready:
+def run_preflight(
+    run_config: RunConfig,
+    strategy: Strategy,
+    train_config: TrainConfig,
+    ranks: int,
+    device: Device,
+    *,
+    prepared: str | None = None,
+) -> Preflight:
     """Describe the model, resolve the job, read and tokenize the data, unless the parent did that and says so.
 
     Args:
@@ -73,17 +79,21 @@ def get_ready(
         ToolkitError: for everything that would stop the run: strategy, model, weights, data.
     """
     if device.kind == "cpu":
-        cpu.say_so_to_deepspeed()
-    check_trackers(recipe.tracker)
-    require_libraries(resolve(strategy, loop, None, ranks, device))
+        cpu.set_deepspeed_cpu()
+    check_trackers(run_config.tracker)
+    require_libraries(resolve(strategy, train_config, None, ranks, device))
     rows, eval_rows, notes = _prepared(prepared)
     # Mistakes in the data are found before anything heavy is imported.
-    data = None if rows else ingest(recipe.data, text_column=recipe.text_column)
-    eval_data = ingest(recipe.eval_data, text_column=recipe.text_column) if recipe.eval_data and not eval_rows else None
-    spec = described(recipe.model, recipe.trust_remote_code)
-    asked = resolve(strategy, loop, spec, ranks, device)
+    data = None if rows else ingest(run_config.data, text_column=run_config.text_column)
+    eval_data = (
+        ingest(run_config.eval_data, text_column=run_config.text_column)
+        if run_config.eval_data and not eval_rows
+        else None
+    )
+    spec = described(run_config.model, run_config.trust_remote_code)
+    asked = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
-        check_quantized(spec, recipe.allow_unquantized)
+        check_quantized(spec, run_config.allow_unquantized)
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
 
@@ -92,20 +102,20 @@ def get_ready(
             contents,
             tokenizer,
             spec,
-            seq_len=asked.loop.seq_len,
-            mask_prompts=recipe.mask_prompts,
-            chat_template=recipe.chat_template,
-            packing=None if recipe.packing else False,
-            text_column=recipe.text_column,
+            seq_len=asked.train_config.seq_len,
+            mask_prompts=run_config.mask_prompts,
+            chat_template=run_config.chat_template,
+            packing=None if run_config.packing else False,
+            text_column=run_config.text_column,
         )
 
     rows = rows_of(data) if data else rows
     assert rows is not None, "the data were prepared by the parent, or read here"
-    check_batch(rows, asked.loop, dp_size=asked.parallelism.dp_size)
+    check_batch(rows, asked.train_config, dp_size=asked.parallelism.dp_size)
     eval_rows = rows_of(eval_data) if eval_data else eval_rows
     read = {"data": data, "eval_data": eval_data}
     notes += tuple(f"{name}: {each.source.summary}" for name, each in read.items() if each and each.source.summary)
-    return Ready(job=asked, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
+    return Preflight(job=asked, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
 
 
 def _prepared(said: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
@@ -116,18 +126,20 @@ def _prepared(said: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ..
     return find_rows(rows), find_rows(eval_rows) if eval_rows else None, tuple(notes)
 
 
-def foretold(ready: Ready, recipe: Recipe, machine: Hardware) -> Ready:
+def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> Preflight:
     """The same, with a forecast. Call before an engine is set up, which would partition what is traced."""
     try:
-        if ready.job.strategy.adapter != "none":
+        if preflight.job.strategy.adapter != "none":
             import peft  # noqa: F401 - loading needs it too, and with it the trace needs no process of its own
-        found = forecast_job(ready.job, machine, one_document=ready.rows.one_document, checkpoints=recipe.checkpoints)
-        return dataclasses.replace(ready, forecast=found)
+        found = forecast_job(
+            preflight.job, machine, one_document=preflight.rows.one_document, checkpoints=run_config.checkpoints
+        )
+        return dataclasses.replace(preflight, forecast=found)
     except Exception as error:  # a run goes on without a forecast, whatever was in its way
-        return dataclasses.replace(ready, unforecast=str(error))
+        return dataclasses.replace(preflight, unforecast=str(error))
 
 
-def draw_model(folder: str | Path, config: Any) -> str:
+def random_model(folder: str | Path, config: Any) -> str:
     """Write a folder like one from the Hub: random weights of a transformers config, drawn from seed 0, and the embedded tokenizer.
 
     For trying things out at any shape and without a network. The vocabulary has to hold the tokenizer's 4,096 tokens.
@@ -135,7 +147,7 @@ def draw_model(folder: str | Path, config: Any) -> str:
     import torch
 
     if hardware().device.kind == "cpu":
-        cpu.say_so_to_deepspeed()
+        cpu.set_deepspeed_cpu()
     auto = auto_class(describe(config))
     with torch.random.fork_rng(devices=[]), quiet_bars(main=True, shown=False):
         torch.default_generator.manual_seed(0)

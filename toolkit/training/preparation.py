@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
 from toolkit.engines.base import engine_of
@@ -28,7 +28,7 @@ SLACK = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(Shown):
+class Audit(Result):
     """What this rank really holds, beside what the engine's account says."""
 
     engine: str

@@ -8,34 +8,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints import complete
+from toolkit.checkpoints import list_checkpoints
 from toolkit.checkpoints.manifest import folder_name
 from toolkit.config.flags import flag, from_dict
 from toolkit.config.parallelism import resolve_parallelism
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import SHARDINGS, Strategy, sharding_word
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import cut_events, last_step, write_json
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware
 from toolkit.run_folder.folder import Folder, read_run_json
-from toolkit.training.preflight import Ready, versions
+from toolkit.training.preflight import Preflight, versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from toolkit.checkpoints import Found
+    from toolkit.checkpoints import ResumePoint
 
 
-def continued(
+def merge_config(
     was: Mapping[str, Any],
-    recipe: Mapping[str, Any],
-    loop: Mapping[str, Any],
+    run_config: Mapping[str, Any],
+    train_config: Mapping[str, Any],
     strategy: Mapping[str, Any],
     ranks: int,
-) -> tuple[Recipe, Loop, dict[str, Any]]:
+) -> tuple[RunConfig, TrainConfig, dict[str, Any]]:
     """Recipe, loop and fields of Strategy with which a run goes on.
 
     Args:
@@ -48,7 +48,7 @@ def continued(
         RunError: for what a run's folder does not say or may not decide: secrets, and that a model's own code is run.
     """
     fields = {**was["strategy"], **strategy}
-    old = _taken(was["recipe"], recipe)
+    old = _taken(was["run_config"], run_config)
     if (
         "sharding" in strategy
         and "dp_replicate" not in strategy
@@ -56,8 +56,14 @@ def continued(
     ):
         fields["dp_replicate"] = 1
     before, now = (_dp_size(named, count) for named, count in ((was["strategy"], was["ranks"]), (fields, ranks)))
-    taken = keep_global_batch(from_dict(Loop, {**was["loop"], **loop}), from_dict(Loop, was["loop"]), before, now, loop)
-    return from_dict(Recipe, {**old, **recipe}), taken, fields
+    taken = keep_global_batch(
+        from_dict(TrainConfig, {**was["train_config"], **train_config}),
+        from_dict(TrainConfig, was["train_config"]),
+        before,
+        now,
+        train_config,
+    )
+    return from_dict(RunConfig, {**old, **run_config}), taken, fields
 
 
 def _dp_size(fields: Mapping[str, Any], ranks: int) -> int:
@@ -80,8 +86,10 @@ def _taken(was: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def keep_global_batch(loop: Loop, before: Loop, dp_before: int, dp_size: int, given: Mapping[str, Any]) -> Loop:
-    """`loop` with micro_batch and accumulation such that a step takes as many samples as before.
+def keep_global_batch(
+    train_config: TrainConfig, before: TrainConfig, dp_before: int, dp_size: int, given: Mapping[str, Any]
+) -> TrainConfig:
+    """`train_config` with micro_batch and accumulation such that a step takes as many samples as before.
 
     The largest micro-batch that divides a rank's share, and is not above what it was (or what is given).
 
@@ -97,9 +105,9 @@ def keep_global_batch(loop: Loop, before: Loop, dp_before: int, dp_size: int, gi
         )
     share = size // dp_size
     if "accumulation" in given and "micro_batch" not in given:
-        micro = share // loop.accumulation
+        micro = share // train_config.accumulation
     elif "micro_batch" in given:
-        micro = loop.micro_batch
+        micro = train_config.micro_batch
     else:
         micro = max(n for n in range(1, min(before.micro_batch, share) + 1) if share % n == 0)
     accumulation = given.get("accumulation", share // micro if micro else 0)
@@ -109,15 +117,20 @@ def keep_global_batch(loop: Loop, before: Loop, dp_before: int, dp_size: int, gi
             f"samples, on which the order of its data stands. A rank's share is {share}: leave --accumulation out, "
             "and choose a --micro-batch that divides it."
         )
-    return dataclasses.replace(loop, micro_batch=micro, accumulation=accumulation)
+    return dataclasses.replace(train_config, micro_batch=micro, accumulation=accumulation)
 
 
-def begin(
-    accelerator: Accelerator, folder: Folder, ready: Ready, recipe: Recipe, machine: Hardware, found: Found
+def record_attempt(
+    accelerator: Accelerator,
+    folder: Folder,
+    preflight: Preflight,
+    run_config: RunConfig,
+    machine: Hardware,
+    found: ResumePoint,
 ) -> int:
     """Note the attempt in `run.json` before anything is loaded; its number.
 
-    Of a run that goes on the rest stays as it was until `adopt`: an attempt that is refused changes nothing. A
+    Of a run that goes on the rest stays as it was until `commit_attempt`: an attempt that is refused changes nothing. A
     collective: rank 0 writes, and the others learn the number.
     """
     from accelerate.utils import broadcast_object_list
@@ -126,7 +139,7 @@ def begin(
     if accelerator.is_main_process:
         old = read_run_json(folder.path) if folder.run_json.exists() else {}
         attempts = old.get("attempts", [])
-        about = describe_run(ready, recipe, machine)
+        about = describe_run(preflight, run_config, machine)
         attempts.append({key: about[key] for key in ("strategy", "ranks", "started")} | {"from_step": found.step})
         write_json(folder.run_json, {**about, **old, "attempts": attempts, "finished": None})
         told = [len(attempts) - 1]
@@ -135,25 +148,27 @@ def begin(
     return int(told[0])
 
 
-def adopt(folder: Folder, ready: Ready, recipe: Recipe, machine: Hardware, found: Found) -> list[str]:
+def commit_attempt(
+    folder: Folder, preflight: Preflight, run_config: RunConfig, machine: Hardware, found: ResumePoint
+) -> list[str]:
     """Once the run can go on: `run.json` says how, and `events.jsonl` is cut back to where it does.
 
     What is otherwise than before comes back in words.
     """
-    old, new = read_run_json(folder.path), describe_run(ready, recipe, machine)
+    old, new = read_run_json(folder.path), describe_run(preflight, run_config, machine)
     kept = {name: old[name] for name in ("started", "attempts", "finished")}
     write_json(folder.run_json, {**new, **kept})
     cut_events(folder.events, found.step)
     cut_events(folder.published, found.step)
     pairs = [
         (name, old[part].get(name), value)
-        for part in ("strategy", "loop", "recipe")
+        for part in ("strategy", "train_config", "run_config")
         for name, value in new[part].items()
     ]
     return [f"{name} {was} → {is_}" for name, was, is_ in (*pairs, ("ranks", old["ranks"], new["ranks"])) if was != is_]
 
 
-def how_to_go_on(folder: Folder) -> str:
+def resume_hint(folder: Folder) -> str:
     """A sentence on what a stopped run has left, and the command that goes on with it."""
     if not folder.run_json.exists():
         return "It had not begun, and there is nothing to go on with."
@@ -163,27 +178,31 @@ def how_to_go_on(folder: Folder) -> str:
     command = f"`toolkit resume {shlex.quote(str(folder.path))}`"
     if about.get("target"):
         return f"Code of your own goes on from what it saved itself: {command} runs it again."
-    newest = next(iter(complete(folder.checkpoints)), None)
+    newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     if newest:
         done = last_step(folder.events)
         whole = newest.name == folder_name(done)
         said = f"Published: {newest}" if whole else f"The step did not end; the newest checkpoint is {newest}"
         return f"{said}. {command} goes on from it."
-    off = "" if from_dict(Recipe, about["recipe"]).checkpoints else " (they are off: --save-every 0 --save-seconds 0)"
+    off = (
+        ""
+        if from_dict(RunConfig, about["run_config"]).checkpoints
+        else " (they are off: --save-every 0 --save-seconds 0)"
+    )
     return f"There is no checkpoint{off}. {command} starts again from step 0."
 
 
-def finished(path: Path, was: Mapping[str, Any], loop: Loop) -> str | None:
+def finished(path: Path, was: Mapping[str, Any], train_config: TrainConfig) -> str | None:
     """A sentence, where there is nothing left to do.
 
     Raises:
         RunError: as `check_not_anew`.
     """
-    done = int(was["loop"].get("steps", 0))
+    done = int(was["train_config"].get("steps", 0))
     if not was.get("finished"):
         return None
-    newest = next(iter(complete(path / "checkpoints")), None)
-    if loop.steps != done:
+    newest = next(iter(list_checkpoints(path / "checkpoints")), None)
+    if train_config.steps != done:
         check_not_anew(path, was, 0 if newest is None else 1)
         return None
     export = path / "export"
@@ -217,20 +236,20 @@ def finish(folder: Folder, *, export: Mapping[str, Any] | None) -> None:
     write_json(folder.run_json, {**about, "export": export, "finished": timestamp()})
 
 
-def describe_run(ready: Ready, recipe: Recipe, machine: Hardware) -> dict[str, Any]:
+def describe_run(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> dict[str, Any]:
     """What `run.json` says of an attempt."""
-    asked = ready.job
+    asked = preflight.job
     return {
         "strategy": dataclasses.asdict(asked.strategy),
-        "loop": dataclasses.asdict(asked.loop),
-        "recipe": dataclasses.asdict(recipe),
+        "train_config": dataclasses.asdict(asked.train_config),
+        "run_config": dataclasses.asdict(run_config),
         "ranks": asked.ranks,
         "parallelism": dataclasses.asdict(asked.parallelism),
         "settings": dict(asked.settings),
-        "forecast": ready.forecast.to_dict() if ready.forecast else None,
+        "forecast": preflight.forecast.to_dict() if preflight.forecast else None,
         "versions": versions(),
         "hardware": machine.to_dict(),
-        "seed": asked.loop.seed,
-        "data": ready.rows.to_dict(),
+        "seed": asked.train_config.seed,
+        "data": preflight.rows.to_dict(),
         "started": timestamp(),
     }

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.flags import flag, from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines import process_exit
 from toolkit.engines.base import all_engines, engine_for
 from toolkit.engines.job import default_ranks, resolve
 from toolkit.engines.records import job_of
-from toolkit.engines.timeouts import patience
+from toolkit.engines.timeouts import pg_timeout
 from toolkit.models import ModelSpec
 from toolkit.training.accelerators import accelerator_class
 
@@ -35,7 +35,7 @@ STRATEGY = "TOOLKIT_STRATEGY"
 
 def accelerator(
     strategy: Strategy | Mapping[str, Any] | None = None,
-    loop: Loop | None = None,
+    train_config: TrainConfig | None = None,
     spec: ModelSpec | None = None,
     *,
     log_with: str | None = None,
@@ -49,7 +49,7 @@ def accelerator(
 
     Args:
         strategy: what is asked for.
-        loop: what a step is; `Loop()` where it is left out.
+        loop: what a step is; `TrainConfig()` where it is left out.
         spec: of the model that will be loaded. Without it DeepSpeed's buckets stay "auto".
         log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
         project_dir: where trackers write.
@@ -66,8 +66,8 @@ def accelerator(
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     made: Accelerator = accelerator_class()(
-        resolve(asked, loop or Loop(), spec, ranks, machine.device),
-        None if timeout is None else patience(timeout),
+        resolve(asked, train_config or TrainConfig(), spec, ranks, machine.device),
+        None if timeout is None else pg_timeout(timeout),
         log_with=log_with.split(",") if log_with else None,
         project_dir=project_dir,
     )

@@ -1,4 +1,4 @@
-"""`try_out()` → `Trial`: a few steps in this very process, and what they took beside what was forecast. For one rank."""
+"""`profile_steps()` → `StepProfile`: run a few steps in this process, and compare them with the forecast. For one rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from io import StringIO
 
 from toolkit import measurement
-from toolkit.config.run_config import Recipe
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import Loop
-from toolkit.core.display import Shown, Table
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
 from toolkit.core.drawing import Bar, bars
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.phases import PHASES
@@ -25,13 +25,13 @@ from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
 from toolkit.measurement.window import STEPS
 from toolkit.training.loop import Step, train
-from toolkit.training.preflight import Ready, foretold, get_ready
+from toolkit.training.preflight import Preflight, run_preflight, with_forecast
 from toolkit.training.preparation import Audit, audit
 from toolkit.training.setup import accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial(Shown):
+class StepProfile(Result):
     """A few steps of one rank: what was forecast, and what was measured."""
 
     forecast: Forecast
@@ -109,11 +109,11 @@ class Trial(Shown):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trials(Shown):
+class StepProfiles(Result):
     """The same work under several settings, beside each other."""
 
     title: str
-    trials: Mapping[str, Trial]
+    trials: Mapping[str, StepProfile]
     """The first one's speed forecasts the others' seconds where the catalog does not know the device's."""
 
     def foretold_seconds(self, name: str) -> float | None:
@@ -156,8 +156,10 @@ def _beside(foretold: int | None, measured: int) -> tuple[str, str, str]:
     return format_bytes(foretold), format_bytes(measured), f"{foretold / measured:.2f}" if measured else "–"
 
 
-def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: Recipe | None = None) -> Trial:
-    """Train for `loop.steps` in this process, alone, and let go of everything. The run has no folder and leaves no file.
+def profile_steps(
+    strategy: Strategy | None = None, train_config: TrainConfig | None = None, run_config: RunConfig | None = None
+) -> StepProfile:
+    """Train for `train_config.steps` in this process, alone, and let go of everything. The run has no folder and leaves no file.
 
     Where bytes and seconds of a setting are to be seen at once; a run that counts belongs into processes of its own (`launch`).
     Three steps are measured; those behind them tell the time.
@@ -171,31 +173,39 @@ def try_out(strategy: Strategy | None = None, loop: Loop | None = None, recipe: 
         StrategyError: for a sharding that needs several processes, and for what cannot be forecast.
         ToolkitError: for whatever else is wrong with strategy, model or data.
     """
-    asked, loop, recipe = strategy or Strategy(), loop or Loop(steps=5), recipe or Recipe()
+    asked, train_config, run_config = (
+        strategy or Strategy(),
+        train_config or TrainConfig(steps=5),
+        run_config or RunConfig(),
+    )
     if not asked.single_process:
         raise StrategyError(
             f"sharding {asked.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
         )
     machine = hardware()
-    recipe = replace(recipe, save_every=0, save_seconds=0.0)  # without checkpoints the moments come with the first step
-    ready = foretold(get_ready(recipe, asked, loop, 1, machine.device), recipe, machine)
-    if ready.forecast is None:
-        raise StrategyError(f"{ready.unforecast}")
+    run_config = replace(
+        run_config, save_every=0, save_seconds=0.0
+    )  # without checkpoints the moments come with the first step
+    preflight = with_forecast(run_preflight(run_config, asked, train_config, 1, machine.device), run_config, machine)
+    if preflight.forecast is None:
+        raise StrategyError(f"{preflight.unforecast}")
     said = StringIO()
     with _alone(), redirect_stdout(said):
-        steps, held, memory = _run(ready, recipe, measurement.start(machine.device.kind))
-    return Trial(
-        forecast=ready.forecast, memory=memory, audit=held, steps=steps, notes=tuple(said.getvalue().splitlines())
+        steps, held, memory = _run(preflight, run_config, measurement.start(machine.device.kind))
+    return StepProfile(
+        forecast=preflight.forecast, memory=memory, audit=held, steps=steps, notes=tuple(said.getvalue().splitlines())
     )
 
 
-def _run(ready: Ready, recipe: Recipe, window: measurement.Window) -> tuple[tuple[Step, ...], Audit, Memory]:
+def _run(
+    preflight: Preflight, run_config: RunConfig, window: measurement.Window
+) -> tuple[tuple[Step, ...], Audit, Memory]:
     """As a rank of `finetune` does, without what keeps a run."""
     from toolkit.training.assembly import assembled, seed_everything
 
-    made = accelerator(ready.job.strategy, ready.job.loop, ready.job.spec)
+    made = accelerator(preflight.job.strategy, preflight.job.train_config, preflight.job.spec)
     seed_everything(made)
-    ours, _, loader, schedule = assembled(made, ready, recipe, start=0)
+    ours, _, loader, schedule = assembled(made, preflight, run_config, start=0)
     steps: list[Step] = []
     held = None
     try:
@@ -207,7 +217,11 @@ def _run(ready: Ready, recipe: Recipe, window: measurement.Window) -> tuple[tupl
     finally:
         window.close()
     held = held or audit(ours)
-    return tuple(steps), held, measurement.collect(window.result(), on_device(ready.job, held.held), lambda rows: rows)
+    return (
+        tuple(steps),
+        held,
+        measurement.collect(window.result(), on_device(preflight.job, held.held), lambda rows: rows),
+    )
 
 
 @contextmanager

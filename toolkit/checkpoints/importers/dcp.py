@@ -8,8 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.checkpoints.importers.restricted_unpickler import Inert, load_metadata, only_listed, refusing
-from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, inside, listing, require, telling
+from toolkit.checkpoints.importers.restricted_unpickler import OpaqueRecord, load_metadata, only_listed, refusing
+from toolkit.checkpoints.importers.weights import (
+    Entry,
+    Weights,
+    as_weights,
+    ensure_inside,
+    listing,
+    require,
+    wrap_errors,
+)
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import dtype_name
 
@@ -37,7 +45,7 @@ def open_dcp(folder: Path, root: Path) -> Weights:
     """
     listing(folder, root)
     raw = load_metadata(folder / METADATA)
-    with telling(f"{folder / METADATA} is no metadata of a DCP checkpoint"):
+    with wrap_errors(f"{folder / METADATA} is no metadata of a DCP checkpoint"):
         everything = _state(raw, "Metadata")
         names = _model_names(everything["state_dict_metadata"], everything["planner_data"])
         tensors = {key: _tensor(everything["state_dict_metadata"][key]) for key in names}
@@ -75,7 +83,7 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
 
 def _state(record: Any, kind: str) -> Any:
     """The fields of a record of DCP's."""
-    if not isinstance(record, Inert) or type(record).__name__.rpartition(".")[2] != kind:
+    if not isinstance(record, OpaqueRecord) or type(record).__name__.rpartition(".")[2] != kind:
         raise TypeError(f"expected {kind}, found {type(record).__name__}")
     return record.state
 
@@ -156,7 +164,7 @@ def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> 
                 f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file beside it. "
                 "Nothing was read."
             )
-        inside(folder / name, root)
+        ensure_inside(folder / name, root)
     require(sorted(ends), {name: folder / name for name in ends}, folder)
     for name, end in ends.items():
         size = (folder / name).stat().st_size

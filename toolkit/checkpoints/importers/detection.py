@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.checkpoints.importers.dcp import METADATA, open_dcp
-from toolkit.checkpoints.importers.weights import Weights, inside, listing, telling
+from toolkit.checkpoints.importers.weights import Weights, ensure_inside, listing, wrap_errors
 from toolkit.checkpoints.importers.whole import WHOLE, open_whole, whole_files
 from toolkit.checkpoints.importers.zero import is_zero, open_zero
 from toolkit.core.errors import CheckpointError
@@ -50,7 +50,7 @@ def _known(folder: Path, root: Path) -> Callable[[], Weights] | None:
     split = next((name for name in names if _RANKS.fullmatch(name)), None)
     if not (names & {"latest", METADATA, *WHOLE} or is_zero(names) or split):
         return None
-    files = {name: path for name, path in listing(inside(folder, root), root).items() if path.is_file()}
+    files = {name: path for name, path in listing(ensure_inside(folder, root), root).items() if path.is_file()}
     if "latest" in files:
         return partial(open_zero, _latest(folder, files["latest"]), root)
     if is_zero(files):
@@ -70,7 +70,7 @@ def _known(folder: Path, root: Path) -> Callable[[], Weights] | None:
 
 def _latest(folder: Path, pointer: Path) -> Path:
     """The folder that DeepSpeed's `latest` names."""
-    with telling(f"{pointer} is no name of a folder"), pointer.open(encoding="utf-8") as file:
+    with wrap_errors(f"{pointer} is no name of a folder"), pointer.open(encoding="utf-8") as file:
         tag = file.read(1024).strip()
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     if tag not in names:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.checkpoints.importers.weights import telling
+from toolkit.checkpoints.importers.weights import wrap_errors
 from toolkit.core.errors import CheckpointError
 
 DEEPSPEED = frozenset(
@@ -59,7 +59,7 @@ _LOCK = threading.RLock()
 """torch's list of safe globals belongs to the process."""
 
 
-class Inert:
+class OpaqueRecord:
     """Stands for an allowed class of somebody else: it keeps what it was made of, and nothing of that class runs."""
 
     args: tuple[Any, ...]
@@ -67,7 +67,7 @@ class Inert:
     state: Any
     """What it was then given: an instance's fields."""
 
-    def __new__(cls, *args: Any) -> Inert:
+    def __new__(cls, *args: Any) -> OpaqueRecord:
         """Keep the arguments."""
         made = super().__new__(cls)
         made.args, made.state = args, None
@@ -80,8 +80,8 @@ class Inert:
         self.state = state
 
 
-def _stand_in(path: str) -> type[Inert]:
-    return type(path, (Inert,), {})
+def _stand_in(path: str) -> type[OpaqueRecord]:
+    return type(path, (OpaqueRecord,), {})
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def refusing(path: Path | str) -> Iterator[None]:
     Raises:
         CheckpointError: for every exception that is none yet.
     """
-    with telling(f"{path} cannot be read"):
+    with wrap_errors(f"{path} cannot be read"):
         try:
             yield
         except Exception as error:
@@ -154,7 +154,7 @@ def load(path: Path) -> Any:
 
 
 def load_metadata(path: Path) -> Any:
-    """DCP's `.metadata` as `Inert` records, whose types are named by the classes that they stand for.
+    """DCP's `.metadata` as `OpaqueRecord` records, whose types are named by the classes that they stand for.
 
     Raises:
         CheckpointError: as `load`.
@@ -214,7 +214,7 @@ class _Records(pickle.Unpickler):
     def __init__(self, path: Path, file: io.BytesIO) -> None:
         super().__init__(file)
         self._path = path
-        self._made: dict[str, type[Inert]] = {}
+        self._made: dict[str, type[OpaqueRecord]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         import collections

@@ -93,11 +93,11 @@ def listing(folder: Path, root: Path) -> dict[str, Path]:
     """
     found = {path.name: path for path in sorted(folder.iterdir())}
     for path in found.values():
-        inside(path, root)
+        ensure_inside(path, root)
     return found
 
 
-def inside(path: Path, root: Path) -> Path:
+def ensure_inside(path: Path, root: Path) -> Path:
     """The path itself, where it stays in `root` when every symbolic link is followed.
 
     Raises:
@@ -118,7 +118,7 @@ def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
     Raises:
         CheckpointError: for an index that is none, one that names what is no file beside it, and a missing file.
     """
-    with telling(f"{index} is no index of weights"):
+    with wrap_errors(f"{index} is no index of weights"):
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -142,7 +142,7 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
+def wrap_errors(what: str) -> Iterator[None]:
     """Say what was being read, whatever it is that a broken or crafted file makes a library raise.
 
     Raises:

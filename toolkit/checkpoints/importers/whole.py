@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers.restricted_unpickler import load
-from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, indexed, telling
+from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, indexed, wrap_errors
 from toolkit.core.units import dtype_name
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
     """
     entries: dict[str, Entry] = {}
     for path in paths:
-        with telling(f"{path} cannot be read"):
+        with wrap_errors(f"{path} cannot be read"):
             entries |= _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
     form = "safetensors" if paths[0].suffix == ".safetensors" else "pickled state dict"
     count = f"{len(paths)} file{'s' * (len(paths) != 1)}"
@@ -66,7 +66,7 @@ def _safetensors(path: Path) -> dict[str, Entry]:
 def _one(path: Path, name: str) -> torch.Tensor:
     from safetensors import safe_open
 
-    with telling(f"{path} cannot be read"), safe_open(path, "pt") as file:
+    with wrap_errors(f"{path} cannot be read"), safe_open(path, "pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers.restricted_unpickler import load
-from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, listing, require, telling
+from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, listing, require, wrap_errors
 from toolkit.checkpoints.importers.whole import checked
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import ceil_div, dtype_name, round_up
@@ -45,7 +45,7 @@ def open_zero(folder: Path, root: Path) -> Weights:
     """
     files = listing(folder, root)
     states = _optimizer_states(folder, files)
-    with telling(f"{folder} is not laid out as a ZeRO checkpoint"):
+    with wrap_errors(f"{folder} is not laid out as a ZeRO checkpoint"):
         flats = [_flat_groups(state) for state in states]
         third = "fp32_flat_groups" in states[0]
         ranks = [f"zero_pp_rank_{rank}_" for rank in range(len(states))] if third else [""]
@@ -146,7 +146,7 @@ def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str,
     require(names, files, folder)
     states = []
     for name in names:
-        with telling(f"{files[name]} is no optimizer state of ZeRO"):
+        with wrap_errors(f"{files[name]} is no optimizer state of ZeRO"):
             states.append(load(files[name])["optimizer_state_dict"])
             counts = states[-1]["partition_count"]
             count = max(counts) if isinstance(counts, list) else int(counts)

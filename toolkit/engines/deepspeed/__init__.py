@@ -52,7 +52,7 @@ class DeepSpeed(Engine):
         Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`), the
         first two at least `FLOOR`: DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
         """
-        strategy, loop, spec, device = job.strategy, job.loop, job.spec, job.device
+        strategy, train_config, spec, device = job.strategy, job.train_config, job.spec, job.device
         pure = not job.precision.mixed and job.compute_dtype != "float32"
         if strategy.offload != "none" and pure:
             # DeepSpeed asks for a cpu_adam with bf16 states, and Accelerate makes one with fp32 states (base_optimizer.py:514).
@@ -60,10 +60,10 @@ class DeepSpeed(Engine):
                 f"offload {strategy.offload!r} cannot run in precision {strategy.precision!r} under DeepSpeed. "
                 "Choose precision 'bf16', or offload 'none'."
             )
-        if _stage(strategy) == 1 and job.precision.mixed and not job.precision.scaled and loop.accumulation > 1:
+        if _stage(strategy) == 1 and job.precision.mixed and not job.precision.scaled and train_config.accumulation > 1:
             raise StrategyError(
                 f"sharding {strategy.sharding!r} in precision {strategy.precision!r} adds up "
-                f"gradients in it, so accumulation {loop.accumulation} would not "
+                f"gradients in it, so accumulation {train_config.accumulation} would not "
                 "be one large batch. Choose sharding 'zero2', which adds them up in fp32, or accumulation 1."
             )
         if job.precision.scaled and job.precision.accelerate not in device.dtypes:
@@ -74,9 +74,9 @@ class DeepSpeed(Engine):
                 + ". Choose precision 'bf16'."
             )
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": loop.micro_batch,
-            "gradient_accumulation_steps": loop.accumulation,
-            "gradient_clipping": loop.max_grad_norm,
+            "train_micro_batch_size_per_gpu": train_config.micro_batch,
+            "gradient_accumulation_steps": train_config.accumulation,
+            "gradient_clipping": train_config.max_grad_norm,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": _zero(strategy, spec, device),
             "bf16": {"enabled": job.precision.accelerate == "bf16", "check_grad_overflow": True},
@@ -244,7 +244,7 @@ class DeepSpeed(Engine):
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
-        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.loop.accumulation
+        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
         share, stage = (ranks - 1) / ranks, _stage(job.strategy)
         compute = BYTES_OF[job.compute_dtype]
         trained = sum(state.elements for state in found if state.trainable)
@@ -307,7 +307,7 @@ class DeepSpeed(Engine):
         engine = prepared.model
         with phase("backward"):
             engine.set_gradient_accumulation_boundary(is_boundary=last)
-            engine.backward(loss * prepared.job.loop.accumulation)
+            engine.backward(loss * prepared.job.train_config.accumulation)
 
     def step(self, prepared: Prepared) -> StepResult:
         """DeepSpeed clips and steps by itself. It keeps its weights where the norm is not finite, and says inf or -1."""

@@ -32,7 +32,7 @@ def check(prepared: Prepared) -> list[str]:
         ("ZeRO stage", engine.zero_optimization_stage(), zero["stage"]),
         ("optimizer offload", bool(engine.zero_cpu_offload()), strategy.offload != "none"),
         ("parameter offload", _device(engine.zero_offload_param()), "cpu" if strategy.offload == "cpu" else "none"),
-        ("gradient clipping", engine.gradient_clipping(), prepared.job.loop.max_grad_norm),
+        ("gradient clipping", engine.gradient_clipping(), prepared.job.train_config.max_grad_norm),
     )
     wrong = [f"{name} is {found}, expected {expected}" for name, found, expected in rows if found != expected]
     where = {master.device.type for master in masters_of(engine.optimizer)}

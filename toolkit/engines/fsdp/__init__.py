@@ -212,7 +212,7 @@ class FSDP(Engine):
 
         Source: Rajbhandari et al. 2020, section 7.
         """
-        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.loop.accumulation
+        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
         share = (ranks - 1) / ranks
         compute = BYTES_OF[job.compute_dtype]
         whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in found)

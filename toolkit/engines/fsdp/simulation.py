@@ -43,7 +43,7 @@ def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
     if read:
         ledger.touch("workspace", beside)
     else:
-        ledger.lead(whole + beside)
+        ledger.rank0_host(whole + beside)
     ledger.hold("buffers", constants(job))
     ledger.enter("prepare")
     keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
@@ -52,7 +52,7 @@ def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
     else:
         _share_out(job, ledger, keep)
     ledger.hold("parameters", -read)
-    ledger.lead(-ledger.alone)
+    ledger.rank0_host(-ledger.alone)
 
 
 def simulate_training(

@@ -98,8 +98,8 @@ def hide_buffers(model: torch.nn.Module) -> None:
         module._non_persistent_buffers_set.add(leaf)
 
     def restore(*_: Any) -> None:
-        ready = isinstance(model, FSDPModule) and not any(parameter.is_meta for parameter in model.parameters())
-        for module, leaf in hidden if ready else ():
+        preflight = isinstance(model, FSDPModule) and not any(parameter.is_meta for parameter in model.parameters())
+        for module, leaf in hidden if preflight else ():
             module._non_persistent_buffers_set.discard(leaf)
 
     if hidden:

@@ -146,7 +146,7 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     """
     spec, tp = job.spec, job.parallelism.tp
     assert spec is not None
-    tokens, compute = job.loop.micro_batch * job.loop.seq_len, BYTES_OF[job.compute_dtype]
+    tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 2 if job.strategy.activation_checkpointing == "full" else 1
     summed = gathered = backward = 0
@@ -159,7 +159,7 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
         elif style in COLUMNS:
             backward += tokens * shape[1] * widest
             gathered += tokens * shape[0] * compute if style == GATHERED else 0
-    share, micro = (tp - 1) / tp, job.loop.accumulation
+    share, micro = (tp - 1) / tp, job.train_config.accumulation
     return [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
         Transfer(share * gathered, micro, "nothing", "tp", "logits, all-gathered in the tp group"),

@@ -1,4 +1,4 @@
-"""`examine()`: every check, each in its place, and what follows from them for a Strategy."""
+"""`diagnose()`: every check, each in its place, and what follows from them for a Strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.diagnosis import libraries, machine
 from toolkit.diagnosis.result import Finding
 from toolkit.diagnosis.support import Ability, judge
@@ -31,7 +31,7 @@ _GROUPS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis(Shown):
+class Diagnosis(Result):
     """What works on this machine, what does not and why."""
 
     findings: tuple[Finding, ...]
@@ -56,7 +56,7 @@ class Diagnosis(Shown):
         ]
 
 
-def examine(*, compile_ops: bool = False) -> Diagnosis:
+def diagnose(*, compile_ops: bool = False) -> Diagnosis:
     """Check all that training touches, in about 10 s; libraries in child processes, which may die.
 
     Args:

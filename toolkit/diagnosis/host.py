@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.core.display import Shown, Table
+from toolkit.core.display import Result, Table
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.training.preflight import versions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Shown):
+class Environment(Result):
     """A machine, its software and a moment: without them no measurement means anything."""
 
     date: str
@@ -35,11 +35,11 @@ class Place(Shown):
         ]
 
 
-def here() -> Place:
+def environment() -> Environment:
     """This machine and what is installed on it, now. Nothing heavy is imported, and no device is touched.
 
     Raises:
         ToolkitError: for a GPU whose driver does not answer.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Place(date=timestamp(), hardware=hardware(), cores=usable, versions=versions())
+    return Environment(date=timestamp(), hardware=hardware(), cores=usable, versions=versions())
