@@ -594,7 +594,9 @@ HTML(f'<pre style="background:#fff;color:{INK};padding:.6em">{shown}</pre>')
 # %%
 OURS = {
     "from accelerate import Accelerator": "import toolkit as tk",
-    "Accelerator(cpu=not torch.cuda.is_available())": "tk.accelerator(train_config=tk.TrainConfig(micro_batch=batch, max_grad_norm=0))",
+    "Accelerator(cpu=not torch.cuda.is_available())": (
+        "tk.accelerator(train_config=tk.TrainConfig(micro_batch=batch, max_grad_norm=0))"
+    ),
 }
 sharded = accelerated
 for old, new in OURS.items():

@@ -307,7 +307,7 @@ def _record(accelerator: Any, folder: Folder, window: measurement.Window, found:
         accelerator.print(f"\n{found}\n\n{memory}\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The recipe's command line: every field of Recipe, Strategy and Loop."""
     made = Parser(prog="toolkit.finetune", description="Train a model on ranks that were launched.")
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/…)")
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run as one rank. Exit code 2 after a user's mistake."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        flags = parser().parse_args(arguments)
+        flags = build_parser().parse_args(arguments)
         if flags.resume and not flags.run_dir:
             raise StrategyError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
         if not supervised():

@@ -16,7 +16,9 @@ MOST = 200_000
 """Bytes of a picture."""
 
 MODEL = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}'  # noqa: E501
-ASKED = "'7B', '8x A100-80GB', tk.Strategy(sharding='zero3', precision='bf16'), tk.TrainConfig(seq_len=4096, micro_batch=2)"
+ASKED = (
+    "'7B', '8x A100-80GB', tk.Strategy(sharding='zero3', precision='bf16'), tk.TrainConfig(seq_len=4096, micro_batch=2)"
+)
 CELLS = (
     "import toolkit as tk",
     f"tk.explore('memory', {ASKED})",

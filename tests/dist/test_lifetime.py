@@ -260,7 +260,7 @@ child.wait()
 
 CHILD = """
 import os, sys, threading, time
-from toolkit import lifetime
+from toolkit.core import process_lifecycle as lifetime
 {system}
 lifetime.die_with_parent(int(sys.argv[1]))
 forked = []
@@ -296,7 +296,7 @@ def test_a_system_without_prctl_and_a_child_of_another_thread(system: str) -> No
 PRINT = """
 import os, sys
 from pathlib import Path
-from toolkit import lifetime
+from toolkit.core import process_lifecycle as lifetime
 lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
 print("said", flush=True)
 print("warned", file=sys.stderr)

@@ -50,7 +50,9 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
     for sharding, result in found.items():
         said = result["refusals"]
         assert said["another_norm"].startswith("StrategyError: clip_grad_norm_ got max_norm 0.5"), sharding
-        assert "clips the L2 norm at 0.05 on every engine. Give tk.TrainConfig(max_grad_norm=0.5)" in said["another_norm"]
+        assert (
+            "clips the L2 norm at 0.05 on every engine. Give tk.TrainConfig(max_grad_norm=0.5)" in said["another_norm"]
+        )
         assert "got 1 of " in said["some_parameters"], sharding
         assert "NotFinite: the gradient norm is " in said["not_finite"], sharding
         assert said["single_values"].startswith("StrategyError: clip_grad_value_ got clip_value 0.5"), sharding

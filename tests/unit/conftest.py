@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A tiny Llama on one rank, two steps trained, with a Saver."""
+    """A tiny Llama on one rank, two steps trained, with a CheckpointWriter."""
     import torch
     from accelerate.state import AcceleratorState, GradientState
     from transformers import LlamaConfig, LlamaForCausalLM

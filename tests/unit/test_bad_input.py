@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "less than no rank": ("compare --processes -1", ["processes -1", "at least 1"]),
     "written for no rank": ("config --sharding ddp --processes 0", ["processes 0", "at least 1"]),
     "written for one rank": ("config --sharding ddp --processes 1", ["at least 2 ranks"]),
-    # Loop and flags
+    # TrainConfig and flags
     "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
     "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
     "sequence": ("train --seq-len 100000", ["100000", "2048"]),

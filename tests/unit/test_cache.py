@@ -18,10 +18,10 @@ PACKAGE = Path(toolkit.__file__).parent
     [
         "engines/losses.py",
         "engines/fsdp/simulation.py",
-        "model/spec.py",
+        "models/spec.py",
         "forecasting/tracker.py",
-        "adapting.py",
-        "tables.py",
+        "engines/adapters.py",
+        "config/tables.py",
     ],
 )
 def test_a_changed_byte_is_a_miss(changed: str, tmp_path: Path) -> None:
@@ -42,4 +42,5 @@ def test_the_digest_is_part_of_the_place(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_everything_that_traces_is_in_it() -> None:
     assert all((PACKAGE / name).exists() for name in TRACING)
-    assert {"engines", "forecasting", "model"} <= set(TRACING)
+    traced = {"toolkit.engines.losses", "toolkit.forecasting.tracing", "toolkit.models.spec", "toolkit.config.tables"}
+    assert {name.split(".")[1] for name in traced} == set(TRACING)

@@ -38,8 +38,8 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     file = tmp_path_factory.mktemp("doctor") / "diagnosis"
     script = f"""
         import pickle, sys
-        from toolkit.diagnosis import examine
-        found = examine()
+        from toolkit.diagnosis import diagnose
+        found = diagnose()
         assert not {{"torch", "transformers", "peft", "deepspeed", "bitsandbytes", "datasets"}} & set(sys.modules)
         pickle.dump(found, open({str(file)!r}, "wb"))
     """
@@ -178,7 +178,7 @@ def test_an_interrupted_examination_leaves_no_process(how: signal.Signals, first
     """
     put(first, torch=hang, bitsandbytes=hang)
     parent = subprocess.Popen(
-        [sys.executable, "-c", "from toolkit.diagnosis import examine; examine()"], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", "from toolkit.diagnosis import diagnose; diagnose()"], stderr=subprocess.DEVNULL
     )
     children = [int(path.name.partition("-")[2]) for path in two_files(first, "pid-*")]
     parent.send_signal(how)
@@ -253,4 +253,4 @@ def test_the_public_names() -> None:
     import toolkit.diagnosis
 
     assert toolkit.diagnosis.diagnose is diagnose
-    assert importlib.util.find_spec("toolkit.diagnosis.examine") is None
+    assert importlib.util.find_spec("toolkit.diagnosis.diagnose") is None

@@ -203,7 +203,7 @@ def test_a_config_file_says_what_its_strategy_says(name: str, precision: str) ->
     engine = engine_of(strategy)
     bound = engine.from_yaml(engine.to_yaml(strategy, 4, 1))
     assert bound is not None
-    # Precisions that Accelerate cannot spell are written "no", which binds nothing.
+    # DtypeReport that Accelerate cannot spell are written "no", which binds nothing.
     assert ("precision" in bound) == (precision == "bf16")
     assert Strategy(**{**bound, "precision": precision}) == strategy
 

@@ -14,7 +14,7 @@ import pytest
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
-from toolkit.devices.machine import machine
+from toolkit.devices import machine
 from toolkit.engines.records import Prepared
 from toolkit.exporters import Export, from_engine, save, verify
 from toolkit.exporters.reload import read_base, reopen

@@ -566,7 +566,7 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": {}}, "strategy has no sharding; strategy has no precision"),
     ({"strategy": {"adapter": "glue"}}, "adapter 'glue' is unknown"),
     ({"strategy": {"glue": 1}}, "Strategy has no field 'glue'"),
-    ({"train_config": {}}, "loop has no micro_batch"),
+    ({"train_config": {}}, "train_config has no micro_batch"),
     ({"train_config": {"lr": "fast"}}, "lr 'fast': expected float"),
     ({"train_config": {"lr": None}}, "loop lr is null"),
     ({"identity": {}}, "identity has no data"),

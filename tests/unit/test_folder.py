@@ -19,7 +19,7 @@ from toolkit.run_folder import folder, run_lock
 
 HOLD = """
 import sys, time
-from toolkit import folder, locking
+from toolkit.run_folder import folder; from toolkit.run_folder import run_lock as locking
 run = folder.enter(sys.argv[1], resume=True, token=sys.argv[2], wait=float(sys.argv[3]))
 print("in", flush=True)
 sys.stdin.read()
@@ -143,7 +143,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 LAST_WORDS = """
 import shutil, sys
 from pathlib import Path
-from toolkit import folder
+from toolkit.run_folder import folder
 disk = Path(sys.argv[1])
 with folder.enter(disk / "run") as run:
     run.logs.mkdir()
@@ -268,7 +268,7 @@ def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert not run_lock.supervised()
     assert run_lock.run_token() != run_lock.run_token()
-    code = "from toolkit import locking; print(locking.run_token())"
+    code = "from toolkit.run_folder import run_lock as locking; print(locking.run_token())"
     ranks = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
         for rank in ("0", "1")

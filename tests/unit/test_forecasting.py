@@ -36,7 +36,7 @@ from toolkit.engines.traces import Adapter, Segment, TraceConfig
 from toolkit.forecasting import cuda_autocast, memory
 from toolkit.forecasting.cuda_autocast import cuda_casts
 from toolkit.forecasting.memory_advice import changed
-from toolkit.forecasting.segments import segments
+from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -109,9 +109,9 @@ def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, mon
     from toolkit.forecasting import tracing, truncation
 
     spec = describe(config(family, 8))
-    spread = segments(tracing.trace(spec, way, batch=2, seq_len=32))
+    spread = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     monkeypatch.setattr(truncation, "_kept", lambda kinds: tuple(range(len(kinds))))
-    deep = segments(tracing.trace(spec, way, batch=2, seq_len=32))
+    deep = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
     assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)
     assert sum(one.net for one in spread) == 0
@@ -147,9 +147,9 @@ def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig
 def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
     spec = describe(config("llama", 2))
     way = dataclasses.replace(FP32, weights="bfloat16", device="cuda", checkpointing=False)
-    flash = peak(segments(trace_of(spec, way, batch=1, seq_len=1024)))
-    masked = peak(segments(trace_of(spec, dataclasses.replace(way, masked=True), batch=1, seq_len=1024)))
-    eager = peak(segments(trace_of(spec, dataclasses.replace(way, attention="eager"), batch=1, seq_len=1024)))
+    flash = peak(split_segments(trace_of(spec, way, batch=1, seq_len=1024)))
+    masked = peak(split_segments(trace_of(spec, dataclasses.replace(way, masked=True), batch=1, seq_len=1024)))
+    eager = peak(split_segments(trace_of(spec, dataclasses.replace(way, attention="eager"), batch=1, seq_len=1024)))
     scores = 4 * 1024 * 1024 * 2  # heads x queries x keys, in bf16: once for each of two layers, and more
     assert flash < masked < eager
     assert eager - flash > 2 * scores
@@ -160,9 +160,9 @@ def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch
 
     spec = describe(config("gpt2", 2))
     way = dataclasses.replace(AUTOCAST, checkpointing=False, device="cuda")
-    wide = peak(segments(tracing.trace(spec, way, batch=2, seq_len=64)))
+    wide = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     monkeypatch.setattr(fake_kernels, "cuda_casts", contextlib.nullcontext)
-    narrow = peak(segments(tracing.trace(spec, way, batch=2, seq_len=64)))
+    narrow = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     wider = (
         2 * 64 * 4 * 64 * 2
     )  # two bytes more for what is 4 x hidden wide: the cube in each of two layers' GELU, at least
@@ -201,7 +201,7 @@ def test_a_softmax_of_fp16_is_one_kernel_on_a_gpu() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from toolkit.forecasting.memory_tracker import Tracker
+    from toolkit.forecasting.tracker import Tracker
 
     made = {}
     for dtype in (torch.float16, torch.bfloat16):
@@ -533,7 +533,7 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     spec = describe(config("llama", 4))
     job = resolve(Strategy(sharding=sharding), TrainConfig(seq_len=64), spec, 2, hardware("2x cpu").device)
     trace = memory.traced(job, masked=True)
-    few, all_of_them = memory.whole_step(job, trace), segments(trace)
+    few, all_of_them = memory.whole_step(job, trace), split_segments(trace)
     assert len(few) <= len(all_of_them)
     one, other = (memory.replay(job, trace, step, checkpoints=True) for step in (few, all_of_them))
     assert one.phases == other.phases

@@ -14,8 +14,8 @@ from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.forecasting.memory import replay, traced, whole_step
-from toolkit.forecasting.memory_tracker import Tracker
 from toolkit.forecasting.timing import operations, step_time
+from toolkit.forecasting.tracker import Tracker
 
 
 def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") -> Job:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.cli.parser import parser
+from toolkit.cli.parser import build_parser
 from toolkit.forecasting import prediction
-from toolkit.launcher import api, run_script
+from toolkit.launcher import api, script_session
 from toolkit.launcher.progress import Tail, read_progress
 from toolkit.launcher.targets import dump_function, load_function, named
 from toolkit.launcher.views import page
@@ -63,14 +63,16 @@ def test_shell_and_python_have_one_default_of_processes(
     def refuse(*_: Any, **__: Any) -> None:
         raise Launched
 
-    monkeypatch.setattr(run_script, "supervise", refuse)
+    monkeypatch.setattr(script_session, "supervise", refuse)
     monkeypatch.setattr(api, "_started", refuse)
-    flags = parser().parse_args(["launch", "--sharding", *words.split(), "--run-dir", str(tmp_path / "a"), str(script)])
+    flags = build_parser().parse_args(
+        ["launch", "--sharding", *words.split(), "--run-dir", str(tmp_path / "a"), str(script)]
+    )
     for started in (lambda: flags.call(flags), lambda: tk.launch(str(script), strategy, run_dir=tmp_path / "b")):
         with pytest.raises(Launched):
             started()
         assert capsys.readouterr().err.startswith(f"processes: {ranks}, the default on ")
-    assert prediction.asked(None, strategy, "cpu")[0].ranks == ranks
+    assert prediction.resolve_request(None, strategy, "cpu")[0].ranks == ranks
 
 
 def test_every_gpu_is_used_unless_another_number_is_given() -> None:

@@ -17,7 +17,7 @@ from toolkit.measurement.cpu import _peaks
 # Even numbers of MiB: CUDA's allocator then splits its blocks without a rest, and both devices count the same.
 PHASED = """
 import sys, threading
-from toolkit import measuring
+from toolkit import measurement as measuring
 from toolkit.core.phases import phase
 
 device = sys.argv[1]
@@ -65,7 +65,7 @@ print(window.result().to_json())
 
 WINDOWS = """
 import gc, json
-from toolkit import measuring
+from toolkit import measurement as measuring
 from toolkit.core.phases import phase
 
 said = {}

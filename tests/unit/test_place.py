@@ -1,4 +1,4 @@
-"""`here()`: what stands at the head of every notebook."""
+"""`environment()`: what stands at the head of every notebook."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import platform
 import re
 from importlib import metadata
 
-from toolkit import Environment, here
+from toolkit import Environment, environment
 
 
 def test_it_says_where_with_what_and_when() -> None:
-    found = here()
+    found = environment()
     assert isinstance(found, Environment)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", found.date)
     assert found.versions["python"] == platform.python_version()
@@ -26,5 +26,5 @@ def test_it_says_where_with_what_and_when() -> None:
 def test_what_is_not_installed_is_said() -> None:
     import dataclasses
 
-    without = dataclasses.replace(here(), versions={"python": "3.11", "deepspeed": None})
+    without = dataclasses.replace(environment(), versions={"python": "3.11", "deepspeed": None})
     assert "deepspeed  not installed" in str(without)

@@ -26,7 +26,13 @@ from toolkit.run_folder.heartbeat import Beat
 from toolkit.training.resumption import resume_hint
 
 STEPS = [runs.event(step) for step in range(1, 21)]
-HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1], resume=True); print('in', flush=True); sys.stdin.read()"
+HOLD = """
+import sys
+from toolkit.run_folder import folder
+folder.enter(sys.argv[1], resume=True)
+print('in', flush=True)
+sys.stdin.read()
+"""
 
 
 class Page(HTMLParser):
@@ -95,7 +101,7 @@ def test_a_finished_run_is_told_whole(finished: folder.Folder) -> None:
 
 def test_the_command_asks_for_the_same(finished: folder.Folder) -> None:
     words = tk.report(finished.path).run.command.split()
-    flags = cli.parser().parse_args(words[1:])
+    flags = cli.build_parser().parse_args(words[1:])
     assert (flags.processes, flags.sharding, flags.steps, flags.save_every, flags.lr) == (2, "zero3", 20, 10, 1e-3)
 
 
@@ -162,7 +168,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
     assert found.to_dict()["tokens_per_second"] == 200
     Page(found.page())
     words = found.run.command.split(maxsplit=1)[1]
-    flags = cli.parser().parse_args(shlex.split(words))
+    flags = cli.build_parser().parse_args(shlex.split(words))
     assert (flags.target, flags.arguments) == (OWN["name"], OWN["arguments"])
 
     known["target"] = {"kind": "function", "name": "mine", "arguments": [], "sha256": "ab" * 32}
@@ -299,7 +305,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("run.json", None, r"holds no run: .*run\.json does not exist"),
-        ("run.json", "{}", r"run\.json says nothing of loop, ranks, recipe, strategy"),
+        ("run.json", "{}", r"run\.json says nothing of ranks, run_config, strategy, train_config"),
         ("run.json", "{", r"run\.json cannot be read"),
         ("events.jsonl", "{}\nno\n{}\n", r"events\.jsonl, line 2: it is no JSON"),
         ("memory.json", "{", r"memory\.json cannot be read: .* Repair or remove it"),
@@ -343,7 +349,7 @@ def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
     found["run_config"]["flavour"] = "sweet"
     text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=found).path))
     assert "--flavour sweet" in text
-    assert "This version cannot go on with it: Recipe has no field 'flavour'." in text
+    assert "This version cannot go on with it: RunConfig has no field 'flavour'." in text
     assert re.search(r"^flavour +sweet$", text, re.MULTILINE)
 
 

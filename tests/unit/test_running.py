@@ -31,7 +31,7 @@ from toolkit.launcher.views import page
 from toolkit.run_folder import folder, run_lock
 from toolkit.training import metrics
 
-HOLD = "import sys; from toolkit import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+HOLD = "import sys; from toolkit.run_folder import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
 SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
 
 
@@ -300,7 +300,9 @@ def test_what_is_logged_can_be_read(rank: Path) -> None:
 
 
 def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
-    program = "import signal, toolkit as tk; print(tk.should_stop(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    program = (
+        "import signal, toolkit as tk; print(tk.should_stop(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    )
     environ = {name: value for name, value in os.environ.items() if name != metrics.RUN_DIR}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.split() == ["False", "True"]

@@ -105,7 +105,7 @@ def test_secrets_are_in_no_file_message_or_result(
 ) -> None:
     """JSON, events, error files, errors, results; the shell's output, its crashes included."""
 
-    class Result(Result):
+    class Secret(Result):
         def tables(self) -> list[Table]:
             return [Table(columns=(SECRET,), rows=[('wJ/a"b+c\\dé f',)])]
 
@@ -116,7 +116,7 @@ def test_secrets_are_in_no_file_message_or_result(
     atomic_io.append_line(tmp_path / "events.jsonl", {"error": SECRET})
     with folder.enter(tmp_path / "run") as run:
         run.record_error(0, RuntimeError(f"Bearer {SECRET}"))
-    result = Result()
+    result = Secret()
     shown = [str(result), result._repr_html_(), result.to_json(), str(RunError(f"no {SECRET}"))]
     assert cli.main(["describe", str(tmp_path / SECRET), "--json", str(tmp_path / "y.json")]) == 2
 
@@ -125,7 +125,7 @@ def test_secrets_are_in_no_file_message_or_result(
         if flags.model == "crash":
             print(SECRET)
             raise RuntimeError(SECRET)
-        return Result()
+        return Secret()
 
     monkeypatch.setattr("toolkit.cli.parser.describe", describe)
     assert cli.main(["describe", "--json", str(tmp_path / "y.json")]) == 0
@@ -144,7 +144,7 @@ def test_secrets_are_in_no_file_message_or_result(
 SPEAK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from toolkit import lifetime
+from toolkit.core import process_lifecycle as lifetime
 lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
 print("out", os.environ["HF_TOKEN"])
 print("err", os.environ["HF_TOKEN"], file=sys.stderr)
@@ -634,7 +634,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
         ({"ranks": "2"}, "ranks is 2, expected int"),
         ({"ranks": True}, "ranks is True, expected int"),
         ({"ranks": 0}, "ranks is 0, expected 1 to"),
-        ({"run_config": []}, "recipe is list, expected dict"),
+        ({"run_config": []}, "run_config is list, expected dict"),
         ({"run_config": {"workers": "2"}}, "workers '2': expected int"),
         ({"run_config": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
         ({"run_config": {"run": "x"}}, "no field 'run'"),

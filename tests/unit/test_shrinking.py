@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.parser import parser
+from toolkit.cli.parser import build_parser
 from toolkit.config.flags import given
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
@@ -99,7 +99,7 @@ def test_what_is_advised_for_a_users_own_code_is_accepted_by_resume(
         if kind == "function":
             assert command == f"tk.resume({str(folder.path)!r}, mine, sharding='fsdp')"
         else:
-            flags = parser().parse_args(shlex.split(command)[1:])
+            flags = build_parser().parse_args(shlex.split(command)[1:])
             assert given(flags, Strategy) == {"sharding": "fsdp"}
             assert not any(given(flags, owner) for owner in (TrainConfig, RunConfig, RestartPolicy))
         about["strategy"] = {"sharding": "zero3"}

@@ -1,4 +1,4 @@
-"""Strategy and Loop: the vocabulary, its errors, and the flags that spell it."""
+"""Strategy and TrainConfig: the vocabulary, its errors, and the flags that spell it."""
 
 import argparse
 import dataclasses

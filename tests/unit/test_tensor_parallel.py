@@ -50,8 +50,8 @@ for rank in (0, 1):
 
 WARM = """
 import sys
-from toolkit import Loop, Strategy, describe, forecast
-made = forecast(describe(sys.argv[1]), Strategy(sharding="fsdp", tp=2), "4x H100-80GB", Loop(seq_len=32))
+from toolkit import TrainConfig, Strategy, describe, forecast
+made = forecast(describe(sys.argv[1]), Strategy(sharding="fsdp", tp=2), "4x H100-80GB", TrainConfig(seq_len=32))
 assert not {"torch", "transformers"} & set(sys.modules)
 print(made.peak_bytes)
 """

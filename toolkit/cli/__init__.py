@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from toolkit.cli.output import check_target, quiet, show
-from toolkit.cli.parser import parser
+from toolkit.cli.parser import build_parser
 from toolkit.core.errors import ToolkitError
 from toolkit.core.redaction import redacted_output
 from toolkit.launcher import Stopped
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command `toolkit`. Exit codes: 0 done, 2 a user's mistake, 130 and 143 stopped, 1 anything else."""
     try:
         with _terminable():
-            flags = parser().parse_args(arguments)
+            flags = build_parser().parse_args(arguments)
             check_target(flags.json, "--json")
             with quiet(flags.json):
                 result = flags.call(flags)

@@ -17,7 +17,7 @@ DEFAULT = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a repl
 """What `engines.job.default_ranks` says."""
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Every verb, with the flags that it takes."""
     from toolkit.config.run_config import RunConfig
     from toolkit.launcher import RestartPolicy

@@ -72,7 +72,7 @@ def launch(flags: argparse.Namespace) -> Result:
     """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.run_script import run_script
+    from toolkit.launcher.script_session import run_script
     from toolkit.launcher.targets import Target, named
     from toolkit.run_folder.folder import RUNS, check_new, new_path
     from toolkit.training.setup import choose_ranks, print_default
@@ -176,7 +176,7 @@ def _resume_own(
     from toolkit.devices.machine import hardware
     from toolkit.launcher import RestartPolicy
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.run_script import run_script
+    from toolkit.launcher.script_session import run_script
     from toolkit.launcher.targets import Target, named
     from toolkit.launcher.trust import check_target
     from toolkit.run_folder.folder import open_readonly

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -57,6 +58,11 @@ def fields_table(title: str, owner: Any) -> Table:
         for f in dataclasses.fields(owner)
     ]
     return Table(title=title, columns=("field", "value"), rows=rows)
+
+
+def section(owner: type[Any]) -> str:
+    """Return the JSON key of a dataclass of fields: `TrainConfig` → `train_config`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__).lower()
 
 
 def flag(name: str) -> str:

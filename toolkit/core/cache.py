@@ -60,15 +60,14 @@ def cache_file(kind: str, key: bytes) -> Path:
     return cache_folder(kind) / f"{digest}.json"
 
 
-TRACING = ("model", "forecasting", "engines", "adapting.py", "reading.py", "tables.py", "strategy.py")
-"""The folders and files that describe and trace."""
+TRACING = ("config", "engines", "forecasting", "models")
+"""The packages that describe and trace."""
 
 
 @lru_cache(maxsize=4)
 def source_digest(package: Path) -> str:
     """sha256 of the code that describes and traces: results of an older state of it are not found again."""
-    parts = [package / name for name in TRACING]
-    files = [path for part in parts for path in ([part] if part.is_file() else sorted(part.rglob("*.py")))]
+    files = [path for name in TRACING for path in sorted((package / name).rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -16,7 +16,7 @@ from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.states import checkpoint_bytes, parameters_of
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
-from toolkit.forecasting.segments import segments
+from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
 
 L = TypeVar("L", bound=Ledger)
@@ -90,7 +90,7 @@ def _without_logits(trace: Trace) -> Trace:
 @lru_cache(maxsize=16)
 def _spread(trace: Trace, block: int, engine: Engine) -> list[Segment]:
     """Strategies of one engine share it."""
-    return segments(trace, block, partial(engine.is_boundary, trace))
+    return split_segments(trace, block, partial(engine.is_boundary, trace))
 
 
 def replay(

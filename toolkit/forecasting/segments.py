@@ -18,7 +18,7 @@ class _Span:
     events: tuple[Event, ...]
 
 
-def segments(
+def split_segments(
     trace: Trace, block: int = 1, is_boundary: Callable[[str, str], bool] = lambda what, name: True
 ) -> list[Segment]:
     """The whole model's step, in its order; the last event is `end`.

@@ -12,8 +12,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from toolkit.engines.traces import TraceConfig
-from toolkit.forecasting.memory_tracker import Tracker
 from toolkit.forecasting.tracing import local
+from toolkit.forecasting.tracker import Tracker
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from toolkit.forecasting.memory_tracker import Tracker
+    from toolkit.forecasting.tracker import Tracker
 
 
 def trace_all(
@@ -88,7 +88,7 @@ class _Whole:
     """A model on one rank. `tensor_parallel.Split` has the same functions."""
 
     def tracker(self, head: str | None, *, device: str) -> Tracker:
-        from toolkit.forecasting.memory_tracker import Tracker
+        from toolkit.forecasting.tracker import Tracker
 
         return Tracker(head, device=device)
 

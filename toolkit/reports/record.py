@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import differing, from_dict, spell, to_flags
+from toolkit.config.flags import differing, from_dict, section, spell, to_flags
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -74,7 +74,7 @@ class Record:
         if target is not None:
             return _own_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
         try:
-            owners = (from_dict(kind, about[kind.__name__.lower()]) for kind in (RunConfig, Strategy, TrainConfig))
+            owners = (from_dict(kind, about[section(kind)]) for kind in (RunConfig, Strategy, TrainConfig))
             words = to_flags(*owners)
         except StrategyError:  # of another version, which had other fields
             words = spell({**about["run_config"], **about["strategy"], **about["train_config"]})

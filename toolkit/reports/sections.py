@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.config.flags import section
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -78,7 +79,7 @@ def _asked(run: Record) -> Section:
         TrainConfig: [("global batch", f"{samples} samples")],
         RunConfig: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
     }
-    tables = [_fields(kind, about[kind.__name__.lower()], rows) for kind, rows in more.items()]
+    tables = [_fields(kind, about[section(kind)], rows) for kind, rows in more.items()]
     notes = ["Fields that are not listed have their defaults."]
     if MARK in command:
         notes.append(f"A secret stood where the command says {MARK}: give it anew.")

@@ -257,7 +257,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
             raise StrategyError(
                 f"clip_grad_norm_ got max_norm {float(max_norm):g} (norm_type {float(norm_type):g}), and the job clips the L2 "
-                f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it with {limit:g}."
+                f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it "
+                f"with {limit:g}."
             )
         stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
         meant = [(optimizer, own) for optimizer, own in stepped if own & given] or stepped
