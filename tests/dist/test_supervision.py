@@ -37,7 +37,7 @@ FAULT = """
 import os, signal, sys, time
 
 def watch():
-    from toolkit import phases
+    from toolkit.core import phases
     limits = []
 
     def observe(name, begins):

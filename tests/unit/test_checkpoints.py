@@ -501,7 +501,7 @@ import subprocess, sys, warnings
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_checkpoints as tests
-from toolkit.checkpoints import complete
+from toolkit.checkpoints import list_checkpoints
 
 disk = Path(sys.argv[1])
 class Factory:
@@ -511,15 +511,15 @@ class Factory:
         return made
 
 import conftest
-keeper = tests.saver(next(conftest.run.__wrapped__(Factory())), disk / "checkpoints", keep=1)
-keeper.save(1)
-keeper.wait()
+policy = tests.saver(next(conftest.run.__wrapped__(Factory())), disk / "checkpoints", keep=1)
+policy.save(1)
+policy.wait()
 old = disk / "checkpoints" / "step-00000001"
 subprocess.run(["mount", "--bind", old, old], check=True)  # what is mounted cannot be renamed
 warnings.simplefilter("always")
-keeper.save(2)
-keeper.wait()
-print("LEFT", [path.name for path in complete(disk / "checkpoints")], [done.step for done in keeper.published()])
+policy.save(2)
+policy.wait()
+print("LEFT", [path.name for path in list_checkpoints(disk / "checkpoints")], [done.step for done in policy.published()])
 """
 
 
@@ -544,7 +544,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_checkpoints as tests
-from toolkit.checkpoints import complete, problems, saving
+from toolkit.checkpoints import checkpoint_writer, list_checkpoints, validate
 from toolkit.core.errors import CheckpointError, StrategyError
 
 disk = Path(sys.argv[1])
@@ -561,27 +561,27 @@ try:
     tests.saver(run, disk / "many", keep=1000)
 except CheckpointError as error:
     print("BEFORE", error)
-keeper = tests.saver(run, disk / "checkpoints", keep=1)
-keeper.save(1)
-keeper.wait()
+policy = tests.saver(run, disk / "checkpoints", keep=1)
+policy.save(1)
+policy.wait()
 import shutil
 def fill(left):
     with open(disk / "filler", "ab") as file:
         file.write(bytes(shutil.disk_usage(disk).free - left))
-fill(saving.SLACK // 2)
+fill(checkpoint_writer.SLACK // 2)
 try:
-    keeper.save(2)
+    policy.save(2)
 except CheckpointError as error:
     print("CHECKED", error)
-saving.SLACK = 0  # as if the disk had become full after the check
-saving.check_space = lambda *told: None
+checkpoint_writer.SLACK = 0  # as if the disk had become full after the check
+checkpoint_writer.check_space = lambda *told: None
 fill(size // 2)
-keeper.save(2)
+policy.save(2)
 try:
-    keeper.wait()
+    policy.wait()
 except CheckpointError as error:
     print("WRITING", error)
-print("LEFT", [path.name for path in complete(disk / "checkpoints")], problems(complete(disk / "checkpoints")[0]))
+print("LEFT", [path.name for path in list_checkpoints(disk / "checkpoints")], validate(list_checkpoints(disk / "checkpoints")[0]))
 """
 
 

@@ -617,7 +617,7 @@ def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from toolkit.exporters.publication import drafted
+from toolkit.exporters.publication import atomic_dir
 left = [int(sys.argv[2])]
 def hook(event, arguments):
     if event == "os.rename":
@@ -625,7 +625,7 @@ def hook(event, arguments):
         if not left[0]:
             os._exit(9)
 sys.addaudithook(hook)
-with drafted(Path(sys.argv[1]), replace=True) as draft:
+with atomic_dir(Path(sys.argv[1]), replace=True) as draft:
     (draft / "file").write_text("new")
 """
 

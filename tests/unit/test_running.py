@@ -270,7 +270,7 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
     tk.log(2, steps=9, loss=0.25)
     assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, 1.0), (2, 0.25)]
-    assert tk.launching.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
+    assert tk.launcher.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("status", "known"), [("running", False), ("stopped", True), ("finished", True)])

@@ -78,7 +78,7 @@ def resolve_request(
         ToolkitError: for a model or a machine that is not known.
     """
     if isinstance(on, TrainConfig | Strategy):
-        raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give loop=Loop(…) by name.")
+        raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give train_config=TrainConfig(…) by name.")
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
     strategy = strategy or Strategy()

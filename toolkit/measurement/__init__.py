@@ -21,7 +21,7 @@ from toolkit.measurement.window import Window, rss
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measured", "Memory", "Window", "collect", "highest", "live_bytes", "start"]
+__all__ = ["Measured", "Memory", "Window", "collect", "live_bytes", "peak_memory", "start"]
 
 DISABLED = "the memory window was switched off (--no-memory-window)"
 

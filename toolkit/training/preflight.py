@@ -54,7 +54,7 @@ class Preflight:
     @property
     def spec(self) -> ModelSpec:
         """Of the model that is trained."""
-        assert self.job.spec is not None, "get_ready describes the model"
+        assert self.job.spec is not None, "the preflight describes the model"
         return self.job.spec
 
 

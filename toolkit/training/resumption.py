@@ -36,7 +36,7 @@ def merge_config(
     strategy: Mapping[str, Any],
     ranks: int,
 ) -> tuple[RunConfig, TrainConfig, dict[str, Any]]:
-    """Recipe, loop and fields of Strategy with which a run goes on.
+    """RunConfig, TrainConfig and fields of Strategy with which a run goes on.
 
     Args:
         was: from `read_run_json`.
