@@ -2,7 +2,7 @@
 # make test    make check, then every test that this machine can run
 # make check   style, types, layers
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
-# make screenshots   the pictures of README, anew: JupyterLab in the system's Chromium
+# make screenshots   make the pictures of README: JupyterLab in the system's Chromium
 #
 # Each checks first for the system packages that it needs (.ci/system-packages), then makes .venv, if it is not there or not current.
 
@@ -31,6 +31,7 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	.ci/check-words
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

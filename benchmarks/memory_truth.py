@@ -8,7 +8,7 @@ Each run is the recipe, `toolkit.finetune`, for three steps over a model of rand
 is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
 holds and no engine can do is refused before, and counted by its reason. Every run counts: one that fails is listed.
 
-Beside it stand the estimates of accelerate (`accelerate estimate-memory`) and DeepSpeed (`estimate_zero*_model_states_mem_needs`).
+It also lists the estimates of accelerate (`accelerate estimate-memory`) and DeepSpeed (`estimate_zero*_model_states_mem_needs`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def texts(folder: Path, kind: str) -> Path:
 
 
 def specs(work: Path, families: Collection[str]) -> dict[tuple[str, str], Any]:
-    """Models of these families described; a folder is made where there is none."""
+    """Describe models of these families; create missing folders."""
     import toolkit as tk
 
     pairs = [(family, shape) for family in families for shape in SHAPES]
@@ -172,7 +172,7 @@ def others(rows: Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]
 
 
 def measured_before(results: Path) -> dict[str, dict[str, Any]]:
-    """Runs of the results that lie there, where versions and machine are the same; `--again` measures them anew."""
+    """Runs of the results that lie there, where versions and machine are the same; `--again` measures them again."""
     path, now = results / "memory_truth.json", about()
     if not path.exists():
         return {}

@@ -91,7 +91,7 @@ def by_phase(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def too_large(rows: Sequence[dict[str, Any]]) -> Table:
-    """All of them ran: what a forecast would not have let begin."""
+    """All of them ran: those that the forecast rejects."""
     found = [(row["what"], *row["lacks"]) for row in rows if row["lacks"]]
     return Table(
         title=f"{len(rows)} ran; of {len(found)} the forecast says that they do not fit",

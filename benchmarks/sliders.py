@@ -1,4 +1,4 @@
-"""How long a moved slider takes: `Explorer.set(...)` of every panel, with a warm cache, until its page is written anew.
+"""How long a moved slider takes: `Explorer.set(...)` of every panel, with a warm cache, until its page is written again.
 
     python benchmarks/sliders.py                       # results into benchmarks/results/sliders.json and .md
     python benchmarks/sliders.py --smoke               # whether it still runs

@@ -318,7 +318,7 @@ def generate(use_cache):
     return time.perf_counter() - began, ids.shape[1] - prompt.shape[1]
 
 
-foretold = cache_bytes(model.config, long.numel())
+expected = cache_bytes(model.config, long.numel())
 cache = read(use_cache=True)
 held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 begins, ends = prompt.shape[1], prompt.shape[1] + NEW_TOKENS
@@ -328,7 +328,7 @@ timed = {use_cache: generate(use_cache) for use_cache in (True, False)}
 
 assert model.config.use_cache is False  # as tk.load left it
 assert read(use_cache=False) is None
-assert held == foretold
+assert held == expected
 assert all(count == NEW_TOKENS for _, count in timed.values())
 assert computed[False] > computed[True]
 Table(
@@ -337,7 +337,7 @@ Table(
     rows=[
         (
             "on" if use_cache else "off",
-            *(map(format_bytes, (foretold, held)) if use_cache else ("0 B", "0 B")),
+            *(map(format_bytes, (expected, held)) if use_cache else ("0 B", "0 B")),
             f"{computed[use_cache]:,}",
             f"{computed[use_cache] * a_token:.2f}",
             f"{took:.2f}",
@@ -403,7 +403,7 @@ tk.StepProfiles(title="Packed and padded rows", trials=padding)
 # A token passes through only a few of the experts, but all of them are held, with gradients and moments.
 # `tk.describe` finds experts by looking at the modules, not at a model's name. What follows from it: operations
 # are counted for the active ones, LoRA and quantization know which weights are fused, and under ZeRO-3 the block
-# is gathered whole, because ranks that route to different experts would else wait for each other for ever. Off is
+# is gathered whole, because ranks that route to different experts would otherwise wait for each other without end. Off is
 # the dense model, as wide as the experts that are active.
 
 # %%

@@ -4,7 +4,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/02_where_the_memory_goes.ipynb)
 #
 # Training a model takes several times what the model weighs. Five things share the memory: **parameters**,
-# **gradients**, **optimizer states**, **activations** and **logits**. Each is looked at by itself here: computed,
+# **gradients**, **optimizer states**, **activations** and **logits**. Each is examined separately here: computed,
 # forecast, measured. Then the same arithmetic tells what 7 billion parameters need, what their checkpoint weighs,
 # what ZeRO shards away, and what gradient accumulation saves.
 
@@ -192,10 +192,10 @@ def kept(trial):
 
 
 for batch, trial in trials.items():
-    measured, foretold = kept(trial)
+    measured, expected = kept(trial)
     assert trial.parts["parameters"] + trial.parts["optimizer"] == 12 * P
     assert abs(measured / (batch * kept(trials[BATCHES[0]])[0] / BATCHES[0]) - 1) < 0.1  # proportional
-    assert abs(foretold / measured - 1) < 0.05
+    assert abs(expected / measured - 1) < 0.05
 
 lines = {
     "measured": [(batch, kept(trial)[0] / MiB) for batch, trial in trials.items()],
@@ -231,11 +231,11 @@ for vocabulary in VOCABULARIES:
 
 smallest, largest = VOCABULARIES[0], VOCABULARIES[-1]
 more = (largest - smallest) * train_config.micro_batch * train_config.seq_len
-measured, foretold = ((kept(logits[largest])[at] - kept(logits[smallest])[at]) / more for at in (0, 1))
+measured, expected = ((kept(logits[largest])[at] - kept(logits[smallest])[at]) / more for at in (0, 1))
 
-assert abs(foretold / measured - 1) < 0.05
+assert abs(expected / measured - 1) < 0.05
 assert measured >= 8  # the logits themselves in fp32, and their softmax for the backward
-print(f"bytes for each logit, where the forward ends: {measured:.1f} measured, {foretold:.1f} forecast")
+print(f"bytes for each logit, where the forward ends: {measured:.1f} measured, {expected:.1f} forecast")
 HTML(
     bars(
         [Bar(label=f"{vocabulary:,} words", parts=trial.forecast.parts) for vocabulary, trial in logits.items()],
@@ -289,7 +289,7 @@ one
 # ### Its checkpoint
 #
 # To go on exactly where it stopped, a run needs the fp32 weights and both moments: twelve bytes a parameter.
-# Gradients are made anew. What is published at the end is the weights alone. Here a real checkpoint of the small
+# Gradients are computed again. What is published at the end is the weights alone. Here a real checkpoint of the small
 # model is written and weighed.
 
 # %%
@@ -307,15 +307,15 @@ saver = CheckpointWriter(ours, schedule, Path("checkpoints"), identify(spec, pla
 saver.save(1)
 saver.wait_published(1)
 written = sum(file.stat().st_size for file in Path("checkpoints").rglob("*") if file.is_file())
-foretold = step.forecast.checkpoint_bytes
+expected = step.forecast.checkpoint_bytes
 
-assert foretold == 12 * P
+assert expected == 12 * P
 assert one.checkpoint_bytes == 12 * seven.elements
-assert 1 <= written / foretold < 1.05
+assert 1 <= written / expected < 1.05
 Table(
     columns=("model", "checkpoint, forecast", "on disk", "its weights in bf16"),
     rows=[
-        (format_count(P), format_bytes(foretold), format_bytes(written), format_bytes(2 * P)),
+        (format_count(P), format_bytes(expected), format_bytes(written), format_bytes(2 * P)),
         (format_count(seven.elements), format_bytes(one.checkpoint_bytes), "–", format_bytes(2 * seven.elements)),
     ],
 )

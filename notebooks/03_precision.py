@@ -59,7 +59,7 @@ def table(title, columns, rows):
 
 
 def show(picture, title, columns, rows):
-    """A picture, and the table of what it shows beside it."""
+    """A picture and its table."""
     return HTML(figure(picture, Table(title=title, columns=columns, rows=rows)))
 
 

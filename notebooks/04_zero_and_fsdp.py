@@ -60,7 +60,7 @@ def table(title, columns, rows):
 
 
 def show(picture, title, columns, rows):
-    """A picture, and the table of what it shows beside it."""
+    """A picture and its table."""
     return HTML(figure(picture, Table(title=title, columns=columns, rows=rows)))
 
 
@@ -587,7 +587,7 @@ HTML(f'<pre style="background:#fff;color:{INK};padding:.6em">{shown}</pre>')
 # `tk.launch` takes scripts, too. Every rank prints the loss of its own part; their mean is the loss of the global
 # batch.
 #
-# Accelerate's own `Accelerator` trains under DDP on a processor, but drops FSDP and DeepSpeed there without a word.
+# Accelerate's own `Accelerator` trains under DDP on a processor, but silently ignores FSDP and DeepSpeed there.
 # `tk.accelerator()` makes a real `Accelerator` that shards everywhere. Two of the five lines are spelled otherwise
 # then, and the same script runs under any word: here under **ZeRO-3 with everything offloaded to the host**.
 

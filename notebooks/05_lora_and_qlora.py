@@ -109,8 +109,8 @@ print(topics["if"][:400])
 #
 # LoRA (Hu et al. 2021) leaves a weight W of a linear layer as it is and adds B·A, where A is *rank × inputs* and B
 # *outputs × rank*. So an adapter trains *rank × (inputs + outputs)* numbers where the matrix has *inputs ×
-# outputs*. The count below is that sum over all linear layers, the head excepted; what PEFT really trains stands
-# beside it.
+# outputs*. The count below is that sum over all linear layers, the head excepted. The next column is what
+# PEFT really trains.
 
 # %%
 from peft import LoraConfig, get_peft_model

@@ -287,7 +287,7 @@ def formula(depth, together):
     return extra + (inner * depth if together is None else math.ceil(depth / together) + inner * together)
 
 
-measured, foretold = {}, {}
+measured, expected = {}, {}
 for depth in DEPTHS:
     stack = stack_of(depth)
     sizes = {
@@ -298,10 +298,10 @@ for depth in DEPTHS:
     }
     for name, together in sizes.items():
         measured[name, depth] = peak(stack, together)
-        foretold[name, depth] = formula(depth, together)
+        expected[name, depth] = formula(depth, together)
 
 names = list(sizes)
-rows = [(depth, *(f"{measured[name, depth]:.0f} ({foretold[name, depth]:.0f})" for name in names)) for depth in DEPTHS]
+rows = [(depth, *(f"{measured[name, depth]:.0f} ({expected[name, depth]:.0f})" for name in names)) for depth in DEPTHS]
 title = "Peak in inputs of a layer: measured (formula)"
 table = Table(title=title, columns=("layers", *names), rows=rows, notes=("The picture leaves the plain stack out.",))
 climbs = {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"}
@@ -311,7 +311,7 @@ HTML(
 
 # %%
 for each, size in measured.items():
-    assert abs(size / foretold[each] - 1) < 0.1, each
+    assert abs(size / expected[each] - 1) < 0.1, each
 low, high = min(DEPTHS), max(DEPTHS)
 grown = {name: (measured[name, high] - extra) / (measured[name, low] - extra) for name in names}
 assert abs(grown["plain"] / (high / low) - 1) < 0.1  # as the depth
@@ -369,10 +369,10 @@ run_config = tk.RunConfig(data="prose.txt")
 trials = {name: tk.profile_steps(strategy, train_config, run_config) for name, strategy in asked.items()}
 rows = []
 for name, trial in trials.items():
-    foretold = forecasts[name].phases
-    assert abs(foretold["backward"] / trial.phases["backward"] - 1) < 0.08
+    expected = forecasts[name].phases
+    assert abs(expected["backward"] / trial.phases["backward"] - 1) < 0.08
     sizes = [
-        f"{format_bytes(trial.phases[phase])} x {foretold[phase] / trial.phases[phase]:.2f}"
+        f"{format_bytes(trial.phases[phase])} x {expected[phase] / trial.phases[phase]:.2f}"
         for phase in ("forward", "backward", "step")
     ]
     rows.append((name, *sizes, f"{trial.seconds:.2f} s", f"{trial.forecast.operations:.3g}"))

@@ -90,7 +90,7 @@ plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, train_config=train_conf
 f"{len(plan.ranked)} that fit, {len(plan.rejected)} that do not"
 
 # %% [markdown]
-# `plan` by itself shows all of them, ranked and rejected. Here are the first ten, and the first of each sharding by
+# `plan` alone shows all of them, ranked and rejected. Here are the first ten, and the first of each sharding by
 # what it holds at its peak:
 
 # %%
@@ -199,7 +199,7 @@ assert yaml.safe_load((run.folder / "accelerate.yaml").read_text()) == plan.conf
 # %% [markdown]
 # ## Read the report
 #
-# What was asked, what was got, forecast beside measured, the losses. `report.html` in the run's folder is the same
+# The request, the audit, forecast and measurement, the losses. `report.html` in the run's folder is the same
 # as one page that asks nothing of the network, to be kept or sent.
 
 # %%

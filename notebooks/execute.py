@@ -112,7 +112,7 @@ class _Kept(OutputWidget):
     """Keeps what an output widget shows, as nbclient does, and does not tell the kernel what it has kept.
 
     nbclient's message goes over the socket whose reply it waits for, and may take that reply's wake-up with it: about
-    every fiftieth cell with a slider then waited for ever (jupyter/nbclient#312).
+    every fiftieth cell with a slider then waited without end (jupyter/nbclient#312).
     """
 
     def sync_state(self) -> None:
@@ -125,7 +125,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
     Raises:
         nbclient.exceptions.CellExecutionError: where a cell fails, a claim included.
         TimeoutError: after `limit` seconds; the kernel is ended.
-        nbclient.exceptions.DeadKernelError: where it ended by itself.
+        nbclient.exceptions.DeadKernelError: if it ended on its own.
     """
     began = time.monotonic()
     client = NotebookClient(
@@ -155,7 +155,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
 def tidied(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
     """The same, as it is kept: no output says in which folders, on whose account or on which host it was made.
 
-    Nor does one say anything twice, or show a widget, which needs a kernel: a notebook shows beside it what it shows.
+    Nor does one say anything twice, or show a widget, which needs a kernel: a notebook shows its content next to it.
     """
     site = next(path for path in map(Path, sys.path) if path.name == "site-packages")
     places = {str(site): "site-packages", str(folder): ".", str(ROOT): ".", sys.prefix: ".venv", str(Path.home()): "~"}

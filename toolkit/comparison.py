@@ -92,13 +92,13 @@ class Comparison(Result):
         rows = []
         for result in self.results:
             phases = result.measured["phases"] if result.measured else {}
-            foretold = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
+            expected = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
             rows.append(
                 (
                     result.sharding,
                     format_bytes(max(result.parameter_bytes_per_rank)),
-                    _beside(result.measured["peak_bytes"] if result.measured else 0, foretold["peak_bytes"]),
-                    *(_beside(phases.get(name, 0), foretold["phases"].get(name)) for name in seen),
+                    _beside(result.measured["peak_bytes"] if result.measured else 0, expected["peak_bytes"]),
+                    *(_beside(phases.get(name, 0), expected["phases"].get(name)) for name in seen),
                 )
             )
         notes = (
@@ -109,11 +109,11 @@ class Comparison(Result):
         return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
 
 
-def _beside(measured: int, foretold: int | None) -> str:
+def _beside(measured: int, expected: int | None) -> str:
     """Measured bytes, and the forecast as a multiple of them."""
     if not measured:
         return "–"
-    return format_bytes(measured) + (f" x {foretold / measured:.2f}" if foretold else "")
+    return format_bytes(measured) + (f" x {expected / measured:.2f}" if expected else "")
 
 
 def compare(

@@ -355,7 +355,7 @@ def _guarded(flags: argparse.Namespace, folder: Folder, rank: int) -> int:
 
 
 def _refused(folder: Folder, rank: int, error: ToolkitError, *, resumed: bool) -> int:
-    """Say it to the supervisor, or where there is none to the user. A new run that never began leaves nothing."""
+    """Report an error to the supervisor, or to the user without one. A new run that never began leaves no folder."""
     if supervised():
         folder.record_error(rank, error)
         return error.exit_code

@@ -25,7 +25,7 @@ SETTINGS = {"fetchNews": "false", "checkForUpdates": False}
 """JupyterLab asks the network for news, and a person whether it may."""
 
 PATIENCE = 120_000
-"""Milliseconds: for what is a matter of a second on an idle machine, and of several where two ranks train beside it."""
+"""Milliseconds: for what is a matter of a second on an idle machine, and of several while two ranks train."""
 
 STEP = r"/step (\d+)/.exec(node.textContent)"
 
@@ -141,7 +141,7 @@ class Notebook:
         self.page.locator(".jp-NotebookPanel-toolbar").get_by_role("button", name=name, exact=True).click()
 
     def restart(self) -> None:
-        """The kernel, anew, with nothing executed."""
+        """Restart the kernel, with nothing executed."""
         self.press("Restart the kernel")
         self.page.locator(".jp-Dialog").locator(".jp-mod-accept").click()
         self.preflight()

@@ -1,4 +1,4 @@
-"""What README shows, made anew: the explorers, the live view of a run, and its report. `make screenshots` runs this."""
+"""Make the pictures of README again: the explorers, the live view of a run, and its report. `make screenshots` runs this."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     notebook.ended(WAIT)
     expect(waited).to_contain_text("waiting has ended; the run in runs/first goes on.")
 
-    # A page that is loaded anew, and then a kernel that is, find it again.
+    # A reloaded page and a restarted kernel find it again.
     notebook.save()
     before = step_of(view)
     page.reload()

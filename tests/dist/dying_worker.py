@@ -1,4 +1,4 @@
-"""A rank that kills itself in a step, loads for ever, or sleeps; and its supervisor (`supervise FOLDER [loads|spins]`)."""
+"""A rank that kills itself in a step, loads without end, or sleeps; and its supervisor (`supervise FOLDER [loads|spins]`)."""
 
 from __future__ import annotations
 

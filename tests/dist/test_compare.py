@@ -89,12 +89,12 @@ def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: s
     """
     near = 0.03
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
-    measured, foretold = row["measured"], row["forecast"]["device"]
-    assert foretold["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=near)
+    measured, expected = row["measured"], row["forecast"]["device"]
+    assert expected["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=near)
     for phase in ("load", "forward", "backward", "step", "save"):
         highest = max(rank["phases"][phase] for rank in measured["per_rank"])
-        assert foretold["phases"][phase] == pytest.approx(highest, rel=near), phase
-    assert sum(foretold["parts"].values()) == foretold["peak_bytes"]
+        assert expected["phases"][phase] == pytest.approx(highest, rel=near), phase
+    assert sum(expected["parts"].values()) == expected["peak_bytes"]
 
 
 def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> None:

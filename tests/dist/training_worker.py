@@ -166,7 +166,7 @@ def scaling(folder: str) -> dict[str, Any]:
 
 
 def saved(folder: str, out: Path) -> dict[str, Any]:
-    """What each engine saves loads in plain libraries; the test opens it again by itself."""
+    """What each engine saves loads in plain libraries; the test opens it again."""
     from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
     from toolkit.training.loop import evaluate, train

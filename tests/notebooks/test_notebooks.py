@@ -1,4 +1,4 @@
-"""The notebooks: each executed from its source with other parameters, its claims with it; and what is checked in beside it."""
+"""The notebooks: each executed from its source with other parameters, with its claims; and the notebook that is checked in."""
 
 from __future__ import annotations
 

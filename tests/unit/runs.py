@@ -27,7 +27,7 @@ LOOP = TrainConfig(steps=20, lr=1e-3)
 PARTS = {"parameters": 10 * MiB, "master": 20 * MiB, "gradients": 12 * MiB, "optimizer": 40 * MiB, "logits": 48 * MiB}
 
 
-def foretold() -> Forecast:
+def expected() -> Forecast:
     """130 MiB in backward."""
     return Forecast(
         job=resolve(STRATEGY, LOOP, describe(None), 2, hardware("2x cpu").device),
@@ -56,7 +56,7 @@ def about(run_config: RunConfig | None = None, **more: Any) -> dict[str, Any]:
         "run_config": dataclasses.asdict(run_config or RunConfig(save_every=10)),
         "ranks": 2,
         "parallelism": {"dp_shard": 2},
-        "forecast": foretold().to_dict(),
+        "forecast": expected().to_dict(),
         "versions": versions(),
         "hardware": hardware("2x cpu").to_dict(),
         "seed": 0,
@@ -99,7 +99,7 @@ def memory(*, reason: str | None = None, forecast: bool = True) -> dict[str, Any
     ]
     one = collect(ranks[0], held, lambda pairs: pairs * 2)
     audit = Audit(engine="DeepSpeedEngine", ranks=2, held=held, expected=held)
-    beside = {"forecast": foretold().to_dict() if forecast else None, "unforecast": None if forecast else "no trace"}
+    beside = {"forecast": expected().to_dict() if forecast else None, "unforecast": None if forecast else "no trace"}
     return {**one.to_dict(), **beside, "audits": [audit.to_dict()] * 2}
 
 

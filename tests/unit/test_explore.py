@@ -241,7 +241,7 @@ class Page(HTMLParser):
 
 
 def check_page(page: str) -> None:
-    """A picture with a name, a table beside it, nothing that runs or that is fetched."""
+    """A picture with a name, a table, nothing that runs or that is fetched."""
     found = Page(page)
     assert {"img", "table", "caption"} <= set(found.tags)
     assert not {"script", "svg", "link", "iframe"} & set(found.tags)

@@ -341,7 +341,7 @@ def test_latest_names_a_folder_beside_it(tmp_path: Path, tag: str) -> None:
     zero(tmp_path / "step")
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "latest").write_text(tag)
-    refused(tmp_path / "inner", "latest", repr(tag), "expected a folder beside it")
+    refused(tmp_path / "inner", "latest", repr(tag), "expected a folder next to it")
 
 
 def test_latest(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") 
 
 
 def test_work_is_what_the_device_does() -> None:
-    """Not the questions that a fake tensor asks itself, nor what only names a tensor anew."""
+    """Not the questions that a fake tensor asks itself, nor what only renames a tensor."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -341,7 +341,7 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "[redacted]" in text
         assert token not in text
         assert "hunter2" not in text
-    assert "A secret stood where the command says [redacted]: give it anew." in str(report)
+    assert "The command held a secret where it says [redacted]: give it again." in str(report)
 
 
 def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:

@@ -421,7 +421,7 @@ print("compiled kernels from the Hub:", hub_kernels._TRANSFORMERS_USE_HUB_KERNEL
 def test_code_on_the_hub_is_trusted_at_a_full_commit(mine: Path, canary: Path, tmp_path: Path) -> None:
     """In the cache as the Hub's library lays it out: files of a commit are links into the repository's blobs.
 
-    Compiled kernels, which transformers would fetch by itself, are not fetched at all.
+    Compiled kernels, which transformers would fetch, are not fetched at all.
     """
     commit = "c0ffee" * 6 + "abcd"
     repository = tmp_path / "hub" / "models--somebody--mine"

@@ -309,7 +309,7 @@ def test_results_replace_no_file(here: Path, capsys: pytest.CaptureFixture[str])
     assert Path(".out.partial/mine").exists()
     assert Path("out").stat().st_mode & 0o777 == Path("run").stat().st_mode & 0o777
     assert cli.main(["report", str(run.path), "-o", "page.html"]) == 0
-    assert cli.main(["report", str(run.path), "-o", "page.html"]) == 0, "a report of ours is written anew"
+    assert cli.main(["report", str(run.path), "-o", "page.html"]) == 0, "a report of the toolkit is rewritten"
 
 
 @pytest.mark.parametrize("name", ["-x", "--steps", "x" * 300, "a\x1b[31m", "a\nb"])

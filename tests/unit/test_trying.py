@@ -45,9 +45,9 @@ def test_trials_stand_beside_each_other(trials: dict[str, StepProfile]) -> None:
     both = StepProfiles(title="two", trials=trials)
     first, second = trials["fp32"], trials["bf16_pure"]
     if first.forecast.timing is None:
-        assert both.foretold_seconds("fp32") is None
+        assert both.forecast_seconds("fp32") is None
         operations = second.forecast.operations / first.forecast.operations
-        assert both.foretold_seconds("bf16_pure") == pytest.approx(first.seconds * operations)
+        assert both.forecast_seconds("bf16_pure") == pytest.approx(first.seconds * operations)
     (table,) = both.tables()
     assert [row[0] for row in table.rows] == ["fp32", "bf16_pure"]
     assert both._repr_html_().count("<svg") == 1

@@ -287,7 +287,7 @@ def _alive(partial: Path, rank: int) -> Iterator[None]:
 
 
 class _Waiting:
-    """Patience that begins anew whenever something in a folder has grown: a slow disk is no hung rank."""
+    """A deadline that restarts whenever a file in a folder grows: a slow disk is no hung rank."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder, self._seconds = folder, seconds

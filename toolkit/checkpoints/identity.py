@@ -104,7 +104,7 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
 
 
 def _changed(was: Mapping[str, Any], is_: Mapping[str, Any]) -> Iterator[str]:
-    """Fields of both that differ, in words. Another transformers may know other fields."""
+    """Describe fields of both that differ. Another version of transformers may know other fields."""
     for name in sorted((was.keys() & is_.keys()) - set(_UNFIXED)):
         if isinstance(was[name], dict) and isinstance(is_[name], dict):
             yield from _changed(was[name], is_[name])

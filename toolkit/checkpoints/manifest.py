@@ -100,7 +100,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """A checkpoint's manifest.
 
     Raises:
-        CheckpointError: where there is none, where it is no manifest, or names a file that lies elsewhere.
+        CheckpointError: for a missing or invalid manifest, and one that names a file in another folder.
     """
     path = checkpoint / NAME
     if not path.is_file() or path.is_symlink():

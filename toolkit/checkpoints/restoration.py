@@ -185,7 +185,7 @@ def _check_shape(stored: StoredTensors, kind: str, shard: Shard) -> None:
 
 
 def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
-    """Where it stands, and its rates: those of a rule are computed, since its peak or length may be given anew."""
+    """Restore the position and the rates. Rates of a rule are computed, since its peak or length may have changed."""
     from torch.optim.lr_scheduler import LambdaLR
 
     inner = getattr(schedule, "scheduler", schedule)

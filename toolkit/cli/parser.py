@@ -40,30 +40,28 @@ def build_parser() -> Parser:
     described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
     described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
     for function in (forecast, timeline, precisions):
-        foretold = verb(function, Strategy, *(() if function is precisions else (TrainConfig,)))
-        foretold.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
-        foretold.add_argument(
+        command = verb(function, Strategy, *(() if function is precisions else (TrainConfig,)))
+        command.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
+        command.add_argument(
             "--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision"
         )
-        foretold.add_argument(
+        command.add_argument(
             "--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)"
         )
-        foretold.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT})")
+        command.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT})")
         if function is not precisions:
-            foretold.add_argument(
+            command.add_argument(
                 "--one-document", action="store_true", help="rows hold one document each, and no padding"
             )
         if function is forecast:
-            foretold.add_argument(
-                "--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized"
-            )
-            foretold.add_argument(
+            command.add_argument("--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized")
+            command.add_argument(
                 "--against",
                 metavar="WORDS",
                 help="beside another: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'",
             )
         else:
-            foretold.add_argument("--run", metavar="RUN", type=expanduser, help="folder of a run that is shown beside")
+            command.add_argument("--run", metavar="RUN", type=expanduser, help="folder of a run that is shown beside")
     kept = ("sharding", "offload", "activation_checkpointing", "dp_replicate", "micro_batch", "accumulation")
     planned = verb(plan, Strategy, TrainConfig, without=kept)
     planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")

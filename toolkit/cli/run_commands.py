@@ -202,7 +202,7 @@ CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", 
 
 
 def _otherwise(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What was asked anew, and is otherwise than the run was, in words."""
+    """Describe fields whose new values differ from the run's."""
     before = {**was["run_config"], **was["train_config"], **was["strategy"], "processes": was["ranks"]}
     return [
         f"{flag(name)} {value} (it was {before.get(name)})"

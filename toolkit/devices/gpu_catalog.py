@@ -24,7 +24,7 @@ class GPUSpec:
     memory: float
     """Bandwidth of the GPU's own memory."""
     peer: float
-    """To another GPU of the node: NVLink, or PCIe where there is none."""
+    """To another GPU of the node: NVLink, else PCIe."""
     host: float
     """PCIe, to the host."""
     network: float
@@ -83,7 +83,7 @@ def card_key(name: str, word: str) -> str:
 
 
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
-    """The card for what a driver calls it (`"NVIDIA A100-SXM4-80GB"`), by name and nearest memory; None where there is none."""
+    """The card for what a driver calls it (`"NVIDIA A100-SXM4-80GB"`), by name and nearest memory; None if unknown."""
     words = set(re.split(r"[\s_-]+", driver.upper()))
     found = [
         card

@@ -1,4 +1,4 @@
-"""The gloo shim: what makes Accelerate shard on ranks without an accelerator, where by itself it would fall back without a word."""
+"""CPU support over gloo. Accelerate silently ignores sharding plugins on a CPU."""
 
 from __future__ import annotations
 

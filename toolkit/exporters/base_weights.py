@@ -191,7 +191,7 @@ def _check_said(path: Path, manifest: Manifest) -> None:
 
 def _others(damaged: Path) -> str:
     others = [path for path in list_checkpoints(damaged.parent) if path != damaged]
-    return f"Take another: {others[0]}." if others else "There is no other beside it."
+    return f"Take another: {others[0]}." if others else "The folder holds no other."
 
 
 def _newest(run: Path) -> tuple[Path, tuple[str, ...]]:

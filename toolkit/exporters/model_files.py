@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file at most, which is what is in memory at once, with one layer beside it: the Hub's own recommendation."""
+"""Largest size of a file, which is in memory at once together with one layer: the Hub's recommendation."""
 
 
 def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -201,7 +201,7 @@ def write_model(
 
 
 def _saved(model: PreTrainedModel, weights: FullStateDict) -> list[str]:
-    """All but what the class says it makes anew whenever it is loaded."""
+    """Return all tensors but those that the class creates when it is loaded."""
     return [name for name in weights.shapes if name not in (model._keys_to_ignore_on_save or ())]
 
 

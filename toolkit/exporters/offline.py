@@ -137,9 +137,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
         raise ModelError(f"{error} Or say where the model is now with --model.") from error
     if spec.source is None:  # a config and a tokenizer are enough, where all weights are in the checkpoint
         if name == EMBEDDED:
-            raise ModelError(
-                "model 'embedded' has no folder yet: `toolkit.data.embedded_model()` makes and names it."
-            )
+            raise ModelError("model 'embedded' has no folder yet: `toolkit.data.embedded_model()` makes and names it.")
         path = at_home(here)
         spec = dataclasses.replace(spec, source=str(path if path.is_dir() else path.parent))
     if identity.get("model") == EMBEDDED:

@@ -18,7 +18,7 @@ from toolkit.models.hf_loading import auto_class, without_engine
 def reopen(job: Job, folder: Path) -> Any:
     """The model in `folder`, in evaluation mode, on the host; an adapter over its base, read (and quantized) again.
 
-    An adapter is in the dtype it was trained in, so that its logits can be compared; PEFT by itself reads it in fp32.
+    An adapter is in the dtype it was trained in, so that its logits can be compared. PEFT would read it in fp32.
 
     Raises:
         RunError: for keys that are missing or that the model does not know.

@@ -88,7 +88,7 @@ def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -
 
 
 def logits_text(error: float | None) -> str:
-    """The logits' error in words."""
+    """Describe the error of the logits."""
     return "not compared" if error is None else f"{error:.1e} relative"
 
 

@@ -55,13 +55,13 @@ def read_run(path: Path) -> Calibration:
     forecast, measured = memory.get("forecast"), memory.get("measured")
     if not forecast or not measured:
         why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
-        raise RunError(f"{path} teaches nothing: {why}. Name a run that has both in its memory.json.")
+        raise RunError(f"Cannot calibrate with {path}: {why}. Name a run that has both in its memory.json.")
     seconds = [event["seconds"] for event in read_events(path / "events.jsonl") if "loss" in event]
     if not seconds:
-        raise RunError(f"{path} teaches nothing: events.jsonl has no step. Name the folder of a finished run.")
+        raise RunError(f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run.")
     worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
     reserved = worst.get("reserved_bytes")
-    took, foretold = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
+    took, expected = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
     return Calibration(
         run=path,
         more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
@@ -69,7 +69,7 @@ def read_run(path: Path) -> Calibration:
         card_gib=card["gib"] if (card := forecast["hardware"]["device"]["card"]) else None,
         reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
         operations_per_second=forecast["operations"] / took,
-        slower=took / foretold if foretold else None,
+        slower=took / expected if expected else None,
     )
 
 

@@ -40,9 +40,9 @@ class DtypeColumn:
     dtypes: Mapping[Place, str] = field(default_factory=dict)
     """Stage and part → torch's name of the dtype."""
     loading: str = ""
-    """How the weights are read, in words."""
+    """How the weights are read."""
     computing: str = ""
-    """How the forward gets its dtype, in words."""
+    """How the forward gets its dtype."""
     element_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes for each trained weight, over all ranks that share it: parameters, master, gradients, optimizer."""
     found: Mapping[Place, str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class DtypeReport(Result):
         return [bars(rows, title=title, spell=lambda size: f"{size:g} B")] if rows else []
 
     def tables(self) -> list[Table]:
-        """Dtypes by stage, and the ways in words."""
+        """Dtypes by stage, then how weights are read and cast."""
         able = [one for one in self.columns if not one.refused]
         refused = [(one.label, one.refused) for one in self.columns if one.refused]
         places = sorted(
@@ -123,7 +123,9 @@ class DtypeReport(Result):
         ways = [(one.label, one.loading, one.computing) for one in able]
         found = [
             Table(title=title, columns=("stage", *columns), rows=rows, notes=(self.reason,)),
-            Table(title="In words", columns=("sharding", "weights are read", "the forward computes"), rows=ways),
+            Table(
+                title="Reading and casting", columns=("sharding", "weights are read", "the forward computes"), rows=ways
+            ),
         ]
         cannot = Table(title=f"Cannot run in {self.precision} here", columns=("sharding", "why"), rows=refused)
         return [*(found if able else []), *([cannot] if refused else [])]

@@ -46,7 +46,7 @@ class FinishedRun:
     """The ledger of its first rank's audit."""
 
     def differences(self, strategy: Strategy, train_config: TrainConfig, ranks: int) -> list[str]:
-        """What the run was, that this is not, in words."""
+        """Describe the differences between the run and these values."""
         mine, now = (
             {**dataclasses.asdict(one), **dataclasses.asdict(other), "ranks": count}
             for one, other, count in ((self.strategy, self.train_config, self.ranks), (strategy, train_config, ranks))

@@ -14,7 +14,7 @@ from toolkit.config.train_config import TrainConfig
 def changes(
     strategy: Strategy, train_config: TrainConfig, *, in_a_step: bool, on_cpu: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Changes that take less memory, the smallest first, each by itself.
+    """Return single changes that take less memory, the smallest first.
 
     Args:
         strategy: that did not fit.

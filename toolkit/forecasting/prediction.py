@@ -78,7 +78,9 @@ def resolve_request(
         ToolkitError: for a model or a machine that is not known.
     """
     if isinstance(on, TrainConfig | Strategy):
-        raise StrategyError(f"on: a {type(on).__name__}, expected a machine or its name. Give train_config=TrainConfig(…) by name.")
+        raise StrategyError(
+            f"on: a {type(on).__name__}, expected a machine or its name. Give train_config=TrainConfig(…) by name."
+        )
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
     strategy = strategy or Strategy()
@@ -113,7 +115,7 @@ def _states(job: Job) -> int:
 
 
 def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
-    """Each change by itself, then one upon another until there is no smaller."""
+    """Yield single changes, then combinations of them, until nothing can shrink further."""
     in_a_step = found.peak_phase in ("forward", "backward", "step")
 
     def able(

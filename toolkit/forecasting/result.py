@@ -53,7 +53,7 @@ class Forecast(Result):
     unknown: tuple[str, ...] = ()
     """What is not in these figures, each as one sentence."""
     change: Mapping[str, Any] | None = None
-    """Where it does not fit, the smallest change of the strategy or the loop that does; None where there is none."""
+    """The smallest change that fits, if the forecast does not fit; None if no change helps."""
     changed_bytes: int | None = None
     """The peak with that change."""
 

@@ -1,4 +1,4 @@
-"""`timeline()` → `Timeline`: a run's bytes phase by phase, as forecast, and beside it as a run measured them."""
+"""`timeline()` → `Timeline`: memory by phase: the forecast, and the measurement of a finished run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Timeline(Result):
     course: tuple[tuple[str, int], ...]
     """Phase and bytes after every change, in order."""
     run: str | None = None
-    """Folder of the run that is shown beside it."""
+    """Folder of the run that is compared."""
     measured: Mapping[str, int] | None = None
     """Phase → the highest bytes of that run."""
     notes: tuple[str, ...] = ()

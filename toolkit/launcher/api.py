@@ -132,7 +132,7 @@ def resume(
         target: of a run of your own code, that again: a function is shipped again; with the arguments of `fields["args"]` and
             `["kwargs"]`. A run that you launched on this machine goes on without, where its code is still the same.
         trust_target: the digest of what `run.json` names, as the refusal says it: run that.
-        fields: given anew, as `toolkit resume` takes them; `processes` too.
+        fields: new values, as `toolkit resume` takes them; `processes` too.
 
     Raises:
         RunError: for a folder without a run, one that is held, and code that is neither given nor trusted.

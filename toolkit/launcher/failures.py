@@ -152,7 +152,7 @@ def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, r
 def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
     """The rank that failed first, and how.
 
-    One that left no word and was not ended by the launcher died by itself, and the others' exceptions («connection
+    A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
     """
     told = first_error(raised)

@@ -84,7 +84,7 @@ class Progress:
 
 
 class Tail:
-    """The steps of an `events.jsonl` that grows: each look reads only what is new. A resumed run's file is read anew."""
+    """The steps of an `events.jsonl` that grows: each look reads only new lines. The file of a resumed run is read again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

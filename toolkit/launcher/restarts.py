@@ -28,7 +28,7 @@ IN_VAIN = 2
 class RestartPolicy:
     """What is done when a rank fails."""
 
-    restarts: int = amount(0, "times that a run goes on by itself after a rank died or hung")
+    restarts: int = amount(0, "automatic restarts after a rank died or hung")
     """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
     on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: go on with half the micro-batch")
     """The global batch stays what it was."""

@@ -208,7 +208,7 @@ class Run(Result):
                 f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
             ) from None
         if self.status == "failed":
-            raise RunError(self.said or f"the run in {self.name} ended without a word: its supervisor was killed.")
+            raise RunError(self.said or f"the run in {self.name} ended without a message: its supervisor was killed.")
         return self
 
     def stop(self, timeout: float | None = None) -> Run:
@@ -241,7 +241,7 @@ class Run(Result):
         return self
 
     def report(self) -> Report:
-        """What was asked, what was got, forecast beside measured: as it stands."""
+        """Return the report: request, audit, forecast and measurement so far."""
         return report(self.folder)
 
     def tables(self) -> list[Table]:

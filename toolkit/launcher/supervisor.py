@@ -64,7 +64,7 @@ def supervise(
         RankHung: no sign of a rank for too long.
         Stopped: after SIGINT or SIGTERM.
     """
-    assert os.environ.get(TOKEN) != folder.token, "a supervisor names its run anew, or it would end itself with it"
+    assert os.environ.get(TOKEN) != folder.token, "a supervisor needs a new token, or it would end itself with its run"
     clear(folder, config)
     with _noted(folder):
         kills = value_or(0, memory_kills)

@@ -1,4 +1,4 @@
-"""Which code a run's folder may start again: what this user launched here, or what is named anew. A folder may be a stranger's."""
+"""Decide which code a run's folder may start again: what this user launched here, or names again. A folder may be a stranger's."""
 
 from __future__ import annotations
 

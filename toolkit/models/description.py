@@ -176,7 +176,7 @@ def _spec(
 
 
 def _copied(module: PreTrainedModel) -> int:
-    """What `save_pretrained` makes anew: transformers' conversion tells, on tensors that hold nothing."""
+    """Find tensors that `save_pretrained` creates: run transformers' conversion on meta tensors."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 

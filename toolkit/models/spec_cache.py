@@ -15,7 +15,7 @@ KIND = "specs"
 
 
 def recall(config: bytes) -> ModelSpec | None:
-    """The spec that was kept for this text of a `config.json`, under these versions; None where there is none."""
+    """Return the cached spec of this text of a `config.json` under these versions, or None."""
     try:
         values = json.loads(cache_file(KIND, config).read_bytes())
         values["parameters"] = tuple(

@@ -16,7 +16,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     """A model's tokenizer with a pad token: its own, else an unused special token, else the one that ends a text.
 
     Raises:
-        ModelError: where there is none, where it has more tokens than the model has embeddings, or nothing to pad with.
+        ModelError: for a missing tokenizer, more tokens than embeddings, and no token to pad with.
     """
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""`report()`: a run's folder → one page that shows what was asked, what was got, and how the forecast held."""
+"""`report()`: a run's folder → one page with the request, the audit, and the forecast compared with the measurement."""
 
 from toolkit.reports.html_report import Report, report, reported
 from toolkit.reports.record import ended, memory_of, throughput

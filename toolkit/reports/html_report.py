@@ -24,7 +24,7 @@ from toolkit.run_folder.folder import refuse_links
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """A run: what was asked, what was got, how the forecast held, how it ended."""
+    """A run: request, audit, forecast and measurement, and how it ended."""
 
     run: Record
 

@@ -23,19 +23,19 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
         forecast: as `Forecast.to_dict` says it, or None.
         measured: as `memory.json` says it, or None.
     """
-    foretold: Mapping[str, int] = forecast["device"]["parts"] if forecast else {}
+    expected: Mapping[str, int] = forecast["device"]["parts"] if forecast else {}
     seen: Mapping[str, int] = measured["parts"] if measured else {}
-    within = [part for part, size in foretold.items() if part not in seen and size] if measured else []
+    within = [part for part, size in expected.items() if part not in seen and size] if measured else []
     rows = []
     for part, size in seen.items():
-        other = foretold.get(part, sum(foretold[name] for name in within) if part == "transient" else 0)
+        other = expected.get(part, sum(expected[name] for name in within) if part == "transient" else 0)
         rows.append(_row(part, other if forecast else None, size))
-    rows += [_row(f"{INDENT}{part}", foretold[part], None) for part in within]
+    rows += [_row(f"{INDENT}{part}", expected[part], None) for part in within]
     if not measured:
-        rows += [_row(part, size, None) for part, size in foretold.items() if size]
+        rows += [_row(part, size, None) for part, size in expected.items() if size]
     peaks = [source["peak_bytes"] if source else None for source in (forecast and forecast["device"], measured)]
     rows.append(_row("all", *peaks))
-    found = [Bar(label="forecast", parts=foretold)] if foretold else []
+    found = [Bar(label="forecast", parts=expected)] if expected else []
     found += [Bar(label="measured", parts=seen)] if seen else []
     limit = forecast["device"].get("limit_bytes") if forecast else None
     picture = bars(found, title="Peak of a rank, by part", limit=limit, limit_label="a rank has")
@@ -47,22 +47,22 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
 
 def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
     """The highest total of each phase, forecast and measured, and their picture."""
-    foretold: Mapping[str, int] = forecast["device"]["phases"] if forecast else {}
+    expected: Mapping[str, int] = forecast["device"]["phases"] if forecast else {}
     seen: Mapping[str, int] = measured["phases"] if measured else {}
-    names = [name for name in PHASES if name in foretold or name in seen]
+    names = [name for name in PHASES if name in expected or name in seen]
     found = []
     for name in names:
-        for label, source in (("forecast", foretold), ("measured", seen)):
+        for label, source in (("forecast", expected), ("measured", seen)):
             if name in source:
                 found.append(Bar(label=f"{name}, {label}", parts={name: source[name]}))
-    rows = [_row(name, foretold.get(name), seen.get(name)) for name in names]
+    rows = [_row(name, expected.get(name), seen.get(name)) for name in names]
     title = "Highest total of each phase"
     return _known(compared(title, "phase", rows), forecast, measured), bars(found, title=title)
 
 
-def _row(name: str, foretold: int | None, measured: int | None) -> tuple[str, ...]:
-    cells = ("–" if size is None else format_bytes(size) for size in (foretold, measured))
-    return (name, *cells, ratio(foretold, measured))
+def _row(name: str, expected: int | None, measured: int | None) -> tuple[str, ...]:
+    cells = ("–" if size is None else format_bytes(size) for size in (expected, measured))
+    return (name, *cells, ratio(expected, measured))
 
 
 def compared(title: str, what: str, rows: Sequence[tuple[str, ...]]) -> Table:
@@ -95,9 +95,9 @@ def _known(table: Table, forecast: object, measured: object) -> Table:
     return replace(table, columns=[table.columns[place] for place in kept], rows=rows)
 
 
-def ratio(foretold: float | None, measured: float | None) -> str:
+def ratio(expected: float | None, measured: float | None) -> str:
     """The forecast as a multiple of what was measured."""
-    return f"{foretold / measured:.2f}x" if foretold and measured else "–"
+    return f"{expected / measured:.2f}x" if expected and measured else "–"
 
 
 def _size(size: int | None) -> str:

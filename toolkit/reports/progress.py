@@ -63,12 +63,12 @@ def speed(run: Record) -> Table:
     """The median step, forecast and measured."""
     forecast, seconds, rate = run.forecast or {}, step_seconds(run.steps), throughput(run.steps)
     rows = []
-    for name, foretold, measured, spell in (
+    for name, expected, measured, spell in (
         ("a step", forecast.get("step_seconds"), seconds, format_step_seconds),
         ("tokens/s", forecast.get("tokens_per_second"), rate, "{:,.0f}".format),
     ):
         if measured is not None:
-            rows.append((name, spell(foretold) if foretold else "–", spell(measured), ratio(foretold, measured)))
+            rows.append((name, spell(expected) if expected else "–", spell(measured), ratio(expected, measured)))
     return replace(compared("Time, of the median step", "figure", rows), notes=forecast.get("unknown") or ())
 
 

@@ -48,7 +48,7 @@ class Record:
 
     @property
     def forecast(self) -> Mapping[str, Any] | None:
-        """What was foretold before the first step."""
+        """The forecast from before the first step."""
         return (self.memory or {}).get("forecast") or self.about.get("forecast")
 
     @property

@@ -52,8 +52,8 @@ def figures(run: Record) -> list[tuple[str, str]]:
     if run.measured:
         found.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
         if run.forecast:
-            foretold = run.forecast["device"]["peak_bytes"]
-            found.append(("forecast / measured", ratio(foretold, run.measured["peak_bytes"])))
+            expected = run.forecast["device"]["peak_bytes"]
+            found.append(("forecast / measured", ratio(expected, run.measured["peak_bytes"])))
     elif run.forecast:
         found.append(("forecast peak", format_bytes(run.forecast["device"]["peak_bytes"])))
     return found
@@ -82,7 +82,7 @@ def _asked(run: Record) -> Section:
     tables = [_fields(kind, about[section(kind)], rows) for kind, rows in more.items()]
     notes = ["Fields that are not listed have their defaults."]
     if MARK in command:
-        notes.append(f"A secret stood where the command says {MARK}: give it anew.")
+        notes.append(f"The command held a secret where it says {MARK}: give it again.")
     return Section(
         title="What was asked",
         words=" ".join([*notes, "The command that does the same again:"]),
@@ -100,7 +100,7 @@ def _own(run: Record, target: Mapping[str, Any]) -> Section:
         ran.append(("sha256 of its file", target["sha256"]))
     strategy = _fields(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
     words = "Fields that are not listed have their defaults. "
-    words += f"A secret stood where it says {MARK}: give it anew. " if MARK in run.command else ""
+    words += f"It held a secret where it says {MARK}: give it again. " if MARK in run.command else ""
     words += "What does the same again"
     more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
     tables = [(Table(title="Target", columns=("field", "value"), rows=ran), ""), (strategy, "")]
@@ -123,11 +123,11 @@ def _got(run: Record) -> Section | None:
     audits = (run.memory or {}).get("audits") or []
     if not audits:
         return Section(
-            title="What was got",
+            title="Audit",
             words="What each rank held is written to memory.json when a run finishes; this one has none.",
         )
     return Section(
-        title="What was got",
+        title="Audit",
         words=f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s).",
         tables=[(_holdings(audits), ""), (_ledger(audits[0]), "")],
     )
@@ -170,8 +170,8 @@ def _beside(run: Record) -> Section | None:
     elif not forecast:
         words.append(f"There is no forecast: {unforecast}.")
     elif forecast["device"]["peak_phase"] != measured["peak_phase"]:
-        foretold = forecast["device"]["peak_phase"]
-        words.append(f"The peak was forecast in {foretold} and measured in {measured['peak_phase']}.")
+        expected = forecast["device"]["peak_phase"]
+        words.append(f"The peak was forecast in {expected} and measured in {measured['peak_phase']}.")
     tables = [by_part(forecast, measured), by_phase(forecast, measured)]
     if measured:
         tables.append((by_rank(run.memory or {}), ""))

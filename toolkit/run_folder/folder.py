@@ -338,7 +338,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
     """What `run.json` of a run's folder says: fields of their types, whoever wrote it.
 
     Raises:
-        RunError: where there is none, or it is none of ours.
+        RunError: for a missing or invalid run.json.
     """
     file = path / "run.json"
     try:
@@ -423,5 +423,5 @@ def refuse_links(path: Path) -> None:
 def _no_run(path: Path) -> RunError:
     return RunError(
         f"{path} holds no run: {path / 'run.json'} does not exist. Name a run's folder, as `toolkit runs` lists them; one that "
-        "was stopped before it had begun is started anew."
+        "was stopped before it had begun is started again."
     )

@@ -40,7 +40,7 @@ def merge_config(
 
     Args:
         was: from `read_run_json`.
-        recipe, loop, strategy: fields that are given anew; what is not stays as it was.
+        run_config, train_config, strategy: new values of fields; other fields keep their recorded values.
         ranks: that it goes on with.
 
     Raises:
@@ -71,7 +71,7 @@ def _dp_size(fields: Mapping[str, Any], ranks: int) -> int:
 
 
 def _taken(was: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the recipe in a run's folder what is not given anew. A folder may come from elsewhere: it lets no code run."""
+    """Return the recorded RunConfig without fields that could run code: the folder may be from a stranger."""
     taken = {name: value for name, value in was.items() if name not in given}
     if revision := taken.pop("trust_remote_code", None):
         raise RunError(
@@ -153,7 +153,7 @@ def commit_attempt(
 ) -> list[str]:
     """Once the run can go on: `run.json` says how, and `events.jsonl` is cut back to where it does.
 
-    What is otherwise than before comes back in words.
+    Returns the changed fields as text.
     """
     old, new = read_run_json(folder.path), describe_run(preflight, run_config, machine)
     kept = {name: old[name] for name in ("started", "attempts", "finished")}
@@ -224,7 +224,7 @@ def check_not_anew(path: Path, was: Mapping[str, Any], from_step: int) -> None:
     """
     if was.get("finished") and not from_step:
         raise RunError(
-            f"{path} had finished, and has no checkpoint from which it could go on: its steps would be trained anew, its export "
+            f"{path} had finished, and has no checkpoint from which it could go on: its steps would be trained again, its export "
             f"replaced. To train on with new optimizer states: `toolkit train --model {shlex.quote(str(path / 'export'))}`; with "
             "--save-every, a run can go on after its end."
         )

@@ -114,7 +114,7 @@ def print_default(ranks: int, hardware: Hardware, processes: int | None) -> None
 
 
 def check_trackers(names: str | None) -> None:
-    """Refuse trackers that Accelerate does not know, and those that it would leave out without a word.
+    """Refuse trackers that Accelerate does not know, and those that it would silently leave out.
 
     Raises:
         StrategyError: for an unknown name, with the nearest one.

@@ -68,14 +68,14 @@ class StepProfile(Result):
         return found
 
     @property
-    def foretold_bytes(self) -> int:
+    def forecast_bytes(self) -> int:
         """The highest that was forecast, of the phases that were run."""
         return max(size for name, size in self.forecast.phases.items() if name in self.phases)
 
     @property
     def ratio(self) -> float:
         """The forecast of the peak as a multiple of what was measured."""
-        return self.foretold_bytes / self.peak_bytes
+        return self.forecast_bytes / self.peak_bytes
 
     @property
     def seconds(self) -> float:
@@ -90,16 +90,16 @@ class StepProfile(Result):
 
     def pictures(self) -> Sequence[str]:
         """The peak by part, as forecast and as measured."""
-        foretold = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
-        rows = [Bar(label="forecast", parts=foretold), Bar(label="measured", parts=self.parts)]
+        expected = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
+        rows = [Bar(label="forecast", parts=expected), Bar(label="measured", parts=self.parts)]
         return (bars(rows, title=f"The peak, in {self.forecast.peak_phase}"),)
 
     def tables(self) -> list[Table]:
         """Each phase's highest total beside its forecast."""
         phases = {name: (self.forecast.phases.get(name), self.phases[name]) for name in PHASES if name in self.phases}
         rows = [
-            (name, *_beside(foretold, measured))
-            for name, (foretold, measured) in {"peak": (self.foretold_bytes, self.peak_bytes), **phases}.items()
+            (name, *_beside(expected, measured))
+            for name, (expected, measured) in {"peak": (self.forecast_bytes, self.peak_bytes), **phases}.items()
         ]
         notes = (
             f"A step took {format_step_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",
@@ -116,7 +116,7 @@ class StepProfiles(Result):
     trials: Mapping[str, StepProfile]
     """The first one's speed forecasts the others' seconds where the catalog does not know the device's."""
 
-    def foretold_seconds(self, name: str) -> float | None:
+    def forecast_seconds(self, name: str) -> float | None:
         """A step's, by the roofline; without one by the first trial's operations a second, as `calibrate` does, and not its own."""
         first, asked = next(iter(self.trials.values())), self.trials[name].forecast
         if asked.timing is not None:
@@ -127,19 +127,19 @@ class StepProfiles(Result):
         """Every peak by part, as forecast; and what was measured under it."""
         rows = []
         for name, trial in self.trials.items():
-            foretold = {part: size for part in PARTS if (size := trial.forecast.parts.get(part, 0))}
-            rows += [Bar(label=f"{name}, forecast", parts=foretold), Bar(label="measured", parts=trial.parts)]
+            expected = {part: size for part in PARTS if (size := trial.forecast.parts.get(part, 0))}
+            rows += [Bar(label=f"{name}, forecast", parts=expected), Bar(label="measured", parts=trial.parts)]
         return (bars(rows, title=self.title),)
 
     def tables(self) -> list[Table]:
         """Peak and seconds of each, forecast and measured."""
         rows = []
         for name, trial in self.trials.items():
-            foretold = self.foretold_seconds(name)
+            expected = self.forecast_seconds(name)
             took = ("–", format_step_seconds(trial.seconds), "–")
-            if foretold is not None:
-                took = (format_step_seconds(foretold), took[1], f"{foretold / trial.seconds:.2f}")
-            rows.append((name, *_beside(trial.foretold_bytes, trial.peak_bytes), *took))
+            if expected is not None:
+                took = (format_step_seconds(expected), took[1], f"{expected / trial.seconds:.2f}")
+            rows.append((name, *_beside(trial.forecast_bytes, trial.peak_bytes), *took))
         notes = ["x: the forecast as a multiple of what was measured."]
         if all(trial.forecast.timing is None for trial in self.trials.values()):
             first = next(iter(self.trials))
@@ -150,10 +150,10 @@ class StepProfiles(Result):
         return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
 
 
-def _beside(foretold: int | None, measured: int) -> tuple[str, str, str]:
-    if foretold is None:
+def _beside(expected: int | None, measured: int) -> tuple[str, str, str]:
+    if expected is None:
         return "–", format_bytes(measured), "–"
-    return format_bytes(foretold), format_bytes(measured), f"{foretold / measured:.2f}" if measured else "–"
+    return format_bytes(expected), format_bytes(measured), f"{expected / measured:.2f}" if measured else "–"
 
 
 def profile_steps(

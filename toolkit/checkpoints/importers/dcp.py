@@ -93,7 +93,7 @@ def _is_tensor(record: Any) -> bool:
 
 
 def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> dict[str, str]:
-    """Key → the model's own name, of what lies under the level `model`; of what lies under no level where there is none."""
+    """Map keys to the model's names: of the level `model`, or of the top level if no such level exists."""
     where = {key: tuple((paths or {}).get(key, (key,))) for key, record in stored.items() if _is_tensor(record)}
     where = {key: path for key, path in where.items() if path and all(isinstance(part, str) for part in path)}
     found = {key: ".".join(path[path.index(_MODEL) + 1 :]) for key, path in where.items() if _MODEL in path[:-1]}
@@ -161,7 +161,7 @@ def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> 
     for name in ends:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(
-                f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file beside it. "
+                f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file next to it. "
                 "Nothing was read."
             )
         ensure_inside(folder / name, root)

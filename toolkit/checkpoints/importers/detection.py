@@ -75,7 +75,7 @@ def _latest(folder: Path, pointer: Path) -> Path:
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     if tag not in names:
         raise CheckpointError(
-            f"{pointer} names {tag!r}: expected a folder beside it, written by DeepSpeed's save_checkpoint. "
+            f"{pointer} names {tag!r}: expected a folder next to it, written by DeepSpeed's save_checkpoint. "
             "Copy that folder there, or give it itself."
         )
     others = sorted(name for name in names if _OTHERS.fullmatch(name))

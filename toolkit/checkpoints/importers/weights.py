@@ -60,7 +60,7 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
     """Tensors under their model's own names, without what wrappers put there.
 
     Raises:
-        CheckpointError: where there is none, where one is empty, and where two become one name.
+        CheckpointError: for no tensor, an empty tensor, and two tensors of one name.
     """
     if not entries:
         raise CheckpointError(f"{folder} ({kind}) holds no tensor of a model. Give the folder that holds the model's.")
@@ -116,7 +116,7 @@ def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
     """The files that a Hugging Face index names, in order.
 
     Raises:
-        CheckpointError: for an index that is none, one that names what is no file beside it, and a missing file.
+        CheckpointError: for an invalid index, one that names a file in another folder, and a missing file.
     """
     with wrap_errors(f"{index} is no index of weights"):
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

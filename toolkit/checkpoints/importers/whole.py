@@ -27,7 +27,7 @@ def whole_files(files: Mapping[str, Path]) -> list[Path]:
     """The files of the state dict in a folder that holds one of `WHOLE`.
 
     Raises:
-        CheckpointError: for an index that names what is not there, or not beside it.
+        CheckpointError: for an index that names a missing file, or one in another folder.
     """
     name = next(name for name in _NAMES if name in files or f"{name}.index.json" in files)
     return [files[name]] if name in files else indexed(files[f"{name}.index.json"], files)

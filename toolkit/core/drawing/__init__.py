@@ -1,6 +1,6 @@
 """Pictures as SVG text: stacked bars by part, and curves over steps. Standard library only, no script, no network.
 
-Every picture has a white ground of its own, so that it reads on a dark page too, and says in words what it shows.
+Every picture has a white background, so that it is legible on a dark page, and a text description.
 """
 
 from html import escape
@@ -19,7 +19,7 @@ LONG = 12
 
 
 def figure(svg: str, table: Table) -> str:
-    """A picture and the table of what it shows beside it; a long table is folded."""
+    """Return a picture and its table; a long table is folded."""
     rows = list(table.rows)
     text = Table(title=table.title, columns=table.columns, rows=rows, notes=table.notes).html()
     if len(rows) > LONG:

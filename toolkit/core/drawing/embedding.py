@@ -20,7 +20,7 @@ def portable(html: str) -> str:
 
     Pictures of others stay as they are.
 
-    What is lost is what rests on a pointer: the words of a bar's part stand in the table beside it, too.
+    Tooltips are lost: the table holds their text.
     """
     return _PICTURE.sub(lambda found: _image(found[0]), html)
 
@@ -28,7 +28,7 @@ def portable(html: str) -> str:
 def _image(svg: str) -> str:
     words = ". ".join(unescape(told) for _, told in _WORDS.findall(svg)[:2])
     box = _BOX.search(svg)
-    # Both are known before it is decoded, so that a view which is drawn anew twice a second does not jump.
+    # Both are known before it is decoded, so that a view which is redrawn twice a second does not jump.
     size = f'width="{box[1]}" height="{box[2]}" ' if box else ""
     # An image is a page of its own, where no id meets another's: the same picture is the same text.
     data = b64encode(_NAME.sub("picture", svg).encode()).decode()

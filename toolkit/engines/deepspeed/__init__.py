@@ -310,7 +310,7 @@ class DeepSpeed(Engine):
             engine.backward(loss * prepared.job.train_config.accumulation)
 
     def step(self, prepared: Prepared) -> StepResult:
-        """DeepSpeed clips and steps by itself. It keeps its weights where the norm is not finite, and says inf or -1."""
+        """Let DeepSpeed clip and step. If the norm is not finite, it keeps its weights and returns inf or -1."""
         engine = prepared.model
         with phase("step"):
             engine.step()

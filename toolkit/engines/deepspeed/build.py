@@ -12,7 +12,7 @@ from toolkit.engines.job import Job
 
 
 def free_builds() -> None:
-    """Remove locks that a killed process left where torch compiles DeepSpeed's operators: it would wait for them for ever.
+    """Remove locks that a killed process left where torch compiles DeepSpeed's operators: it would wait for them without a limit.
 
     torch's `FileBaton` keeps its lock file open while it holds it, so a lock of ours that no process has open is nobody's.
     """

@@ -245,7 +245,7 @@ class FSDP(Engine):
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
 
-        Accelerate puts the input and the output embedding into one group by itself, but not the encoder's and the decoder's
+        Accelerate puts the input and the output embedding into one group, but not the encoder's and the decoder's
         of a T5. Persistent buffers are kept from Accelerate, which would shard them (`hide_buffers`).
         """
         import torch

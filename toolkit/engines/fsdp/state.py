@@ -62,7 +62,7 @@ def _groups(prepared: Prepared) -> list[str]:
         if block and group._reshard_after_forward != ours["reshard_after_forward"]:
             wrong.append(f"{name} has reshard_after_forward {group._reshard_after_forward}")
     missing = sorted(set(ours["wrap"]) - wrapped)
-    return [*wrong, *(f"{name} is not sharded by itself" for name in missing)][:3]
+    return [*wrong, *(f"{name} is not sharded as a group of its own" for name in missing)][:3]
 
 
 def measure(prepared: Prepared) -> StateMemory:
