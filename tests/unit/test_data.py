@@ -24,7 +24,7 @@ import toolkit.data as data
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import tokenization
-from toolkit.data.encoding import Encoded, Encoder
+from toolkit.data.encoder import Encoded, Encoder
 from toolkit.data.packing import IGNORED, Counts, arrange
 from toolkit.models import ModelSpec
 

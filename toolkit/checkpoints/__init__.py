@@ -1,4 +1,4 @@
-"""Checkpoints: written by every rank in parallel, published whole or not at all, read under any other strategy."""
+"""Checkpoints: every rank writes its part in parallel; any strategy reads them."""
 
 from toolkit.checkpoints.checkpoint_writer import CheckpointWriter
 from toolkit.checkpoints.identity import Identity, identify

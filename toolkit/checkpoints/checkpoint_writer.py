@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.checkpoints.background_writer import BackgroundWriter
-from toolkit.checkpoints.hashing import sha256_of
+from toolkit.checkpoints.file_hashes import sha256_of
 from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, lay_out
 from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints

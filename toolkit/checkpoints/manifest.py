@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.hashing import sha256_of_all
+from toolkit.checkpoints.file_hashes import sha256_of_all
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.atomic_io import check_fields, parse_json, read_limited
 from toolkit.core.errors import CheckpointError, OtherFormat

@@ -1,4 +1,4 @@
-"""The same verbs in a shell."""
+"""The command line, `toolkit`."""
 
 from __future__ import annotations
 

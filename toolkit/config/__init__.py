@@ -1,1 +1,1 @@
-"""What a run is: Strategy, TrainConfig, RunConfig, tables of values, flags."""
+"""Strategy, TrainConfig, RunConfig, tables of values, flags."""

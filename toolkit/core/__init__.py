@@ -1,1 +1,1 @@
-"""Units, errors, display, redaction, files that a kill leaves whole: what everything else stands on."""
+"""Units, errors, display, redaction, cache, phases, atomic files, process lifecycle."""

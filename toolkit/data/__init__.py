@@ -1,9 +1,8 @@
-"""Text, JSONL, chat and Hub datasets → packed, masked rows; the embedded text and its tokenizer.
+"""Turn text, JSONL, chat and Hub datasets into packed, masked rows; the embedded text, tokenizer and model.
 
-In order: `sources` (a name → files), `reading` (files → documents), `ingestion` (documents → the cache, once),
-`encoding` (a document → token ids, and which of them are trained), `tokenization` (all documents, in several processes),
-`packing` (documents → rows of equal length), `building` (all of that once, into the cache), `rows` (what is read from
-there), `batching` (which rows a rank takes when).
+In order: `sources` (a name → files), `files` (files → documents), `ingestion` (documents → the cache, once), `encoder` (a
+document → token ids and trained positions), `tokenization` (all documents, in several processes), `packing` (documents → rows
+of equal length), `preparation` (all of these once, into the cache), `rows` (reads the cache), `batching` (the rows of a rank).
 """
 
 from toolkit.data.batching import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.encoding import Encoded
+from toolkit.data.encoder import Encoded
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:

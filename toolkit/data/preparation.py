@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import DataError, StrategyError
-from toolkit.data.encoding import Encoder, read_template
+from toolkit.data.encoder import Encoder, read_template
 from toolkit.data.ingestion import Contents, cache_errors, ingest
 from toolkit.data.packing import Counts, arrange, supports_packing
 from toolkit.data.rows import Rows, find_rows, open_rows, write_rows

@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import forks_die_with_parent
-from toolkit.data.encoding import Encoded, Encoder
+from toolkit.data.encoder import Encoded, Encoder
 from toolkit.data.files import COLUMNS, Document
 from toolkit.data.hub import progress
 from toolkit.data.ingestion import BATCH_BYTES, Contents, is_shown, progress_bar

@@ -1,4 +1,4 @@
-"""What this machine can do: `diagnose()` → `Diagnosis`; and what it is: `environment()` → `Environment`."""
+"""Support of this machine: `diagnose()` → `Diagnosis`. Software and hardware: `environment()` → `Environment`."""
 
 from toolkit.diagnosis.checks import Diagnosis, diagnose
 from toolkit.diagnosis.host import Environment, environment

@@ -1,1 +1,1 @@
-"""One file or folder an engine, each a subclass of `base.Engine`. The only place that knows upstream's names."""
+"""One file or folder for each engine, a subclass of `base.Engine`. Only engines know upstream's names."""

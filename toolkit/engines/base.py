@@ -20,9 +20,7 @@ from toolkit.core.phases import phase
 from toolkit.devices.machine import Device
 from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_kind, loss_sum
-from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
-from toolkit.engines.shards import Shard
-from toolkit.engines.stepping import (
+from toolkit.engines.optimizer_step import (
     backward_weighted,
     clip_and_step,
     clip_norm,
@@ -30,6 +28,8 @@ from toolkit.engines.stepping import (
     to_device,
     write_counters,
 )
+from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
+from toolkit.engines.shards import Shard
 from toolkit.engines.traces import Segment, Trace, TraceConfig, trace_config
 
 if TYPE_CHECKING:

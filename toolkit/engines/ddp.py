@@ -13,6 +13,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.optimizer_step import write_counters
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
 from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
@@ -25,7 +26,6 @@ from toolkit.engines.states import (
     optimizer_shards,
     parameters_of,
 )
-from toolkit.engines.stepping import write_counters
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Segment, Trace
 

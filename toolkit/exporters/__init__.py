@@ -1,4 +1,4 @@
-"""What was trained, as Hugging Face files: whole, or its adapter alone; out of a running engine, or offline from a checkpoint."""
+"""Export a trained model or its adapter as Hugging Face files, from a running engine or from a checkpoint."""
 
 from toolkit.exporters.from_engine import save, verify
 from toolkit.exporters.model_card import spelled

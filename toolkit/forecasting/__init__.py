@@ -1,10 +1,9 @@
-"""What a run will take, before it is launched: `forecast()` → `Forecast`, `plan()` → `Plan`.
+"""Forecast a run before its launch: `forecast()` → `Forecast`, `plan()` → `Plan`.
 
-The way of a byte: `shallow` cuts the model down to three layers of each kind, `tracing` runs one step of it without memory
-and notes what every operator allocates, `traces` keeps that on disk, `timeline` spreads it over the whole depth. An engine's
-`simulate_step` enters it into a ledger, with how parameters, gradients, buffers and the optimizer move. `memory` calls it,
-`timing` computes how long a step takes, and `predicting` makes the result; `planning` makes one for every strategy.
-A new engine is a new file in `toolkit/engines`, a new GPU a row in `cards.py`.
+`truncation` cuts the model to three layers of each kind. `tracing` runs one step of it under FakeTensor and records each
+allocation. `traces` caches that on disk, `segments` spreads it over the whole depth. An engine's `simulate_step` enters it into
+a ledger, together with its parameters, gradients, buffers and optimizer states. `memory` calls the engine, `timing` computes the
+step time, `prediction` builds the forecast, `plans` builds one for every strategy. A new GPU is a row in `gpu_catalog.py`.
 """
 
 from toolkit.forecasting.plans import Candidate, Plan, plan

@@ -1,4 +1,4 @@
-"""Runs by `accelerate launch`: shown while they go, watched, ended whole, their failures explained, and begun again."""
+"""Start, supervise, show, stop and restart runs of `accelerate launch`, and explain their failures."""
 
 from toolkit.launcher.api import launch, resume
 from toolkit.launcher.failures import RankDied, RankHung

@@ -1,8 +1,7 @@
-"""What a run's memory really was: peaks by phase, rank by rank, on CPU and on CUDA.
+"""Measure the memory of a run: peaks by phase for each rank, on CPU and on CUDA.
 
-On CPU the allocator itself is asked, over a window from the process's start through the third step, and once more
-around the first checkpoint and the result. On CUDA the allocator keeps its own peak, which is read and reset wherever a
-phase begins or ends, for the whole run.
+On a CPU a profiler records the allocator from the process's start through the third step, and again around the first checkpoint
+and the export. On CUDA the allocator keeps its own peak, which is read and reset at each phase boundary of the whole run.
 """
 
 from __future__ import annotations

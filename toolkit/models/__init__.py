@@ -1,4 +1,4 @@
-"""What a model is, before a weight is read: `describe()` → `ModelSpec`; and where its weights are."""
+"""Describe a model without reading weights: `describe()` → `ModelSpec`; and find its files."""
 
 from toolkit.models.description import describe
 from toolkit.models.embedded import embedded_config

@@ -1,6 +1,6 @@
-"""How results show themselves in a notebook, and widgets over the same functions as the shell's.
+"""Show results and runs in a notebook; widgets that call the same functions as the command line.
 
-`import toolkit` in a kernel calls `register`; nothing of IPython or ipywidgets is imported before something is shown.
+`import toolkit` in a kernel calls `register`. IPython and ipywidgets are imported when something is first shown.
 """
 
 from __future__ import annotations

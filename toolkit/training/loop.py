@@ -16,8 +16,8 @@ from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_kind, shift_labels
+from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StepResult
-from toolkit.engines.stepping import by_mesh
 from toolkit.measurement import live_bytes
 from toolkit.training.setup import on_any_rank
 

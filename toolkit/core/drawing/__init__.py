@@ -6,10 +6,10 @@ Every picture has a white background, so that it is legible on a dark page, and 
 from html import escape
 
 from toolkit.core.display import Table
+from toolkit.core.drawing.curves import POINTS, curve, thinned
 from toolkit.core.drawing.elements import COLOURS, WIDTH, colour, luminance
 from toolkit.core.drawing.embedding import portable
-from toolkit.core.drawing.plotting import POINTS, curve, thinned
-from toolkit.core.drawing.stacking import Bar, bars
+from toolkit.core.drawing.stacked_bars import Bar, bars
 from toolkit.core.redaction import redact
 
 __all__ = ["COLOURS", "POINTS", "Bar", "bars", "colour", "curve", "figure", "luminance", "portable", "thinned"]

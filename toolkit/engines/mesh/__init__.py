@@ -13,10 +13,10 @@ from toolkit.engines.base import Engine, engine_named
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
+from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
 from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed, parameters_of
-from toolkit.engines.stepping import by_mesh
 from toolkit.engines.traces import Segment, Trace, TraceConfig
 
 if TYPE_CHECKING:
