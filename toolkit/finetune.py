@@ -74,25 +74,29 @@ READING_SECONDS = 24 * 3600.0
 """Time limit of collectives until the model is ready: ranks read at different speeds. From then on it is `--timeout`."""
 
 
-def understand(flags: argparse.Namespace, path: Path | None = None) -> tuple[RunConfig, TrainConfig, Strategy]:
-    """What the flags, the launch environment and, where a run goes on, its folder say together.
+def resolve_flags(flags: argparse.Namespace, path: Path | None = None) -> tuple[RunConfig, TrainConfig, Strategy]:
+    """Merge the flags, the launch environment and, for a resumed run, its folder.
 
     Raises:
-        StrategyError: for a value that cannot be, and where the two contradict each other.
+        StrategyError: for an invalid value, and for flags that contradict the launch environment.
     """
     run_config, train_config, strategy = (given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy))
     if path is None:
         return from_dict(RunConfig, run_config), from_dict(TrainConfig, train_config), agree(strategy, os.environ)
-    ranks, bound = int(os.environ.get("WORLD_SIZE", "1")), launched(os.environ)
-    old, loop_now, fields = merge_config(read_run_json(path), run_config, train_config, {**bound, **strategy}, ranks)
-    # What the launcher binds may differ from what was: that is how a run goes on under another strategy.
-    return old, loop_now, agree({name: value for name, value in fields.items() if name not in bound}, os.environ)
+    recorded, ranks = read_run_json(path), int(os.environ.get("WORLD_SIZE", "1"))
+    # The environment alone does not tell `none` with tp, or an engine from elsewhere, from DDP: the run does.
+    before = {**recorded["strategy"], **strategy}
+    bound = launched(os.environ, before.get("sharding"), before.get("tp"))
+    merged_run, merged_train, fields = merge_config(recorded, run_config, train_config, {**bound, **strategy}, ranks)
+    # The launcher may bind other values than before: that is how a run resumes under another strategy.
+    requested = {name: value for name, value in fields.items() if name in strategy or name not in bound}
+    return merged_run, merged_train, agree(requested, os.environ, bound)
 
 
 def run(flags: argparse.Namespace, folder: Folder, beat: Beat) -> int:
     """One rank's part of a run, from the description of the model to the saved result. Its exit code."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    run_config, train_config, strategy = understand(flags, folder.path if flags.resume else None)
+    run_config, train_config, strategy = resolve_flags(flags, folder.path if flags.resume else None)
     machine = hardware()
     window = measurement.start(machine.device.kind, run_config.memory_window)
     # The model is described before an engine is set up: afterwards every model is born partitioned.
@@ -327,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise StrategyError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
         if not supervised():
             # what is wrong here is said before there is a folder
-            understand(flags, Path(flags.run_dir) if flags.resume else None)
+            resolve_flags(flags, Path(flags.run_dir) if flags.resume else None)
         # Without a supervisor and a name the ranks agree on one through what only they share.
         path = flags.run_dir or f"runs/launched-{hashlib.sha256(run_token().encode()).hexdigest()[:8]}"
         folder = enter(path, resume=flags.resume)

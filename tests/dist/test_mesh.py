@@ -132,3 +132,9 @@ def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words:
     assert forecast == pytest.approx(memory["measured"]["peak_bytes"], rel=0.04)
     for rank in memory["measured"]["per_rank"]:
         assert forecast == pytest.approx(rank["peak_bytes"], rel=0.04)
+    if len(words) == 2:  # alone, which a launch environment does not tell from DDP
+        again = [sys.executable, "-m", "toolkit.cli", "resume", f"run-{model}", "--steps", "4"]
+        done = subprocess.run(again, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        about = json.loads((root / f"run-{model}" / "run.json").read_text())
+        assert (about["strategy"]["sharding"], about["strategy"]["tp"]) == ("none", 2)

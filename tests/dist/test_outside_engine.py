@@ -85,12 +85,18 @@ def test_its_run_goes_on_under_fsdp_and_back(tmp_path: Path) -> None:
     run(*train, "--sharding", "ddp", "--run-dir", "whole", folder=tmp_path)
     run(*train, "--sharding", "moments", "--run-dir", "moved", "--save-every", "2", "--keep", "3", folder=tmp_path)
     moved = tmp_path / "moved"
-    for sharding, step in (("fsdp", 2), ("moments", 4)):
+    for flags, step in (
+        (["--sharding", "fsdp"], 2),
+        (["--sharding", "moments", "--steps", "5"], 4),
+        (["--steps", "6"], 5),
+    ):
         forget_after(moved, step)
-        run("-m", "toolkit.cli", "resume", "moved", "--sharding", sharding, folder=tmp_path)
+        run("-m", "toolkit.cli", "resume", "moved", *flags, folder=tmp_path)
+    # The launch environment of the last one was DDP's.
+    assert json.loads((moved / "run.json").read_text())["strategy"]["sharding"] == "moments"
     losses = [[line["loss"] for line in steps_of(tmp_path / name)] for name in ("whole", "moved")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert [line["attempt"] for line in steps_of(moved)][-1] == 2
+    assert [line["attempt"] for line in steps_of(moved)][-1] == 3
 
 
 def test_plan_explorer_and_doctor_know_it(tmp_path: Path) -> None:

@@ -152,11 +152,18 @@ def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | 
     return beside
 
 
-def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Strategy:
-    """What was asked together with what was launched.
+def agree(
+    asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str], bound: Mapping[str, Any] | None = None
+) -> Strategy:
+    """Merge the requested fields with those of the launch environment.
+
+    Args:
+        asked: the request.
+        environ: of this process.
+        bound: the result of `launched`, if the caller has it.
 
     Raises:
-        StrategyError: where both say something else about one field, naming both.
+        StrategyError: for a field with two different values; names both.
     """
     if isinstance(asked, Strategy):
         fields = dataclasses.asdict(asked)
@@ -169,7 +176,8 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
         fields["sharding"] = from_dict(
             Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}
         ).sharding
-    bound = launched(environ, fields.get("sharding"), fields.get("tp"))
+    if bound is None:
+        bound = launched(environ, fields.get("sharding"), fields.get("tp"))
     for name, value in fields.items():
         if name in bound and bound[name] != value:
             raise StrategyError(
@@ -177,7 +185,7 @@ def agree(asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str]
                 f"Give `accelerate launch` a config file with {name} {value!r} (`toolkit config {flag(name)} {value}` writes it), "
                 "or leave the flag out."
             )
-    return from_dict(Strategy, bound | fields)
+    return from_dict(Strategy, {**bound, **fields})
 
 
 def on_any_rank(accelerator: Accelerator, here: bool) -> bool:
