@@ -121,6 +121,25 @@ def test_flags_and_json_spell_the_same(strategy: Strategy) -> None:
     assert from_dict(Strategy, json.loads(strategy.to_json())) == strategy
 
 
+@pytest.mark.parametrize(
+    ("alias", "field"),
+    [
+        ("gradient_accumulation_steps", "accumulation"),
+        ("per_device_train_batch_size", "micro_batch"),
+        ("learning_rate", "lr"),
+        ("max_steps", "steps"),
+    ],
+)
+def test_four_aliases_of_transformers_are_flags_and_nothing_else(alias: str, field: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, TrainConfig)
+    for spelled in (alias, alias.replace("_", "-")):
+        assert given(parser.parse_args([f"--{spelled}", "3"]), TrainConfig) == {field: 3}
+    assert f"--{alias.replace('_', '-')}" in parser.format_help()
+    with pytest.raises(StrategyError, match=f"TrainConfig has no field {alias!r}"):
+        from_dict(TrainConfig, {alias: 3})
+
+
 def test_every_field_is_a_flag_that_binds_nothing_by_itself() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, Strategy, TrainConfig)

@@ -17,9 +17,9 @@ from toolkit.core.errors import StrategyError, nearest
 Owner = TypeVar("Owner")
 
 
-def amount(default: Any, told: str) -> Any:
-    """A dataclass field with what its flag's help says."""
-    return field(default=default, metadata={"help": told})
+def amount(default: Any, told: str, alias: str = "") -> Any:
+    """A dataclass field with the help text of its flag, and the name of another flag that sets it."""
+    return field(default=default, metadata={"help": told, "alias": alias})
 
 
 def choice(default: str, values: Collection[str], told: str, later: tuple[str, ...] = ()) -> Any:
@@ -122,7 +122,9 @@ def add_flags(
                 group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
             else:
                 shown = "|".join(values) if values else kind.__name__.upper()
-                group.add_argument(flag(f.name), type=kind, metavar=shown, help=told)
+                alias = f.metadata.get("alias", "")
+                names = [flag(f.name), *([flag(alias), f"--{alias}"] if alias else [])]
+                group.add_argument(*names, dest=f.name, type=kind, metavar=shown, help=told)
 
 
 def _plain(kind: Any) -> type[Any]:

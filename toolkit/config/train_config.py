@@ -19,16 +19,16 @@ class TrainConfig(Result):
         StrategyError: for a value out of its range.
     """
 
-    micro_batch: int = amount(4, "sequences that a rank takes through the model at once")
-    accumulation: int = amount(1, "micro-batches before one optimizer step")
+    micro_batch: int = amount(4, "sequences of a rank in one forward", "per_device_train_batch_size")
+    accumulation: int = amount(1, "micro-batches before one optimizer step", "gradient_accumulation_steps")
     seq_len: int = amount(256, "tokens of a sequence")
     max_grad_norm: float = amount(1.0, "the global gradient norm is clipped to this; 0 clips nothing")
     optimizer: str = choice("adamw", OPTIMIZER_WORDS, "the optimizer, with torch's defaults", LATER["optimizer"])
     lr: float | None = amount(
-        None, "peak learning rate; open: 1e-3 embedded, 2e-4 for an adapter, 2e-5 for all weights"
+        None, "peak learning rate; open: 1e-3 embedded, 2e-4 for an adapter, 2e-5 for all weights", "learning_rate"
     )
     warmup: int = amount(5, "steps in which the rate rises linearly; then it falls as a cosine, towards 0")
-    steps: int = amount(100, "optimizer steps")
+    steps: int = amount(100, "optimizer steps", "max_steps")
     seed: int = amount(0, "of the data's order, dropout, and an adapter's first weights")
 
     def __post_init__(self) -> None:
