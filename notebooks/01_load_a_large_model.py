@@ -50,6 +50,7 @@ from toolkit.core.display import Table
 from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import GiB, MiB, format_bytes, format_count
 from toolkit.measurement import peak_memory
+from toolkit.training.step_profile import StepProfiles
 
 KIND = tk.hardware().device.kind
 grouped = {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -154,7 +155,7 @@ assert all(0.95 < trial.ratio < 1.05 for trial in attention.values())
 assert all(
     abs(one - other) < 1e-3 for one, other in zip(attention["sdpa"].losses, attention["eager"].losses, strict=True)
 )  # the same function
-tk.StepProfiles(title="Attention: sdpa and eager", trials=attention)
+StepProfiles(title="Attention: sdpa and eager", trials=attention)
 
 # %% [markdown]
 # ### O(N²) against O(N)
@@ -267,7 +268,7 @@ for word in words:
         assert states(halves[word]) == states(base)
         assert kept(halves[word]) - copies < kept(base)
 assert all(0.95 < trial.ratio < 1.05 for trial in halves.values())
-tk.StepProfiles(title="Precision", trials=halves)
+StepProfiles(title="Precision", trials=halves)
 
 # %% [markdown]
 # ## Activation checkpointing
@@ -285,7 +286,7 @@ assert all(
     abs(one - other) < 1e-5 for one, other in zip(base.losses, checkpointing["full"].losses, strict=True)
 )  # the same numbers
 print(f"x {again:.2f} operations")
-tk.StepProfiles(title="Activation checkpointing", trials=checkpointing)
+StepProfiles(title="Activation checkpointing", trials=checkpointing)
 
 # %% [markdown]
 # ## The KV cache
@@ -395,7 +396,7 @@ for name, share in trained.items():
     print(
         f"{name}: {share:.0%} of {asked:,} tokens a step are trained, {asked * share / padding[name].seconds:,.0f} a second"
     )
-tk.StepProfiles(title="Packed and padded rows", trials=padding)
+StepProfiles(title="Packed and padded rows", trials=padding)
 
 # %% [markdown]
 # ## A mixture of experts
@@ -425,7 +426,7 @@ assert states(experts["experts"]) == 12 * specs["experts"].elements  # and all a
 assert 0.9 < experts["experts"].ratio < 1.1
 print(f"{specs['experts'].moe.block}: {format_count(specs['experts'].elements)} parameters, "
       f"{format_count(specs['experts'].active_elements)} active")  # fmt: skip
-tk.StepProfiles(title="A dense model, and experts of which as much is active", trials=experts)
+StepProfiles(title="A dense model, and experts of which as much is active", trials=experts)
 
 # %% [markdown]
 # ## The same choices at 8 billion parameters

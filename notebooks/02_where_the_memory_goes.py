@@ -53,6 +53,7 @@ from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import GiB, MiB, format_bytes, format_count
 from toolkit.data import embedded_files
 from toolkit.training.preflight import random_model
+from toolkit.training.step_profile import StepProfiles
 
 shape = {
     "hidden_size": WIDTH,
@@ -477,7 +478,7 @@ for trial in split:
     assert trial.parts["optimizer"] == whole.parts["optimizer"]
 for micro, size in keeps.items():
     assert abs(size / micro / (keeps[largest] / largest) - 1) < 0.1  # proportional to the micro-batch
-tk.StepProfiles(title=f"A global batch of {largest}: micro-batch x accumulation", trials=ways)
+StepProfiles(title=f"A global batch of {largest}: micro-batch x accumulation", trials=ways)
 
 # %%
 HTML(

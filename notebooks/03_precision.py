@@ -40,12 +40,13 @@ import torch
 import transformers
 from IPython.display import HTML
 
-from toolkit.comparison import read_run
+from toolkit.comparison import Comparison, read_run
 from toolkit.config.tables import PRECISIONS
 from toolkit.core.atomic_io import read_events
 from toolkit.core.display import Table
 from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import format_bytes
+from toolkit.training.preparation import audit
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -442,7 +443,7 @@ def look(folder, out):
     seen["masters off, upstream"] = rounded()
     restore_masters(ours)  # what prepare adds
     seen["masters off, toolkit"] = rounded()
-    held = tk.audit(ours).held.dtypes
+    held = audit(ours).held.dtypes
     seen["preparation"] = held["trainable"] + (f", masters {held['master']}" if "master" in held else "")
 
     head = accelerator.unwrap_model(model).lm_head
@@ -454,7 +455,7 @@ def look(folder, out):
     ids = torch.randint(3, spec.vocab, (2, 64), generator=torch.Generator().manual_seed(0))
     for step in tk.train(ours, [{"input_ids": ids, "labels": ids}] * 2, schedule):
         seen["gradients"] = step.gradients
-    seen["optimizer"] = tk.audit(ours, gradients=step.gradients).held.dtypes["optimizer"]
+    seen["optimizer"] = audit(ours, gradients=step.gradients).held.dtypes["optimizer"]
     if accelerator.is_main_process:
         with open(out, "w") as file:
             json.dump(seen, file)
@@ -518,7 +519,7 @@ panel
 
 # %%
 results = tuple(read_run(run.folder) for run in runs.values())
-comparison = tk.Comparison(model="embedded", data="embedded", results=results)
+comparison = Comparison(model="embedded", data="embedded", results=results)
 for result in results:
     assert comparison.agrees(result), f"more than {PRECISIONS['bf16'].agreement} apart"
 lines = {result.sharding: list(enumerate(result.losses, start=1)) for result in results}

@@ -41,7 +41,7 @@ import torch
 import transformers
 from IPython.display import HTML
 
-from toolkit.comparison import read_run
+from toolkit.comparison import Comparison, read_run
 from toolkit.core.atomic_io import read_events
 from toolkit.core.display import Table
 from toolkit.core.drawing import Bar, bars, curve, figure
@@ -264,7 +264,7 @@ for word in WORDS:
 assert all(run.status == "finished" for run in runs.values())
 
 results = {word: read_run(run.folder) for word, run in runs.items()}
-comparison = tk.Comparison(model="embedded", data="embedded", results=tuple(results.values()))
+comparison = Comparison(model="embedded", data="embedded", results=tuple(results.values()))
 comparison
 
 # %% [markdown]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from toolkit import RunError, Strategy, TrainConfig, forecast, report
+from toolkit import Strategy, TrainConfig, forecast, report
+from toolkit.core.errors import RunError
 
 pytestmark = pytest.mark.dist
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import toolkit as tk
+from toolkit.core.errors import RunError
 from toolkit.launcher.process_cleanup import run_processes
 
 pytestmark = pytest.mark.dist
@@ -56,9 +57,9 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     assert "sharding ddp on 2 cpu rank(s)" in run.logs(0)
     assert "running" in run._repr_html_()
     assert [one["status"] for one in tk.runs(tmp_path).found] == ["running"]
-    with pytest.raises(tk.RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="holds a run already"):
         tk.launch("toolkit.finetune", "zero2", processes=2, run_dir=folder, steps=1)
-    with pytest.raises(tk.RunError, match=r"still runs after 0.3 s"):
+    with pytest.raises(RunError, match=r"still runs after 0.3 s"):
         run.wait(timeout=0.3)
 
     run.stop()
@@ -127,16 +128,16 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # It goes on without the function, for it was launched here; another file, or the folder elsewhere, does not.
     assert tk.resume(run).wait().status == "finished"
     moved = shutil.copytree(tmp_path / "run", tmp_path / "moved")
-    with pytest.raises(tk.RunError, match=r"you did not launch in this folder.*tk\.resume\(run, hosted\)"):
+    with pytest.raises(RunError, match=r"you did not launch in this folder.*tk\.resume\(run, hosted\)"):
         tk.resume(moved)
     file.write_bytes(file.read_bytes() + b"more")
-    with pytest.raises(tk.RunError, match=r"has changed since you launched it.*--trust-target [0-9a-f]{64}\."):
+    with pytest.raises(RunError, match=r"has changed since you launched it.*--trust-target [0-9a-f]{64}\."):
         tk.resume(run)
 
 
 def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
     run = tk.launch(hosted, "ddp", processes=2, run_dir=tmp_path / "run", args=([],), kwargs={"fail": True})
-    with pytest.raises(tk.RunError, match=r"rank 1 ended with ValueError: rank one does not like it[^$]*Traceback"):
+    with pytest.raises(RunError, match=r"rank 1 ended with ValueError: rank one does not like it[^$]*Traceback"):
         run.wait()
     assert run.status == "failed"
     assert not left_of(tmp_path / "run")

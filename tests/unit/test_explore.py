@@ -13,13 +13,16 @@ import pytest
 
 import toolkit as tk
 from toolkit.cli import main
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.forecasting.diffs import diff_forecasts
+from toolkit.forecasting import Forecast
+from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
-from toolkit.forecasting.timelines import timeline
+from toolkit.forecasting.timelines import Timeline, timeline
+from toolkit.models import ModelSpec
+from toolkit.notebook.explorer import Explorer
 from toolkit.notebook.explorer_state import command
 
 LOOP = tk.TrainConfig(seq_len=64, micro_batch=2)
@@ -27,18 +30,16 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 @pytest.fixture(scope="module")
-def spec() -> tk.ModelSpec:
+def spec() -> ModelSpec:
     return tk.describe(None)
 
 
-def ask(
-    spec: tk.ModelSpec, on: str = "2x A100-80GB", train_config: tk.TrainConfig = LOOP, **strategy: Any
-) -> tk.Forecast:
+def ask(spec: ModelSpec, on: str = "2x A100-80GB", train_config: tk.TrainConfig = LOOP, **strategy: Any) -> Forecast:
     return tk.forecast(spec, tk.Strategy(**strategy), on, train_config)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, spec: tk.ModelSpec) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
     """A folder as a run under ZeRO-3 in bf16 leaves it, with bytes a little above its forecast."""
     folder = tmp_path_factory.mktemp("run")
     found = ask(spec, "2x cpu", sharding="zero3", precision="bf16")
@@ -66,14 +67,14 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: tk.ModelSpec) -> Path:
 # Two forecasts ---------------------------------------------------------------------------------------------------------
 
 
-def why(one: tk.Forecast, other: tk.Forecast) -> dict[str, str]:
+def why(one: Forecast, other: Forecast) -> dict[str, str]:
     found: dict[str, str] = {}
     for subject, said in diff_forecasts(one, other).why:
         found[subject] = f"{found.get(subject, '')} {said}".strip()
     return found
 
 
-def test_two_shardings_differ_in_what_their_engines_account_for(spec: tk.ModelSpec) -> None:
+def test_two_shardings_differ_in_what_their_engines_account_for(spec: ModelSpec) -> None:
     said = why(ask(spec, "2x cpu", sharding="ddp"), ask(spec, "2x cpu", sharding="zero3"))
     assert said["parameters"] == "zero3 shards the parameters over 2 ranks: 9.6 MiB of a rank instead of 19.3 MiB."
     assert said["optimizer"] == "zero3 shards the moments over 2 ranks: 19.3 MiB of a rank instead of 38.5 MiB."
@@ -98,19 +99,19 @@ def test_two_shardings_differ_in_what_their_engines_account_for(spec: tk.ModelSp
     ],
 )
 def test_every_choice_says_what_it_does(
-    spec: tk.ModelSpec, one: dict[str, Any], other: dict[str, Any], subject: str, said: str
+    spec: ModelSpec, one: dict[str, Any], other: dict[str, Any], subject: str, said: str
 ) -> None:
     assert said in why(ask(spec, sharding="zero3", **one), ask(spec, sharding="zero3", **other))[subject]
 
 
-def test_equal_forecasts_differ_in_nothing(spec: tk.ModelSpec) -> None:
+def test_equal_forecasts_differ_in_nothing(spec: ModelSpec) -> None:
     found = diff_forecasts(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
     assert (found.why, found.asked) == ((), {})
     assert all(row.ratio in (1.0, None) for row in found.differences)
     assert json.loads(found.to_json())["one"]["device"]["peak_bytes"] == found.one.peak_bytes
 
 
-def test_a_batch_is_a_difference_too(spec: tk.ModelSpec) -> None:
+def test_a_batch_is_a_difference_too(spec: ModelSpec) -> None:
     large, half = (dataclasses.replace(LOOP, micro_batch=size) for size in (64, 32))
     found = diff_forecasts(
         ask(spec, train_config=large, sharding="zero3"), ask(spec, train_config=half, sharding="zero3")
@@ -119,7 +120,7 @@ def test_a_batch_is_a_difference_too(spec: tk.ModelSpec) -> None:
     assert dict(found.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
 
 
-def test_an_adapter_trains_less(spec: tk.ModelSpec) -> None:
+def test_an_adapter_trains_less(spec: ModelSpec) -> None:
     whole = ask(spec, sharding="zero3")
     job = resolve(tk.Strategy(sharding="zero3", adapter="lora"), LOOP, spec, 2, whole.hardware.device)
     said = why(whole, dataclasses.replace(whole, job=job))  # what is held follows from the job alone, without a trace
@@ -130,7 +131,7 @@ def test_an_adapter_trains_less(spec: tk.ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
-def test_parts_add_up_in_every_phase(spec: tk.ModelSpec, sharding: str) -> None:
+def test_parts_add_up_in_every_phase(spec: ModelSpec, sharding: str) -> None:
     found = timeline(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
     plain = tk.forecast(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
     assert found.forecast.phases == plain.phases
@@ -156,16 +157,16 @@ def test_a_run_that_measured_nothing_is_refused(run: Path, tmp_path: Path) -> No
         (tmp_path / name).write_text((run / name).read_text())
     memory = json.loads((run / "memory.json").read_text())
     (tmp_path / "memory.json").write_text(json.dumps({**memory, "measured": None, "reason": "it was switched off"}))
-    with pytest.raises(tk.RunError, match="measured nothing: it was switched off"):
+    with pytest.raises(RunError, match="measured nothing: it was switched off"):
         timeline(run=tmp_path)
-    with pytest.raises(tk.RunError, match="holds no run"):
+    with pytest.raises(RunError, match="holds no run"):
         timeline(run=tmp_path / "nowhere")
 
 
 # Dtype by dtype --------------------------------------------------------------------------------------------------------
 
 
-def test_the_ledger_is_the_engines_own(spec: tk.ModelSpec) -> None:
+def test_the_ledger_is_the_engines_own(spec: ModelSpec) -> None:
     strategies = [tk.Strategy(sharding=word, precision="bf16") for word in ("ddp", "zero3", "fsdp")]
     found = {one.label: one for one in dtype_report(spec, strategies, "8x H100").columns}
     for label, one in found.items():
@@ -181,7 +182,7 @@ def test_the_ledger_is_the_engines_own(spec: tk.ModelSpec) -> None:
     assert "all-gather" in found["fsdp"].computing
 
 
-def test_what_cannot_run_is_a_sentence_beside_what_can(spec: tk.ModelSpec) -> None:
+def test_what_cannot_run_is_a_sentence_beside_what_can(spec: ModelSpec) -> None:
     words = [
         tk.Strategy(sharding=word, precision="bf16_pure", offload=o) for word, o in (("zero3", "cpu"), ("fsdp", "none"))
     ]
@@ -191,7 +192,7 @@ def test_what_cannot_run_is_a_sentence_beside_what_can(spec: tk.ModelSpec) -> No
     assert "float32" not in {*found.columns[1].dtypes.values()}
 
 
-def test_packed_weights_say_what_they_lie_in(spec: tk.ModelSpec) -> None:
+def test_packed_weights_say_what_they_lie_in(spec: ModelSpec) -> None:
     (one,) = dtype_report(spec, [tk.Strategy(sharding="zero3", adapter="qlora", precision="bf16")], "8x H100").columns
     assert one.dtypes["preparation", "frozen weights"] == "4 bits in bfloat16"
 
@@ -254,13 +255,13 @@ def plain(page: str) -> str:
     return re.sub(r"toolkit-[0-9a-f]{8}-\d+", "", page)
 
 
-def made(kind: str, spec: tk.ModelSpec, **options: Any) -> tk.Explorer:
+def made(kind: str, spec: ModelSpec, **options: Any) -> Explorer:
     strategy = options.pop("strategy", tk.Strategy(sharding="zero3"))
     return tk.explore(kind, spec, options.pop("hardware", "2x A100-80GB"), strategy, LOOP, **options)
 
 
 @pytest.mark.parametrize("kind", ["memory", "compare", "timeline", "precision"])
-def test_every_panel_answers_with_labelled_controls(spec: tk.ModelSpec, kind: str) -> None:
+def test_every_panel_answers_with_labelled_controls(spec: ModelSpec, kind: str) -> None:
     panel = made(kind, spec)
     check_page(panel.static_html())
     assert panel.value is not None
@@ -275,11 +276,11 @@ def test_every_panel_answers_with_labelled_controls(spec: tk.ModelSpec, kind: st
     assert "toolkit" in re.sub("<[^>]*>", "", panel.static_html())
 
 
-def test_a_moved_control_changes_the_picture(spec: tk.ModelSpec) -> None:
+def test_a_moved_control_changes_the_picture(spec: ModelSpec) -> None:
     panel = made("memory", spec)
     before, page = panel.value, panel.static_html()
     panel.controls["sharding"].value = "ddp"
-    assert isinstance(panel.value, tk.Forecast)
+    assert isinstance(panel.value, Forecast)
     assert panel.value.peak_bytes == ask(spec, sharding="ddp").peak_bytes != before.peak_bytes  # type: ignore[union-attr]
     assert panel.static_html() != page
     panel.controls["devices"].value = 16
@@ -291,7 +292,7 @@ def test_a_moved_control_changes_the_picture(spec: tk.ModelSpec) -> None:
     assert (panel.controls["micro_batch"].value, panel.value.train_config.micro_batch) == (48, 48)
 
 
-def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec) -> None:
+def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: ModelSpec) -> None:
     panel = made("memory", spec)
     panel.controls["devices"].value = 1
     panel.controls["sharding"].value = "fsdp"
@@ -308,7 +309,7 @@ def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: tk.ModelSpec)
 
 
 def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
-    spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work is counted, not time: one forecast a move, from what is in the cache."""
     from toolkit.forecasting import traces
@@ -329,14 +330,14 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
     assert panel.controls["devices"].continuous_update
 
 
-def test_who_waits_is_told(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.notebook import explorer, widgets
 
     panel = made("memory", spec)
     said, real = [], explorer.forecast
     panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
 
-    def slow(*words: Any) -> tk.Forecast:
+    def slow(*words: Any) -> Forecast:
         deadline = time.monotonic() + 20
         while not said and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -348,7 +349,7 @@ def test_who_waits_is_told(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) 
     assert panel.sentence in said[-1]
 
 
-def test_a_shell_is_told_what_it_can_find(spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with GPUs, as their driver names them: the catalog's name, or none."""
     from toolkit.notebook import explorer_state
 
@@ -369,25 +370,25 @@ def test_a_shell_is_told_what_it_can_find(spec: tk.ModelSpec, monkeypatch: pytes
     )
 
 
-def test_a_config_that_is_in_no_file_is_called_none(spec: tk.ModelSpec) -> None:
+def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
     from transformers import GPT2Config
 
     asked = made("memory", tk.describe(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512))).asked
     assert "toolkit forecast '<where its config is saved>'" in command("memory", asked)
 
 
-def test_two_strategies_have_controls_of_their_own(spec: tk.ModelSpec) -> None:
+def test_two_strategies_have_controls_of_their_own(spec: ModelSpec) -> None:
     panel = made("compare", spec, against=tk.Strategy(sharding="ddp"))
     panel.controls["against_sharding"].value = "fsdp"
     panel.controls["against_offload"].value = "cpu"
-    assert isinstance(panel.value, tk.ForecastDiff)
+    assert isinstance(panel.value, ForecastDiff)
     assert panel.value.asked["offload"] == ("none", "cpu")
     assert "--against sharding=fsdp,offload=cpu" in panel.static_html()
 
 
 def test_a_panel_begins_where_its_run_was(run: Path) -> None:
     panel = tk.explore("timeline", run=run)
-    assert isinstance(panel.value, tk.Timeline)
+    assert isinstance(panel.value, Timeline)
     assert panel.controls["precision"].value == "bf16"
     assert panel.value.notes == ()
     assert f"toolkit timeline --run {run}" in panel.static_html()
@@ -398,7 +399,7 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["ipywidgets", "anywidget"])
 def test_without_widgets_the_answer_stands_with_the_fix(
-    spec: tk.ModelSpec, monkeypatch: pytest.MonkeyPatch, missing: str
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     panel = made("memory", spec)
@@ -411,7 +412,7 @@ def test_without_widgets_the_answer_stands_with_the_fix(
     assert "sharding ddp" in repr(panel)
 
 
-def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: tk.ModelSpec) -> None:
+def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 

@@ -15,8 +15,6 @@ import pytest
 import yaml
 
 from toolkit import (
-    ModelError,
-    ModelSpec,
     Strategy,
     StrategyError,
     ToolkitError,
@@ -27,6 +25,7 @@ from toolkit import (
     plan,
 )
 from toolkit.cli import main
+from toolkit.core.errors import ModelError
 from toolkit.core.units import BYTES_OF
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
@@ -38,6 +37,7 @@ from toolkit.forecasting.cuda_autocast import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
+from toolkit.models import ModelSpec
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 FP32 = TraceConfig(

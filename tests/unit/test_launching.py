@@ -12,6 +12,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.cli.parser import build_parser
+from toolkit.core.errors import RunError
 from toolkit.forecasting import prediction
 from toolkit.launcher import api, script_session
 from toolkit.launcher.progress import Tail, read_progress
@@ -81,7 +82,7 @@ def test_every_gpu_is_used_unless_another_number_is_given() -> None:
     assert choose_ranks(several, machine, None) == 8
     assert choose_ranks(several[:1], machine, None) == 1
     assert choose_ranks(several, machine, 4) == 4
-    with pytest.raises(tk.RunError, match="this machine has 8 cuda"):
+    with pytest.raises(RunError, match="this machine has 8 cuda"):
         choose_ranks(several, machine, 9)
 
 
@@ -95,9 +96,9 @@ def holder() -> Callable[[], object]:
 
 
 def test_what_cannot_be_shipped_is_named(tmp_path: Path) -> None:
-    with pytest.raises(tk.RunError, match=r"its variable 'lock' is a lock .*Make it inside of the function"):
+    with pytest.raises(RunError, match=r"its variable 'lock' is a lock .*Make it inside of the function"):
         dump_function(holder(), (), {}, tmp_path / "function.pkl")
-    with pytest.raises(tk.RunError, match="its argument 2 is a lock"):
+    with pytest.raises(RunError, match="its argument 2 is a lock"):
         dump_function(print, (1, threading.Lock()), {}, tmp_path / "function.pkl")
     assert not (tmp_path / "function.pkl").exists()
 
@@ -112,9 +113,9 @@ def test_a_shipped_function_comes_back_and_no_other(tmp_path: Path) -> None:
     function, args, kwargs = load_function(tmp_path / "function.pkl", target.sha256)
     assert function(*args, **kwargs) == 7
     assert (tmp_path / "function.pkl").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(tk.RunError, match="is not the one that was launched"):
+    with pytest.raises(RunError, match="is not the one that was launched"):
         load_function(tmp_path / "function.pkl", "0" * 64)
-    with pytest.raises(tk.RunError, match="cannot be read"):
+    with pytest.raises(RunError, match="cannot be read"):
         load_function(tmp_path / "other.pkl", target.sha256)
 
 
@@ -125,7 +126,7 @@ def test_scripts_and_modules_by_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_not_attached(tmp_path: Path) -> None:
-    with pytest.raises(tk.RunError, match="holds no run"):
+    with pytest.raises(RunError, match="holds no run"):
         tk.attach(tmp_path)
     assert "There is no run in" in str(tk.runs(tmp_path))
 

@@ -7,7 +7,8 @@ import platform
 import re
 from importlib import metadata
 
-from toolkit import Environment, environment
+from toolkit import environment
+from toolkit.diagnosis import Environment
 
 
 def test_it_says_where_with_what_and_when() -> None:

@@ -19,6 +19,7 @@ import runs
 import toolkit as tk
 from toolkit.cli import main
 from toolkit.core import atomic_io
+from toolkit.core.errors import RunError
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
@@ -67,11 +68,11 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
     victim.write_text("theirs")
     run = runs.write(tmp_path / "run", [])
     supervisor_log(run).symlink_to(victim)
-    with pytest.raises(tk.RunError, match="is a link that leads out of the run's folder"):
+    with pytest.raises(RunError, match="is a link that leads out of the run's folder"):
         tk.resume(run.path)
     (tmp_path / "new").mkdir()
     (tmp_path / "new/logs").symlink_to(tmp_path)
-    with pytest.raises(tk.RunError, match=r"is a link that leads out of the run's folder|it has logs/"):
+    with pytest.raises(RunError, match=r"is a link that leads out of the run's folder|it has logs/"):
         tk.launch(nothing, run_dir=tmp_path / "new")
     assert victim.read_text() == "theirs"
     assert not (tmp_path / "function.pkl").exists()
@@ -81,7 +82,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     """Also before its `run.json` is there, and before its supervisor holds it."""
     path = tmp_path / "run"
     with another(HOLD, path):
-        with pytest.raises(tk.RunError, match="is in use by a run"):
+        with pytest.raises(RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=path)
         assert tk.attach(path).status == "starting"
         assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
@@ -89,7 +90,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     begins.logs.mkdir(parents=True)
     with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
         atomic_io.write_json(supervisor_file(begins), told_of(process.pid))
-        with pytest.raises(tk.RunError, match="is in use by a run"):
+        with pytest.raises(RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
         assert len(tk.runs(tmp_path)) == 1
         assert [one["status"] for one in tk.runs(tmp_path).found] == ["starting"]
@@ -116,7 +117,7 @@ def test_a_refused_resume_is_no_success(
     note_launch(run, Target(kind="script", name="mine.py"))
     again = tk.resume(run.path, steps=7, restarts=2)
     with pytest.raises(
-        tk.RunError, match=r"--steps, --restarts: only the recipe takes such flags, and .* is a run of mine"
+        RunError, match=r"--steps, --restarts: only the recipe takes such flags, and .* is a run of mine"
     ):
         again.wait(60, progress=False)
     assert (again.status, tk.attach(run.path).status) == ("failed", "finished")
@@ -134,9 +135,9 @@ def test_a_run_that_is_stopped_at_once_was_stopped(tmp_path: Path) -> None:
 
 
 def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
-    with pytest.raises(tk.RunError, match=r"is a run of the script mine\.py\. Give that again"):
+    with pytest.raises(RunError, match=r"is a run of the script mine\.py\. Give that again"):
         tk.resume(own(tmp_path / "script").path, nothing)
-    with pytest.raises(tk.RunError, match="is a run of the recipe, and no code of yours"):
+    with pytest.raises(RunError, match="is a run of the recipe, and no code of yours"):
         tk.resume(runs.write(tmp_path / "run_config", []).path, trust_target="0" * 64)
 
 
@@ -168,7 +169,7 @@ def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
     found = target_of(folder.read_run_json(run.path))
     assert found is not None
-    with pytest.raises(tk.RunError, match=r"was given a secret, and run\.json does not say it: --key"):
+    with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
         check_target(run, found, None)
     assert "It held a secret where it says" in str(tk.report(run.path))
 
@@ -214,7 +215,7 @@ def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     own(Path("runs/new"))
     folder.check_new(None)
-    with pytest.raises(tk.RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="holds a run already"):
         folder.check_new("runs/new")
 
 

@@ -34,7 +34,7 @@ from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
 from toolkit.exporters.publication import atomic_dir
-from toolkit.launcher import attempt_files
+from toolkit.launcher import Run, attempt_files
 from toolkit.launcher.attempt_files import supervises, supervisor_file
 from toolkit.launcher.failures import AttemptInfo, failure
 from toolkit.launcher.targets import Target
@@ -463,7 +463,7 @@ def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: py
 
 
 def test_of_two_launches_at_once_one_is_refused(here: Path) -> None:
-    def launch(_: int) -> tk.Run | RunError:
+    def launch(_: int) -> Run | RunError:
         try:
             return tk.launch(time.sleep, run_dir=here / "run", args=(0.5,))
         except RunError as error:
@@ -472,7 +472,7 @@ def test_of_two_launches_at_once_one_is_refused(here: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(launch, range(2)))
     (refused,) = [one for one in found if isinstance(one, RunError)]
-    (run,) = [one for one in found if isinstance(one, tk.Run)]
+    (run,) = [one for one in found if isinstance(one, Run)]
     assert "is in use by a run" in str(refused)
     assert run.wait(120, progress=False).status == "finished"
 

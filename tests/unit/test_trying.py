@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from accelerate.state import AcceleratorState
 
-from toolkit import StepProfiles, Strategy, StrategyError, TrainConfig, phase, profile_steps
+from toolkit import Strategy, StrategyError, TrainConfig, profile_steps
+from toolkit.core.phases import phase
 from toolkit.core.units import MiB
 from toolkit.measurement import peak_memory
-from toolkit.training.step_profile import StepProfile
+from toolkit.training.step_profile import StepProfile, StepProfiles
 
 LOOP = TrainConfig(steps=4, seq_len=64, micro_batch=2)
 PARAMETERS = 5_048_576  # of the embedded model
