@@ -17,21 +17,21 @@ from toolkit.core.errors import ToolkitError
 
 
 def doctor(flags: argparse.Namespace) -> Result:
-    """What works on this machine, what does not and why."""
+    """Check what this machine can run, and why not."""
     from toolkit.diagnosis import diagnose
 
     return diagnose(compile_ops=flags.compile)
 
 
 def describe(flags: argparse.Namespace) -> Result:
-    """What a model is, without reading its weights."""
+    """Print a model's architecture and parameters without reading weights."""
     from toolkit.models import describe
 
     return describe(flags.model, trust_remote_code=flags.trust_remote_code)
 
 
 def forecast(flags: argparse.Namespace) -> Result:
-    """What a run will take, before it is launched: bytes of the fullest rank, by part and phase."""
+    """Forecast memory and speed before a launch."""
     from toolkit.forecasting import forecast
     from toolkit.forecasting.diffs import diff_forecasts
     from toolkit.forecasting.memory_advice import changed
@@ -52,7 +52,7 @@ def forecast(flags: argparse.Namespace) -> Result:
 
 
 def timeline(flags: argparse.Namespace) -> Result:
-    """A step phase by phase: bytes by part as forecast and, with --run, as a run measured them."""
+    """Forecast the memory of each phase; with --run, compare a measured run."""
     from toolkit.forecasting.finished_run import read_seen
     from toolkit.forecasting.timelines import timeline
     from toolkit.models import describe
@@ -73,7 +73,7 @@ def timeline(flags: argparse.Namespace) -> Result:
 
 
 def precisions(flags: argparse.Namespace) -> Result:
-    """Who keeps what in which dtype, stage by stage, under several shardings; with --run beside what its audit found."""
+    """List the dtype of each state at each stage, for several shardings."""
     from toolkit.forecasting.dtype_reports import dtype_report
     from toolkit.models import describe
 
@@ -83,7 +83,7 @@ def precisions(flags: argparse.Namespace) -> Result:
 
 
 def plan(flags: argparse.Namespace) -> Result:
-    """Every strategy for this model, machine and global batch: the fastest that fits first, and why others do not."""
+    """Rank the strategies that fit a model, a machine and a global batch."""
     from toolkit.config.run_config import EMBEDDED
     from toolkit.forecasting import plan
     from toolkit.models import describe
@@ -113,7 +113,7 @@ def plan(flags: argparse.Namespace) -> Result:
 
 
 def config(flags: argparse.Namespace) -> dict[str, Any]:
-    """Write the Accelerate config file that a strategy is, or all of them."""
+    """Write Accelerate config files."""
     import yaml
 
     from toolkit.devices.machine import hardware

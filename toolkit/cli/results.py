@@ -13,7 +13,7 @@ from toolkit.core.display import Result
 
 
 def report(flags: argparse.Namespace) -> Result:
-    """Write a run's report.html, and show what is in it: also of a run that goes on, was stopped or failed."""
+    """Write and print the report of a run."""
     from toolkit.reports import report
 
     found = report(flags.run)
@@ -22,7 +22,7 @@ def report(flags: argparse.Namespace) -> Result:
 
 
 def compare(flags: argparse.Namespace) -> Result:
-    """The same work under several strategies, in one table."""
+    """Train the same work under several strategies; print one table."""
     from toolkit.comparison import compare
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
@@ -35,7 +35,7 @@ def compare(flags: argparse.Namespace) -> Result:
 
 
 def export(flags: argparse.Namespace) -> Result:
-    """Write what a checkpoint holds as Hugging Face files, and check them."""
+    """Export a checkpoint as Hugging Face files and verify them."""
     from toolkit.config.run_config import EMBEDDED
     from toolkit.data.embedded import embedded_model
     from toolkit.exporters import export

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
-    """Train a model, in processes of its own."""
+    """Train a model in new processes."""
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
     from toolkit.engines.base import engine_of
@@ -69,7 +69,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch(flags: argparse.Namespace) -> Result:
-    """Run a script or module of your own in processes that `tk.accelerator()` finds ready, with a run's folder."""
+    """Run your own script or module as a supervised run."""
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
     from toolkit.launcher.script_session import run_script
@@ -93,28 +93,28 @@ def launch(flags: argparse.Namespace) -> Result:
 
 
 def runs(flags: argparse.Namespace) -> Result:
-    """The runs in a folder, the newest first: how far each is, and how it ended."""
+    """List the runs in a folder, newest first."""
     from toolkit.launcher import runs
 
     return runs(flags.root)
 
 
 def watch(flags: argparse.Namespace) -> Result:
-    """Show a run until it ends; Ctrl-C ends the watching alone."""
+    """Show a run until it ends; Ctrl-C ends only the view."""
     from toolkit.launcher import attach
 
     return attach(flags.run).wait()
 
 
 def stop(flags: argparse.Namespace) -> Result:
-    """End a run's step, publish a checkpoint, and leave no process."""
+    """Stop a run after its current step, with a checkpoint."""
     from toolkit.launcher import attach
 
     return attach(flags.run).stop()
 
 
 def resume(flags: argparse.Namespace) -> dict[str, Any]:
-    """Go on with a run from its newest checkpoint, also with another strategy or number of processes."""
+    """Resume a run from its newest checkpoint, also under another strategy."""
     return _resume(Path(flags.run), flags)
 
 
