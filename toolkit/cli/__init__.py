@@ -17,7 +17,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.redaction import redacted_output
 from toolkit.launcher import Stopped
 
-__all__ = ["main", "parser"]
+__all__ = ["build_parser", "main"]
 
 
 @contextlib.contextmanager
