@@ -75,15 +75,15 @@ def worker(config: dict[str, Any]) -> None:
     strategy, path = Strategy(sharding=config["sharding"]), Path(config["path"])
     with rank(strategy, train_config, RunConfig(model=config["model"]), path, start=block - WARM) as this:
         clocked_blocks = blocks(this, block, plan)
-        if this.ours.accelerator.is_main_process:
-            write(config, {"sharding": strategy.sharding, "ranks": this.ours.job.ranks, **clocked_blocks})
+        if this.prepared.accelerator.is_main_process:
+            write(config, {"sharding": strategy.sharding, "ranks": this.prepared.job.ranks, **clocked_blocks})
 
 
 def blocks(this: Rank, block: int, plan: list[bool]) -> dict[str, Any]:
     """Warm up and save once, then the blocks. What was clocked."""
     from toolkit.checkpoints import checkpoint_writer
 
-    saver, run_config = this.saver(), RunConfig(save_every=block, save_seconds=0.0)
+    saver, run_config = this.writer(), RunConfig(save_every=block, save_seconds=0.0)
     last = block * (2 + len(plan))  # more than there are: no block has the checkpoint that ends a run
     keepers = {saved: this.policy(saver if saved else None, run_config, steps=last) for saved in (True, False)}
     marks: list[float] = []
@@ -97,13 +97,13 @@ def blocks(this: Rank, block: int, plan: list[bool]) -> dict[str, Any]:
                 saver.wait_published(step.step - block)
             marks.append(time.perf_counter())
         if step.step == block - 1:
-            with this.window.saving():
+            with this.run.window.saving():
                 saver.save(step.step)
             saver.wait()
             first = sum(done.stall_seconds for done in saver.published())
         if 0 < len(marks) <= len(plan):
             keepers[plan[len(marks) - 1]].step_done(step)
-    published = read_events(this.folder.published)
+    published = read_events(this.run.folder.published)
     published += [
         {"bytes": done.size_bytes, "stall_seconds": done.stall_seconds, "write_seconds": done.write_seconds}
         for done in saver.published()  # in the last block: the keeper has not noted it yet

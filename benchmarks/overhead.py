@@ -45,13 +45,13 @@ LOOPS = ("hand", "toolkit", "again")
 
 def hand_written(rank: Rank) -> Iterator[None]:
     """What Accelerate's documentation shows, and the loss brought to the host as every loop does to show it."""
-    accelerator, model, optimizer = rank.ours.accelerator, rank.ours.model, rank.ours.optimizer
+    accelerator, model, optimizer = rank.prepared.accelerator, rank.prepared.model, rank.prepared.optimizer
     for batch in rank.loader:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
         if accelerator.sync_gradients:
-            accelerator.clip_grad_norm_(model.parameters(), rank.ours.job.train_config.max_grad_norm)
+            accelerator.clip_grad_norm_(model.parameters(), rank.prepared.job.train_config.max_grad_norm)
         optimizer.step()
         rank.schedule.step()
         optimizer.zero_grad()
@@ -60,8 +60,8 @@ def hand_written(rank: Rank) -> Iterator[None]:
 
 
 def toolkits(rank: Rank, run_config: RunConfig) -> Iterator[None]:
-    """The recipe's loop without a saver, which would read a clock."""
-    policy = rank.policy(None, run_config, steps=rank.ours.job.train_config.steps)
+    """The recipe's loop without checkpoints, which would read a clock."""
+    policy = rank.policy(None, run_config, steps=rank.prepared.job.train_config.steps)
     for step in rank.steps(policy):
         policy.step_done(step)
         yield
@@ -85,9 +85,9 @@ def worker(config: dict[str, Any]) -> None:
         for number in range(train_config.steps):
             first = number % len(LOOPS)
             turns.append({name: timed(loops[name]) for name in LOOPS[first:] + LOOPS[:first]})
-        this.window.close()
-        if this.ours.accelerator.is_main_process:
-            write(config, {"turns": turns[SKIPPED:], "window_seconds": this.window.result().seconds})
+        this.run.window.close()
+        if this.prepared.accelerator.is_main_process:
+            write(config, {"turns": turns[SKIPPED:], "window_seconds": this.run.window.result().seconds})
 
 
 def measure(

@@ -17,14 +17,10 @@ from toolkit.data.embedded import embedded_model
 
 if TYPE_CHECKING:
     from toolkit.checkpoints import CheckpointWriter
-    from toolkit.core.process_lifecycle import StopSignal
     from toolkit.engines.records import Prepared
-    from toolkit.measurement import Window
-    from toolkit.run_folder.folder import Folder
-    from toolkit.run_folder.heartbeat import Beat
     from toolkit.training.checkpoint_policy import CheckpointPolicy
     from toolkit.training.loop import Step
-    from toolkit.training.preflight import Preflight
+    from toolkit.training.rank_run import RankRun
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 """Of a model in which the training loop's own cost is most of a step."""
@@ -44,37 +40,48 @@ def tiny_model(folder: Path) -> Path:
 class Rank:
     """What the recipe has before its first step."""
 
-    preflight: Preflight
-    ours: Prepared
+    run: RankRun
+    prepared: Prepared
     tokenizer: Any
     loader: Any
     schedule: Any
-    window: Window
-    folder: Folder
-    beat: Beat
-    stop: StopSignal
     start: int
 
-    def policy(self, saver: CheckpointWriter | None, run_config: RunConfig, *, steps: int) -> CheckpointPolicy:
-        """Who decides after each step whether a checkpoint is due. `steps`: number of the last."""
+    def policy(self, writer: CheckpointWriter | None, run_config: RunConfig, *, steps: int) -> CheckpointPolicy:
+        """Return what decides after each step whether a checkpoint is due. `steps`: number of the last."""
         from toolkit.training.checkpoint_policy import CheckpointPolicy
 
-        return CheckpointPolicy(saver, run_config, self.window, self.folder, self.stop, steps=steps, attempt=0)
+        run = self.run
+        return CheckpointPolicy(writer, run_config, run.window, run.folder, run.stop, run.beat, steps=steps, attempt=0)
 
-    def saver(self) -> CheckpointWriter:
-        """Who writes the checkpoints."""
+    def writer(self) -> CheckpointWriter:
+        """Return what writes the checkpoints."""
         from toolkit.checkpoints import CheckpointWriter, identify
         from toolkit.training.preflight import versions
 
-        identity = identify(self.preflight.spec, self.ours.job.strategy, self.preflight.rows.fingerprint)
-        return CheckpointWriter(self.ours, self.schedule, self.folder.checkpoints, identity, versions=versions())
+        preflight = self.run.preflight
+        identity = identify(preflight.spec, preflight.job.strategy, preflight.rows.fingerprint)
+        return CheckpointWriter(
+            self.prepared, self.schedule, self.run.folder.checkpoints, identity, versions=versions()
+        )
 
     def steps(self, policy: CheckpointPolicy) -> Iterator[Step]:
-        """The recipe's steps; the caller tells the keeper of each."""
-        from toolkit.finetune import logged_steps
+        """Train as the recipe does. The caller gives each step to the policy."""
+        from toolkit.training.loop import train
 
-        ours = (self.ours, self.tokenizer, self.loader, self.schedule)
-        return logged_steps(*ours, self.preflight, policy, self.beat, start=self.start)
+        log = self.run.step_log(self.prepared)
+        for step in train(
+            self.prepared,
+            self.loader,
+            self.schedule,
+            start=self.start,
+            on_begin=self.run.on_step_begin,
+            samples=lambda step: self.run.format_samples(step, self.tokenizer),
+            request=policy.request,
+        ):
+            log.record(step)
+            self.run.on_step_end(self.prepared, step)
+            yield step
 
 
 @contextlib.contextmanager
@@ -84,35 +91,28 @@ def rank(
     """Set up this rank of a run in the folder `path`, with its share of the cores. It ends with the context."""
     import torch
 
-    from toolkit import measurement
-    from toolkit.core.process_lifecycle import StopSignal
-    from toolkit.devices.machine import hardware
+    import toolkit as tk
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.heartbeat import Beat
-    from toolkit.training.assembly import assembled
-    from toolkit.training.preflight import run_preflight
-    from toolkit.training.setup import accelerator as make
+    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.rank_run import RankRun
 
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    device = hardware().device
-    window = measurement.start(device.kind, run_config.memory_window)
-    preflight = run_preflight(run_config, strategy, train_config, ranks, device)
-    accelerator = make(strategy, train_config, preflight.job.spec)
-    ours, tokenizer, loader, schedule = assembled(accelerator, preflight, run_config, start=start)
     with enter(path) as folder:
         folder.beat(number).parent.mkdir(exist_ok=True)
-        with Beat(folder.beat(number), number) as beat, StopSignal() as stop:
-            yield Rank(
-                preflight=preflight,
-                ours=ours,
-                tokenizer=tokenizer,
-                loader=loader,
-                schedule=schedule,
-                window=window,
-                folder=folder,
-                beat=beat,
-                stop=stop,
-                start=start,
-            )
+        with Beat(folder.beat(number), number) as beat:
+            run = RankRun(folder, beat, run_config, train_config, strategy)
+            run.check()
+            accelerator = run.make_accelerator()
+            model, tokenizer = tk.load(accelerator)
+            optimizer = make_optimizer(model, run.job.train_config)
+            schedule = warmup_cosine(optimizer, run.job.train_config)
+            loader = run.preflight.batches(number, start=start, workers=run_config.workers)
+            model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, loader, schedule)
+            prepared = tk.prepared(accelerator, (model, optimizer))
+            with run.listening():
+                yield Rank(
+                    run=run, prepared=prepared, tokenizer=tokenizer, loader=loader, schedule=schedule, start=start
+                )
     accelerator.end_training()

@@ -61,11 +61,11 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.models import describe
-    from toolkit.training.assembly import seed_everything
     from toolkit.training.loading import load
     from toolkit.training.loop import make_optimizer, train, warmup_cosine
     from toolkit.training.preparation import audit, prepare, prepared
     from toolkit.training.setup import accelerator as make
+    from toolkit.training.setup import seed_everything
 
     spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -39,12 +39,12 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.engines.base import engine_of
     from toolkit.exporters import save, verify
     from toolkit.models import describe
-    from toolkit.training.assembly import seed_everything
     from toolkit.training.loading import load
     from toolkit.training.loop import evaluate, make_optimizer, train, warmup_cosine
     from toolkit.training.preparation import audit, prepare, prepared
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import job as job_of
+    from toolkit.training.setup import seed_everything
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) // strategy.tp

@@ -220,7 +220,7 @@ def test_a_stop_under_accelerate_launch_itself(runs: dict[str, Running]) -> None
     done = run.events[-1]["step"]
     assert list_checkpoints(run.path / "checkpoints")[0].name == f"step-{done:08d}"
     assert f"stopped after step {done}, as asked. Published: " in run.out
-    assert f"`toolkit resume {run.path}` goes on from it." in run.out
+    assert f"`toolkit resume {run.path}` continues from it." in run.out
 
 
 def test_a_slow_disk_ends_no_run(runs: dict[str, Running]) -> None:
@@ -266,7 +266,7 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
     done = run.events[-1]["step"]
     newest = list_checkpoints(run.path / "checkpoints")[0]
     assert newest.name == f"step-{done:08d}"
-    said = f"\ntoolkit: stopped by SIGTERM. Published: {newest}. `toolkit resume {run.path}` goes on from it.\n"
+    said = f"\ntoolkit: stopped by SIGTERM. Published: {newest}. `toolkit resume {run.path}` continues from it.\n"
     assert run.err.endswith(said)
     assert run.code == 143
     assert f"stopped after step {done}, as asked\n" in run.out
@@ -411,5 +411,5 @@ def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 143
-    assert err == "toolkit: stopped by SIGTERM. It had not begun, and there is nothing to go on with.\n"
+    assert err == "toolkit: stopped by SIGTERM. It had not begun, and there is nothing to continue.\n"
     assert psutil.wait_procs(family, timeout=2)[1] == []

@@ -18,7 +18,7 @@ from toolkit.core.errors import RunError
 from toolkit.core.redaction import MARK
 from toolkit.devices.machine import hardware
 from toolkit.run_folder.folder import read_run_json
-from toolkit.training.resumption import check_not_anew
+from toolkit.training.resumption import check_not_repeated
 from toolkit.training.setup import check_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -270,12 +270,12 @@ def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.Captu
     assert "For more steps" not in capsys.readouterr().err
     assert cli.main(["resume", str(run.path), "--steps", "22", "--save-every", "1"]) == 2
     said = capsys.readouterr().err
-    assert "had finished, and has no checkpoint from which it could go on" in said
+    assert "had finished, and has no checkpoint from which it could continue" in said
     assert f"toolkit train --model {run.export}" in said
     assert json.loads(run.run_json.read_text())["finished"]
-    with pytest.raises(RunError, match="has no checkpoint from which it could go on"):
-        check_not_anew(run.path, read_run_json(run.path), 0)  # as a rank does that finds its checkpoints damaged
-    check_not_anew(run.path, read_run_json(run.path), 4)
+    with pytest.raises(RunError, match="has no checkpoint from which it could continue"):
+        check_not_repeated(run.path, read_run_json(run.path), 0)  # as a rank does that finds its checkpoints damaged
+    check_not_repeated(run.path, read_run_json(run.path), 4)
     assert cli.main(["export", str(run.path), "-o", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert f"What the run itself saved at its end is in {run.export}." in said

@@ -162,7 +162,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
         r" +1 +1\.0000 +0\.1 +–",
         r" +3 +0\.2500 +not finite +200",
         r"    toolkit launch --processes 2 --sharding zero3 --precision bf16 --attention sdpa /opt/mine\.py --words 'two of'",
-        r"It failed. Code of your own goes on from what it saved itself: `toolkit resume \S+` runs it again\.",
+        r"It failed. Your own code continues from what it saved: `toolkit resume \S+` runs it again\.",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), line
     assert found.to_dict()["tokens_per_second"] == 200

@@ -390,7 +390,7 @@ def test_trusted_code_is_run_recorded_exported_and_never_resumed_by_the_folder_a
     for flags, says in (
         (
             ["--data", str(data)],
-            f"its folder alone cannot let that run: read the code, and give --trust-remote-code {pin} again",
+            f"a run folder alone cannot allow that. Read the code, and give --trust-remote-code {pin} again",
         ),
         (trust, "there was a secret in it. Give --data again"),
     ):

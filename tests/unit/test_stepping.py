@@ -28,7 +28,10 @@ def steps(run: dict[str, Any], batches: list[dict[str, Any]], accumulation: int 
 def test_a_wish_that_comes_in_the_middle_of_a_step_ends_with_that_step(run: dict[str, Any]) -> None:
     begun: list[int] = []
     found = steps(
-        run, [batch()] * 4, begin=begun.append, request=lambda: StepRequest.STOP if begun[-1] == 2 else StepRequest.SAVE
+        run,
+        [batch()] * 4,
+        on_begin=begun.append,
+        request=lambda: StepRequest.STOP if begun[-1] == 2 else StepRequest.SAVE,
     )
     assert [(step.step, step.request) for step in found] == [(1, StepRequest.SAVE), (2, StepRequest.STOP)]
     assert begun == [1, 2]

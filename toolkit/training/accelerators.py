@@ -1,10 +1,8 @@
-"""The `accelerate.Accelerator` of a job: a loop of the user's own means the same on every engine."""
+"""The `accelerate.Accelerator` of a job: a user's own loop means the same on every engine."""
 
 from __future__ import annotations
 
-import gc
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,13 +11,14 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
-from toolkit.core.errors import NotFinite, RunError, StrategyError
+from toolkit.core.errors import NotFinite, StrategyError
 from toolkit.core.phases import phase
 from toolkit.engines.adapters import keep_packing
 from toolkit.engines.base import engine_of
 from toolkit.engines.env_vars import engine_environment
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
+from toolkit.training.accelerate_state import reset_state
 from toolkit.training.master_weights import restore_masters
 from toolkit.training.preparation import audit, check_pair, check_uniform
 
@@ -32,7 +31,7 @@ else:
 
 @cache
 def accelerator_class() -> Any:
-    """Accelerate's Accelerator with the methods of `UniformLoop`."""
+    """Return Accelerate's Accelerator with the methods of `UniformLoop`."""
     import accelerate
 
     return type("Accelerator", (UniformLoop, accelerate.Accelerator), {})
@@ -54,14 +53,14 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         from accelerate.state import AcceleratorState
         from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
-        _reset_state(job, timeout)
+        reset_state(job, timeout)
         self.job = job
         self.ended = False
         self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
         """Models with the checkpoint's values. `prepare` makes their fp32 masters exact."""
         self._prepared: WeakSet[torch.nn.Module] = WeakSet()
         self._norms: dict[int, torch.Tensor] = {}
-        """By the optimizer's id, the norm of its gradients before clipping. Empty until they are clipped."""
+        """Optimizer id → norm of its gradients before clipping; empty until they are clipped."""
         self._unscaled = False
         """fp16's scaler has unscaled the gradients of this step."""
         self._took_step = False
@@ -99,7 +98,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self.ended = True
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Accelerate's, with the audit, and exact fp32 masters for a model of `toolkit.load()`.
+        """Accelerate's, then exact fp32 masters for a model of `toolkit.load()`, then the audit.
 
         Raises:
             StrategyError: for a second optimizer under DeepSpeed and fp16.
@@ -109,57 +108,70 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        self._check_objects(models, optimizers)
+        for model in models:
+            self._before_prepare(model)
+        with phase("prepare"), engine_environment(self.job):
+            earlier = [*self._optimizers, *self._schedulers]
+            result = super().prepare(*objects, device_placement=device_placement)
+            self._register(earlier, optimizers)
+            # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+            items = result if isinstance(result, list | tuple) else (result,)
+            self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
+            prepared = self._completed_by(items)
+            if prepared is not None:
+                from_checkpoint = any(model in self.from_checkpoint for model in models)
+                if from_checkpoint:
+                    restore_masters(prepared)
+                audit(prepared, known=from_checkpoint)
+                if not engine_of(self.job.strategy).model_no_sync:
+                    prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
+        return result
+
+    def _check_objects(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         engine = engine_of(self.job.strategy)
         if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
         self._check_optimizers(optimizers)
-        for model in models:
-            check_uniform(self.job, model)
-            engine.before_prepare(self.job, model)
-            keep_packing(model)  # a user's own may be quantized, too
-            if not engine.broadcasts_buffers:
-                _broadcast_buffers(model)
-        known = [*self._optimizers, *self._schedulers]
-        with phase("prepare"), engine_environment(self.job):
-            made = super().prepare(*objects, device_placement=device_placement)
-            for item in (*self._optimizers, *self._schedulers):
-                if not any(item is other for other in known):
-                    self._replace_step(item)
-            if self._deepspeed and optimizers:
-                # `backward` uses the engine that was made first, which may be a teacher's.
-                self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
-            elif self._deepspeed:
-                # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
-                self._optimizers[:] = [item for item in self._optimizers if any(item is other for other in known)]
-            # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
-            items = made if isinstance(made, list | tuple) else (made,)
-            self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
-            self._check_prepared(items, any(model in self.from_checkpoint for model in models))
-        return made
+
+    def _before_prepare(self, model: torch.nn.Module) -> None:
+        engine = engine_of(self.job.strategy)
+        check_uniform(self.job, model)
+        engine.before_prepare(self.job, model)
+        keep_packing(model)  # a user's own may be quantized, too
+        if not engine.broadcasts_buffers:
+            _broadcast_buffers(model)
+
+    def _register(self, earlier: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        """Replace `step` of what Accelerate has added, and give DeepSpeed's wrapper the model of the last optimizer."""
+        for item in (*self._optimizers, *self._schedulers):
+            if not _is_in(item, earlier):
+                self._replace_step(item)
+        if self._deepspeed and optimizers:
+            # `backward` uses the engine that was made first, which may be a teacher's.
+            self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
+        elif self._deepspeed:
+            # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
+            self._optimizers[:] = [item for item in self._optimizers if _is_in(item, earlier)]
+
+    def _completed_by(self, items: Sequence[Any]) -> Prepared | None:
+        """Return the model and optimizer that these items complete: DDP accepts them in separate calls, too."""
+        if not self._optimizers or not self._prepared:
+            return None
+        optimizer = self._optimizers[-1]
+        model = self._model_of(optimizer)
+        if model is None or not (_is_in(model, items) or _is_in(optimizer, items)):
+            return None
+        return Prepared(self.job, model, optimizer, self)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Accelerate's. A model that its engine has distributed while loading gets autocast, and no DDP around it."""
         unwrapped = evaluation_mode or not engine_of(self.job.strategy).wraps_model
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
 
-    def _check_prepared(self, items: Sequence[Any], from_checkpoint: bool) -> None:
-        """Audit a model and its optimizer with the call that completes the two: DDP takes them one by one, too."""
-        if not self._optimizers or not self._prepared:
-            return
-        optimizer = self._optimizers[-1]
-        model = self._model_of(optimizer)
-        if model is None or not any(item is model or item is optimizer for item in items):
-            return
-        prepared = Prepared(self.job, model, optimizer, self)
-        if from_checkpoint:
-            restore_masters(prepared)
-        audit(prepared, known=from_checkpoint)
-        if not engine_of(self.job.strategy).model_no_sync:
-            model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
-
     def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Refuse a second optimizer where only one can step: DeepSpeed steps one, and fp16's scale changes with its step."""
-        added = [item for item in optimizers if not any(item is other for other in self._optimizers)]
+        """Refuse a second optimizer where only one can step: under DeepSpeed, and under fp16, whose scale follows its step."""
+        added = [item for item in optimizers if not _is_in(item, self._optimizers)]
         if added and len(self._optimizers) + len(added) > 1 and (self._deepspeed or self.scaler is not None):
             strategy = self.job.strategy
             what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
@@ -169,14 +181,14 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             )
 
     def _model_of(self, optimizer: Any) -> Any:
-        """The prepared model that an optimizer steps. DeepSpeed's optimizer holds other tensors than its model."""
+        """Return the prepared model of an optimizer. DeepSpeed's optimizer holds other tensors than its model."""
         if self._deepspeed:
             return next((engine for engine in self._models if engine.optimizer is optimizer.optimizer), None)
         stepped = {id(parameter) for parameter in self._parameters_of(optimizer)}
         return next((model for model in self._prepared if any(id(p) in stepped for p in model.parameters())), None)
 
     def _parameters_of(self, optimizer: Any) -> list[torch.nn.Parameter]:
-        """The trained parameters that an optimizer steps."""
+        """Return the trained parameters that an optimizer steps."""
         if self._deepspeed:
             stepped = self._model_of(optimizer).parameters()
         else:
@@ -186,8 +198,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def _replace_step(self, item: Any) -> None:
         """Clip before an optimizer's `step`, and step a scheduler with the optimizer only.
 
-        No hook of torch's: it runs behind fp16's scaler, which leaves the gradients of a fused optimizer scaled. A
-        method: torch's schedulers replace an optimizer's `step` too, and take it apart.
+        torch's step hooks run after fp16's scaler, which leaves a fused optimizer's gradients scaled. The new `step` is a
+        bound method because torch's schedulers wrap an optimizer's `step`, too, and read its `__func__`.
         """
         import torch
 
@@ -325,8 +337,12 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             state.sync_gradients = before
 
 
+def _is_in(item: object, items: Sequence[object]) -> bool:
+    return any(item is each for each in items)
+
+
 def _is_finite(norm: torch.Tensor | None) -> bool:
-    """A norm that is not known yet counts as finite."""
+    """Return whether a norm is finite; an unknown one counts as finite."""
     return norm is None or math.isfinite(norm)
 
 
@@ -337,48 +353,6 @@ def _refuse_no_sync(sharding: str) -> NoReturn:
     )
 
 
-_made = 0
-"""Accelerators of this process, equally many on every rank."""
-
-
-def _reset_state(job: Job, timeout: timedelta | None) -> None:
-    """Accelerate keeps one state for the whole process: forget that of an Accelerator that was ended or dropped.
-
-    Accelerators of one process each, with one precision and one accumulation, can share a state.
-
-    Raises:
-        RunError: where the last one is still in use.
-    """
-    import torch.distributed as dist
-    from accelerate.state import AcceleratorState, GradientState
-
-    global _made
-    if (owners := AcceleratorState._shared_state.get("owners")) is not None:
-        if any(not owner.ended for owner in owners):
-            gc.collect()  # a dropped one is part of cycles
-        if used := [owner for owner in owners if not owner.ended]:
-            other = _state(used[0].job)
-            if _state(job) == other and job.strategy.single_process:
-                return
-            raise RunError(
-                f"this process already has an Accelerator, with sharding {other[0]!r}, precision {other[1]!r} and "
-                f"accumulation {other[2]}, and Accelerate keeps one state a process. Call its end_training() first."
-            )
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        unset_hf_deepspeed_config()
-    if _made and not job.strategy.single_process and "RANK" in os.environ and not dist.is_initialized():
-        _init_group(job, timeout)
-    _made += 1
-
-
-def _state(job: Job) -> tuple[str, str, int]:
-    """What Accelerate keeps for the whole process."""
-    return job.strategy.sharding, job.strategy.precision, job.train_config.accumulation
-
-
 def _broadcast_buffers(model: torch.nn.Module) -> None:
     """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
     from accelerate.utils import broadcast_object_list
@@ -387,20 +361,3 @@ def _broadcast_buffers(model: torch.nn.Module) -> None:
     broadcast_object_list(values, from_process=0)
     for buffer, value in zip(model.buffers(), values[0], strict=True):
         buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to
-
-
-def _init_group(job: Job, timeout: timedelta | None) -> None:
-    """Make this process's next process group, which Accelerate and DeepSpeed take as it is.
-
-    The launcher's store keeps the addresses of the groups that have ended, and torch gives every group their names,
-    which DTensor's caches need. So the keys get a prefix.
-    """
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    backend = "gloo" if job.device.kind == "cpu" else "nccl" if job.strategy.offload == "none" else "cuda:nccl,cpu:gloo"
-    store, rank, size = next(iter(rendezvous("env://")))
-    dist.init_process_group(
-        backend, store=PrefixStore(f"accelerator-{_made}", store), rank=rank, world_size=size, timeout=timeout
-    )

@@ -1,4 +1,4 @@
-"""`CheckpointPolicy`: when a run writes a checkpoint, and what is noted of each."""
+"""`CheckpointPolicy`: when a run writes a checkpoint, and the record of each in `checkpoints.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,70 +8,93 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.config.run_config import RunConfig
 from toolkit.core.atomic_io import append_line
+from toolkit.core.errors import CheckpointError, NotFinite
 from toolkit.core.process_lifecycle import StopSignal
+from toolkit.engines.records import Prepared
 from toolkit.measurement import Window
 from toolkit.run_folder.folder import Folder
+from toolkit.run_folder.heartbeat import Beat
 from toolkit.training.loop import Step, StepRequest
+from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     from toolkit.checkpoints import CheckpointWriter
 
 
 class CheckpointPolicy:
-    """Decides after each step whether a checkpoint is due: by steps, by time, because a signal came, or at the end."""
+    """Decides after each step whether a checkpoint is due: by steps, by time, because of a signal, or at the end."""
 
     def __init__(
         self,
-        saver: CheckpointWriter | None,
+        writer: CheckpointWriter | None,
         run_config: RunConfig,
         window: Window,
         folder: Folder,
         stop: StopSignal,
+        beat: Beat,
         *,
         steps: int,
         attempt: int,
     ) -> None:
-        """`saver`: None where the recipe asks for no checkpoints; `steps`: of the whole run."""
-        self.saver, self.run_config, self.window, self.folder = saver, run_config, window, folder
-        self.stop, self.steps, self.attempt = stop, steps, attempt
+        """`writer`: None for a run without checkpoints; `steps`: number of the run's last step."""
+        self.writer, self.run_config, self.window, self.folder = writer, run_config, window, folder
+        self.stop, self.beat, self.steps, self.attempt = stop, beat, steps, attempt
         self._saved_at = time.monotonic()
 
     def request(self) -> StepRequest:
-        """What this rank asks of all: to stop where a signal reached it; rank 0's clock says when to save."""
-        found = StepRequest.STOP if self.stop.number is not None else StepRequest.NOTHING
-        if self.saver is not None and self.saver.main and self.run_config.save_seconds:
+        """Return this rank's request: to stop after a signal; to save, by the clock of rank 0."""
+        request = StepRequest.STOP if self.stop.number is not None else StepRequest.NOTHING
+        if self.writer is not None and self.writer.main and self.run_config.save_seconds:
             late = time.monotonic() - self._saved_at >= self.run_config.save_seconds
-            found |= StepRequest.SAVE if late else StepRequest.NOTHING
-        return found
+            request |= StepRequest.SAVE if late else StepRequest.NOTHING
+        return request
+
+    def stop_requested(self, prepared: Prepared) -> bool:
+        """Return whether a signal has reached any rank. A collective."""
+        return on_any_rank(prepared.accelerator, self.stop.number is not None)
 
     def step_done(self, step: Step) -> None:
-        """Write a checkpoint where one is due. At the end, or before a stop, it is published when this returns."""
-        if self.saver is None:
+        """Write a checkpoint if one is due. After the last step and before a stop it is published when this returns."""
+        stops = StepRequest.STOP in step.request
+        if stops:
+            self.beat.note("save")  # the supervisor waits for it, however long it takes
+        if self.writer is None:
             return
-        ends = StepRequest.STOP in step.request or step.step == self.steps
-        every = self.run_config.save_every
-        if ends or StepRequest.SAVE in step.request or (every and step.step % every == 0):
+        last, every = stops or step.step == self.steps, self.run_config.save_every
+        if last or StepRequest.SAVE in step.request or (every and step.step % every == 0):
             with self.window.saving("checkpoint"):
-                self.saver.save(step.step)
+                self.writer.save(step.step)
             self._saved_at = time.monotonic()
-        if ends:
-            self.saver.wait_published(step.step)
-        self._note_published()
+        if last:
+            self.writer.wait_published(step.step)
+        self._record_published()
 
     def save_last_good(self, step: int) -> None:
-        """Publish the weights of `step`, the last one that was whole, where a run ends that cannot go on."""
-        if self.saver is None:
+        """Publish the weights of `step`, the last finite ones, before a run ends early."""
+        self.beat.note("save")
+        if self.writer is None:
             return
-        folder = self.saver.folder
-        newest = self.saver.wait_all(lambda: next((path.name for path in list_checkpoints(folder)), None))
+        folder = self.writer.folder
+        newest = self.writer.wait_all(lambda: next((path.name for path in list_checkpoints(folder)), None))
         if step and newest != folder_name(step):
-            self.saver.save(step)
-            self.saver.wait_published(step)
-        self._note_published()
+            self.writer.save(step)
+            self.writer.wait_published(step)
+        self._record_published()
 
-    def _note_published(self) -> None:
-        assert self.saver is not None, "nothing is published without one"
-        for done in self.saver.published():
+    def save_before_failing(self, step: int, error: NotFinite) -> None:
+        """Publish the weights of `step` before `error` ends the run.
+
+        Raises:
+            NotFinite: where they cannot be saved; names both errors.
+        """
+        try:
+            self.save_last_good(step)
+        except CheckpointError as failure:
+            raise NotFinite(f"{error} The weights could not be saved: {failure}") from failure
+
+    def _record_published(self) -> None:
+        assert self.writer is not None, "a run without checkpoints publishes none"
+        for done in self.writer.published():
             append_line(
                 self.folder.published,
                 {

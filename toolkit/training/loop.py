@@ -1,4 +1,4 @@
-"""`train()`: the loop. Its loss is weighted by tokens, its order by nothing, and numbers that are not finite end it."""
+"""`train()` and `evaluate()`: the training loop. Its loss is the mean over tokens; a non-finite number ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config.tables import OPTIMIZERS
 from toolkit.config.train_config import TrainConfig
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
     Batch = Mapping[str, torch.Tensor]
 
-SKIPS = 20
-"""fp16: steps in a row that the scaler may skip before the run is stopped."""
+MAX_SKIPS = 20
+"""fp16: steps in a row that the scaler may skip before the run ends."""
 
 
 class StepRequest(IntFlag):
-    """What a rank asks of all of them; they agree on it in the middle of a step, and act when it is done."""
+    """A stop or save request that all ranks agree on during a step. They act on it when the step is done."""
 
     NOTHING = 0
     SAVE = 1
@@ -41,14 +42,9 @@ class StepRequest(IntFlag):
     """Make this step the last one."""
 
 
-def no_request() -> StepRequest:
-    """The wish of a rank that has none."""
-    return StepRequest.NOTHING
-
-
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step, the same on every rank but for `seconds`."""
+    """One optimizer step; the same on every rank except for `seconds`."""
 
     step: int
     """From 1."""
@@ -57,7 +53,7 @@ class Step:
     grad_norm: float
     """Global L2 norm before clipping."""
     lr: float
-    """That this step used."""
+    """The learning rate of this step."""
     tokens: int
     """Trained tokens of the global batch."""
     seconds: float
@@ -66,32 +62,32 @@ class Step:
     gradients: str
     """The gradients' dtypes, for the audit."""
     bytes: tuple[Mapping[str, int | None], ...]
-    """Memory of each rank as the step began."""
+    """Memory of each rank when the step began, in bytes by name."""
     request: StepRequest
-    """What any rank asked for when its last forward was done."""
+    """The requests of all ranks together, made when their last forward was done."""
 
 
 def make_optimizer(model: torch.nn.Module, train_config: TrainConfig) -> torch.optim.Optimizer:
-    """Return the loop's optimizer over the trained parameters, with torch's defaults."""
+    """Return the optimizer of the trained parameters, with torch's defaults."""
     import torch
 
-    assert train_config.lr is not None, "a resolved loop has a learning rate"
+    assert train_config.lr is not None, "a resolved TrainConfig has a learning rate"
     groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
-    made = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
-    optimizer: torch.optim.Optimizer = made([{"params": group} for group in groups], lr=train_config.lr)
+    optimizer_class = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
+    optimizer: torch.optim.Optimizer = optimizer_class([{"params": group} for group in groups], lr=train_config.lr)
     return optimizer
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -> LambdaLR:
-    """A linear rise over `warmup` steps to `lr`, then a cosine that would reach 0 one step after the last."""
+    """Return a linear rise over `warmup` steps to `lr`, then a cosine that would reach 0 one step after the last."""
     from torch.optim.lr_scheduler import LambdaLR
 
+    warmup, steps = train_config.warmup, train_config.steps
+
     def factor(done: int) -> float:
-        if done < train_config.warmup:
-            return (done + 1) / train_config.warmup
-        return 0.5 * (
-            1 + math.cos(math.pi * (done - train_config.warmup) / max(1, train_config.steps - train_config.warmup))
-        )
+        if done < warmup:
+            return (done + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1, steps - warmup)))
 
     return LambdaLR(optimizer, factor)
 
@@ -102,61 +98,64 @@ def train(
     schedule: Any,
     *,
     start: int = 0,
-    begin: Callable[[int], object] = lambda step: None,
+    on_begin: Callable[[int], object] = lambda step: None,
     samples: Callable[[int], str] = lambda step: "not recorded",
-    request: Callable[[], StepRequest] = no_request,
+    request: Callable[[], StepRequest] = lambda: StepRequest.NOTHING,
 ) -> Iterator[Step]:
-    """Train, yielding each step when it is done.
+    """Train, and yield each step when it is done.
 
     Args:
         prepared: model and optimizer after `prepare`.
         loader: this rank's micro-batches in order, `accumulation` of them a step: `input_ids`, `labels`, … [b, s].
-        schedule: stepped once an optimizer step, whatever the number of ranks. fp16's skipped steps do not count.
+        schedule: stepped once an optimizer step on any number of ranks. Steps that fp16 skips do not count.
         start: steps that were done before.
-        begin: told each step as it begins.
-        samples: says which samples a step took, for messages.
-        wish: what this rank asks of all, asked once a step; after a step with `StepRequest.STOP` there is no other.
+        on_begin: called with each step's number as it begins.
+        samples: returns a step's samples as text, for messages.
+        request: returns this rank's request, once a step. After a step with `StepRequest.STOP` the loop ends.
 
     Raises:
         DataError: for a loader that ends before the steps do, and for a step without a trained label.
-        NotFinite: at the first loss, norm or step that is not finite; weights are those of the step before. fp16 goes
-            on over steps that its scaler skips, until 20 in a row or the scale is at its smallest.
+        NotFinite: at the first loss, norm or step that is not finite. The weights are those of the step before. fp16
+            continues after skipped steps, until 20 in a row or until the scale is at its smallest.
     """
     job, engine = prepared.job, engine_of(prepared.job.strategy)
     skips, batches = 0, iter(loader)
     for step in range(start + 1, job.train_config.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
-        begin(step)
+        on_begin(step)
         micro = [_shifted(batch, prepared) for batch in itertools.islice(batches, job.train_config.accumulation)]
-        _check_data(micro, job, step)
-        sums = _StepSums(prepared, sum(map(trained_tokens, micro)), request)
-        engine.forward_backward(prepared, micro, sums.weight, sums.send_loss)
-        loss, tokens, requested = sums.result()
-        _check_loss(loss, tokens, job, step, samples)
-        done = engine.step(prepared)
-        skips = skips + 1 if done.skipped else 0
-        _check(job, done, skips, step, samples)
+        _check_count(micro, job, step)
+        sums = _GlobalSums(prepared, sum(map(trained_tokens, micro)), request)
+        engine.forward_backward(prepared, micro, sums.loss_weight, sums.send_loss)
+        loss, requests = sums.loss_and_requests()
+        _check_loss(loss, sums.tokens, job, step, samples)
+        result = engine.step(prepared)
+        skips = skips + 1 if result.skipped else 0
+        _check_step(result, skips, job, step, samples)
         schedule.step()
         yield Step(
             step=step,
-            loss=loss / tokens,
-            grad_norm=done.norm,
+            loss=loss / sums.tokens,
+            grad_norm=result.norm,
             lr=lr,
-            tokens=tokens,
+            tokens=sums.tokens,
             seconds=time.perf_counter() - began,
-            skipped=done.skipped,
-            gradients=done.gradients,
+            skipped=result.skipped,
+            gradients=result.gradients,
             bytes=sums.memory(),
-            request=requested,
+            request=requests,
         )
-        if StepRequest.STOP in requested:
+        if StepRequest.STOP in requests:
             return
 
 
 def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> float | None:
-    """Mean cross-entropy in nats over all trained tokens of all ranks' batches; None where a rank asked to stop. A collective.
+    """Return the mean cross-entropy in nats over all trained tokens of all ranks' batches. A collective.
 
-    Every rank has equally many batches. `stop` is asked before each of them.
+    Args:
+        prepared: model and optimizer after `prepare`.
+        loader: this rank's batches; every rank has equally many.
+        stop: called before each batch. Where any rank's returns true, the result is None.
     """
     import torch
 
@@ -172,102 +171,126 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     prepared.model.train()
     if stopped:
         return None
-    place = job.coordinates(accelerator.process_index)
-    if place.tp or place.pp:  # another rank of its group has the same rows
+    coordinates = job.coordinates(accelerator.process_index)
+    if coordinates.tp or coordinates.pp:  # another rank of the group counts the same rows
         sums.zero_()
     total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     return float(total / tokens) if tokens else math.nan
 
 
 def trained_tokens(batch: Batch) -> int:
-    """Labels that count in the loss; they are shifted already."""
+    """Return the number of labels that count in the loss; they are shifted already."""
     return int((batch["labels"] != -100).sum())
 
 
 def _shifted(batch: Batch, prepared: Prepared) -> Batch:
-    """The batch with each label where the logits that predict it stand."""
+    """Return the batch with each label at the position of the logits that predict it."""
     return {**batch, "labels": shift_labels(batch["labels"], loss_kind(prepared.job, prepared.model))}
 
 
-class _Gathered:
-    """A row of each rank, under way to all of them while the rest of the step goes on."""
+class _AsyncGather:
+    """An all-gather of one row a rank that runs during the step's computation."""
 
     def __init__(self, row: torch.Tensor, ranks: int) -> None:
         import torch.distributed as dist
 
         self._rows = row.repeat(ranks, 1) if ranks > 1 else row[None]
-        # On gloo a gather takes half of what an all-reduce does.
+        # On gloo a gather takes half of an all-reduce's time.
         self._work = dist.all_gather(list(self._rows.unbind()), row, async_op=True) if ranks > 1 else None
 
     def rows(self) -> torch.Tensor:
-        """All of them [ranks, …], in the order of the ranks. On CUDA the device waits for them, and the host does not."""
+        """Return the rows [ranks, …]. On CUDA the device waits for them, and the host does not."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._rows
 
 
-class _StepSums:
-    """Sums over all ranks that a step sends beside its computation: tokens and memory first, then losses and requests.
+class _StepMessage(NamedTuple):
+    """What a rank sends to all ranks after its last forward."""
 
-    Nobody waits for the first before the first backward, nor for the second before the last one has ended.
+    loss: float
+    """Sum over its trained tokens."""
+    request: StepRequest
+
+    @staticmethod
+    def to_row(loss: torch.Tensor | float, request: StepRequest, device: torch.device) -> torch.Tensor:
+        """Return the loss, and a 0 or 1 for each request."""
+        import torch
+
+        row = torch.zeros(1 + len(StepRequest), device=device)
+        row[0] = loss
+        for index, flag in enumerate(StepRequest, start=1):
+            if flag in request:
+                row[index] = 1
+        return row
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> _StepMessage:
+        flags = (flag for flag, value in zip(StepRequest, row[1:], strict=True) if value)
+        return cls(row[0], StepRequest(sum(flags)))
+
+
+class _GlobalSums:
+    """Sums over all ranks, sent during the step's computation: tokens and memory before it, loss and requests at its end.
+
+    The host does not wait for the first before the first backward, nor for the second before the last backward.
     """
 
     def __init__(self, prepared: Prepared, tokens: int, request: Callable[[], StepRequest]) -> None:
+        """Send this rank's trained tokens and its memory; `request` is called by `send_loss`."""
         import torch
 
         self._device = prepared.accelerator.device
-        self._parallelism, self._wish = prepared.job.parallelism, request
-        held = live_bytes(self._device)
-        self._names = tuple(held)
-        row = [tokens, *(-1 if size is None else size for size in held.values())]
-        mine = torch.tensor(row, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
-        self._first = _Gathered(mine, self._parallelism.ranks)
-        counted = self._parallelism.loss_ranks()
-        self._counted = slice(counted.start, counted.stop, counted.step)  # an index by a list would wait for the device
-        """Ranks of one `tp` and `pp` group have the same rows: each is counted once."""
+        self._parallelism, self._request = prepared.job.parallelism, request
+        memory = live_bytes(self._device)
+        self._memory_names = tuple(memory)
+        row = [tokens, *(-1 if size is None else size for size in memory.values())]
+        pinned = torch.tensor(row, pin_memory=self._device.type == "cuda")
+        self._first = _AsyncGather(pinned.to(self._device, non_blocking=True), self._parallelism.ranks)
+        ranks = self._parallelism.loss_ranks()
+        self._loss_ranks = slice(ranks.start, ranks.stop, ranks.step)  # indexing by a list would wait for the device
+        """One rank of each group that has the same rows."""
         self._weight: torch.Tensor | None = None
 
-    def weight(self) -> torch.Tensor:
-        """Return what a loss sum counts in the mean over the global batch's tokens, times the ranks that engines divide by.
+    def loss_weight(self) -> torch.Tensor:
+        """Return the factor of a loss sum in the mean over the global batch's tokens, times the ranks that engines divide by.
 
-        Engines average gradients over ranks; weighting by tokens makes the sum over ranks and micro-batches the gradient of
+        Engines average gradients over ranks. With weights by tokens the sum over ranks and micro-batches is the gradient of
         the mean over all tokens (transformers#34191).
         """
         if self._weight is None:
-            tokens = self._first.rows()[self._counted, 0].sum().double()
+            tokens = self._first.rows()[self._loss_ranks, 0].sum().double()
             self._weight = (self._parallelism.loss_size / tokens).float()
         return self._weight
 
     def send_loss(self, losses: Sequence[torch.Tensor]) -> None:
-        """Send this rank's loss, and 1 for each of its requests, while the last backward runs."""
-        import torch
+        """Send this rank's loss and its requests while the last backward runs."""
+        row = _StepMessage.to_row(sum(losses), self._request(), self._device)
+        self._last = _AsyncGather(row, self._parallelism.ranks)
 
-        row = torch.zeros(1 + len(StepRequest), device=self._device)
-        row[0] = sum(losses)
-        request = self._wish()
-        for index, one in enumerate(StepRequest, start=1):
-            if one in request:
-                row[index] = 1
-        self._last = _Gathered(row, self._parallelism.ranks)
+    def loss_and_requests(self) -> tuple[float, StepRequest]:
+        """Return the loss sum of the global batch, and the requests of all ranks. Waits for the last backward."""
+        messages = [_StepMessage.from_row(row) for row in self._last.rows().tolist()]
+        requests = StepRequest.NOTHING
+        for message in messages:
+            requests |= message.request
+        return sum(message.loss for message in messages[self._loss_ranks]), requests
 
-    def result(self) -> tuple[float, int, StepRequest]:
-        """Return the loss sum and the tokens of the global batch, and the requests of all ranks."""
-        rows = self._last.rows().tolist()
-        counts = [sum(column) for column in zip(*rows, strict=True)][1:]
-        requested = StepRequest(sum(one for one, count in zip(StepRequest, counts, strict=True) if count))
-        tokens = int(self._first.rows()[self._counted, 0].sum())
-        return sum(row[0] for row in rows[self._counted]), tokens, requested
+    @cached_property
+    def tokens(self) -> int:
+        """Trained tokens of the global batch."""
+        return int(self._first.rows()[self._loss_ranks, 0].sum())
 
     def memory(self) -> tuple[dict[str, int | None], ...]:
-        """Return what each rank held as the step began."""
+        """Return each rank's memory when the step began."""
         return tuple(
-            dict(zip(self._names, (None if size < 0 else size for size in sizes), strict=True))
+            dict(zip(self._memory_names, (None if size < 0 else size for size in sizes), strict=True))
             for _, *sizes in self._first.rows().tolist()
         )
 
 
-def _check_data(micro: Sequence[Batch], job: Job, step: int) -> None:
+def _check_count(micro: Sequence[Batch], job: Job, step: int) -> None:
     if len(micro) < job.train_config.accumulation:
         raise DataError(
             f"step {step}: the loader gave {len(micro)} of {job.train_config.accumulation} micro-batches. "
@@ -277,7 +300,7 @@ def _check_data(micro: Sequence[Batch], job: Job, step: int) -> None:
 
 
 def _check_loss(total: float, tokens: int, job: Job, step: int, samples: Callable[[int], str]) -> None:
-    """Every rank sees the same sum, before the weights could be touched."""
+    """Check the sum, which is the same on every rank, before the weights change."""
     if not tokens:
         raise DataError(f"step {step}: none of its labels is trained. Samples: {samples(step)}. Give data with labels.")
     if not job.precision.scaled and not math.isfinite(total):
@@ -287,15 +310,15 @@ def _check_loss(total: float, tokens: int, job: Job, step: int, samples: Callabl
         )
 
 
-def _check(job: Job, done: StepResult, skips: int, step: int, samples: Callable[[int], str]) -> None:
+def _check_step(result: StepResult, skips: int, job: Job, step: int, samples: Callable[[int], str]) -> None:
     if not job.precision.scaled:
-        if done.skipped:
+        if result.skipped:
             raise NotFinite(
-                f"step {step}: the gradient norm is {done.norm}, and the step was not taken. Weights are those of step "
+                f"step {step}: the gradient norm is {result.norm}, and the step was not taken. Weights are those of step "
                 f"{step - 1}. Samples: {samples(step)}. Look at these samples, or lower --lr."
             )
-    elif skips >= SKIPS or (done.skipped and done.scale <= 1):
+    elif skips >= MAX_SKIPS or (result.skipped and result.scale <= 1):
         raise NotFinite(
-            f"step {step}: fp16 overflowed in {skips} steps in a row, at loss scale {done.scale:g}. Weights are those of "
+            f"step {step}: fp16 overflowed in {skips} steps in a row, at loss scale {result.scale:g}. Weights are those of "
             f"step {step - skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
         )

@@ -1,4 +1,4 @@
-"""`train_logged()`: training as it is seen: a line a step in `events.jsonl`, and a progress bar."""
+"""`StepLog`, and `log()` for a loop of your own: a line a step in `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.core.atomic_io import append_line, cut_events
 from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
-from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.run_folder.folder import Folder
-from toolkit.training.loop import Step, StepRequest, no_request, train
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from toolkit.training.loop import Step, StepRequest
 
 RUN_DIR = "TOOLKIT_RUN_DIR"
 """The environment variable that names the folder of the run to a rank that hosts a script or function."""
@@ -35,34 +31,47 @@ _last_log: dict[str, float] = {}
 _signals = StopSignal()
 
 
-def train_logged(
-    prepared: Prepared,
-    loader: Any,
-    schedule: Any,
-    *,
-    folder: Folder,
-    samples: Callable[[int], Sequence[int]],
-    spelled: Callable[[Sequence[int]], str],
-    start: int = 0,
-    begin: Callable[[int], object] = lambda step: None,
-    request: Callable[[], StepRequest] = no_request,
-    attempt: int = 0,
-) -> Iterator[Step]:
-    """`train`, with a line a step in the run's `events.jsonl` and a progress bar, both by the main process.
+class StepLog:
+    """Writes each step into the run's `events.jsonl` and on a progress bar, both on the main process."""
 
-    `samples` gives the ids of a step's samples, and `spelled` says of them in a message what a user can find.
-    """
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Folder,
+        sample_ids: Callable[[int], Sequence[int]],
+        *,
+        start: int = 0,
+        attempt: int = 0,
+    ) -> None:
+        """`sample_ids`: from a step's number to the row ids of its global batch; `start`: the last step done before."""
+        from tqdm import tqdm
 
-    def told(step: int) -> str:
-        return spelled(samples(step))
+        self._main, self._folder, self._sample_ids = prepared.accelerator.is_main_process, folder, sample_ids
+        self._attempt, self._steps = attempt, prepared.job.train_config.steps
+        self._bar = tqdm(
+            total=self._steps,
+            initial=start,
+            desc=prepared.job.strategy.label,
+            unit="step",
+            disable=not self._main,
+            mininterval=0.5,
+        )
 
-    main = prepared.accelerator.is_main_process
-    with _progress(prepared.job, start, shown=main) as bar:
-        for step in train(prepared, loader, schedule, start=start, begin=begin, samples=told, request=request):
-            if main:
-                folder.append_event({**_event(step), "attempt": attempt, "samples": hash_ids(samples(step.step))})
-                _show(bar, step)
-            yield step
+    def record(self, step: Step) -> None:
+        """Write one step."""
+        if not self._main:
+            return
+        fields = {name: value for name, value in vars(step).items() if name not in ("gradients", "request")}
+        samples = hash_ids(self._sample_ids(step.step))
+        self._folder.append_event({**fields, "attempt": self._attempt, "samples": samples})
+        sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
+        speed, size = f"{step.tokens / step.seconds:,.0f} tokens/s", format_bytes(max(sizes, default=0))
+        self._bar.set_postfix_str(f"loss {step.loss:.4f}, {speed}, {size} a rank", refresh=False)
+        self._bar.update()
+        if step.skipped:
+            self._bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
+        if step.step == self._steps or StepRequest.STOP in step.request:
+            self._bar.close()
 
 
 def log(step: int, *, steps: int | None = None, **values: float) -> None:
@@ -127,25 +136,3 @@ def should_stop() -> bool:
         _signals.__enter__()
     asked = torch.tensor(float(_signals.number is not None), device=PartialState().device)
     return bool(reduce(asked, reduction="sum").item())
-
-
-def _event(step: Step) -> dict[str, Any]:
-    return {name: value for name, value in vars(step).items() if name not in ("gradients", "wish")}
-
-
-def _progress(asked: Job, start: int, *, shown: bool) -> tqdm[Any]:
-    from tqdm import tqdm
-
-    word, steps = asked.strategy.label, asked.train_config.steps
-    return tqdm(total=steps, initial=start, desc=word, unit="step", disable=not shown, mininterval=0.5)
-
-
-def _show(bar: tqdm[Any], step: Step) -> None:
-    sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
-    bar.set_postfix_str(
-        f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {format_bytes(max(sizes, default=0))} a rank",
-        refresh=False,
-    )
-    bar.update()
-    if step.skipped:
-        bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")

@@ -12,7 +12,18 @@ from typing import Any
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.data import Contents, Rows, check_batch, described, embedded_tokenizer, find_rows, ingest, prepare_data
+from toolkit.data import (
+    Contents,
+    Rows,
+    batches,
+    check_batch,
+    described,
+    embedded_tokenizer,
+    find_rows,
+    ingest,
+    prepare_data,
+    sample_ids,
+)
 from toolkit.devices.machine import Device, Hardware, hardware
 from toolkit.engines import cpu
 from toolkit.engines.adapters import check_quantized, require_libraries
@@ -53,9 +64,26 @@ class Preflight:
 
     @property
     def spec(self) -> ModelSpec:
-        """Of the model that is trained."""
+        """The model that is trained."""
         assert self.job.spec is not None, "the preflight describes the model"
         return self.job.spec
+
+    def batches(self, rank: int, *, start: int = 0, workers: int = 0) -> Any:
+        """Return the loader of a rank's micro-batches, from step `start` + 1 to the last one."""
+        return batches(
+            self.rows,
+            self.job.train_config,
+            dp_rank=self.job.coordinates(rank).dp_rank,
+            dp_size=self.job.parallelism.dp_size,
+            start_step=start,
+            attention=self.job.strategy.attention,
+            workers=workers,
+        )
+
+    def sample_ids(self, step: int) -> list[int]:
+        """Return the row ids of a step's global batch; steps count from 1."""
+        dp_size = self.job.parallelism.dp_size
+        return sample_ids(self.rows, self.job.train_config, dp_size=dp_size, step=step - 1)
 
 
 def run_preflight(
@@ -70,7 +98,7 @@ def run_preflight(
     """Describe the model, resolve the job, read and tokenize the data, unless the parent did that and says so.
 
     Args:
-        recipe, strategy, loop: what is trained, and how.
+        run_config, strategy, train_config: the request.
         ranks: number of processes.
         device: of a rank.
         prepared: in a rank, the value of `PREPARED`.

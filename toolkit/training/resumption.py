@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, attempt by attempt, and how it goes on over the same data in the same order."""
+"""`run.json`: a run, attempt by attempt, and how it resumes over the same data in the same order."""
 
 from __future__ import annotations
 
@@ -26,230 +26,215 @@ from toolkit.training.preflight import Preflight, versions
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from toolkit.checkpoints import ResumePoint
-
 
 def merge_config(
-    was: Mapping[str, Any],
+    recorded: Mapping[str, Any],
     run_config: Mapping[str, Any],
     train_config: Mapping[str, Any],
     strategy: Mapping[str, Any],
     ranks: int,
 ) -> tuple[RunConfig, TrainConfig, dict[str, Any]]:
-    """RunConfig, TrainConfig and fields of Strategy with which a run goes on.
+    """Return RunConfig, TrainConfig and the fields of Strategy with which a run continues.
 
     Args:
-        was: from `read_run_json`.
+        recorded: from `read_run_json`.
         run_config, train_config, strategy: new values of fields; other fields keep their recorded values.
-        ranks: that it goes on with.
+        ranks: the number of ranks from now on.
 
     Raises:
-        StrategyError: where the global batch, on which the data's order stands, cannot be kept.
-        RunError: for what a run's folder does not say or may not decide: secrets, and that a model's own code is run.
+        StrategyError: where the global batch would change: the order of the data depends on it.
+        RunError: where a field has to be given again: it held a secret, or allows the model's own code to run.
     """
-    fields = {**was["strategy"], **strategy}
-    old = _taken(was["run_config"], run_config)
-    if (
-        "sharding" in strategy
-        and "dp_replicate" not in strategy
-        and not SHARDINGS[sharding_word(fields["sharding"])].hybrid
-    ):
+    fields = {**recorded["strategy"], **strategy}
+    keeps_replicas = "sharding" not in strategy or "dp_replicate" in strategy
+    if not keeps_replicas and not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
         fields["dp_replicate"] = 1
-    before, now = (_dp_size(named, count) for named, count in ((was["strategy"], was["ranks"]), (fields, ranks)))
-    taken = keep_global_batch(
-        from_dict(TrainConfig, {**was["train_config"], **train_config}),
-        from_dict(TrainConfig, was["train_config"]),
-        before,
-        now,
+    merged = keep_global_batch(
+        from_dict(TrainConfig, {**recorded["train_config"], **train_config}),
+        from_dict(TrainConfig, recorded["train_config"]),
+        _dp_size(recorded["strategy"], recorded["ranks"]),
+        _dp_size(fields, ranks),
         train_config,
     )
-    return from_dict(RunConfig, {**old, **run_config}), taken, fields
+    safe = _safe_fields(recorded["run_config"], run_config)
+    return from_dict(RunConfig, {**safe, **run_config}), merged, fields
 
 
-def _dp_size(fields: Mapping[str, Any], ranks: int) -> int:
-    return resolve_parallelism(from_dict(Strategy, fields), ranks).dp_size
+def _dp_size(strategy: Mapping[str, Any], ranks: int) -> int:
+    return resolve_parallelism(from_dict(Strategy, strategy), ranks).dp_size
 
 
-def _taken(was: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _safe_fields(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recorded RunConfig without fields that could run code: the folder may be from a stranger."""
-    taken = {name: value for name, value in was.items() if name not in given}
-    if revision := taken.pop("trust_remote_code", None):
+    fields = {name: value for name, value in recorded.items() if name not in given}
+    if revision := fields.pop("trust_remote_code", None):
         raise RunError(
-            f"the run trains model {was.get('model')!r} with code of its own, and its folder alone cannot let that run: read "
-            f"the code, and give --trust-remote-code {revision} again."
+            f"the run trains model {recorded.get('model')!r} with the model's own code, and a run folder alone cannot allow "
+            f"that. Read the code, and give --trust-remote-code {revision} again."
         )
-    for name, value in taken.items():
+    for name, value in fields.items():
         if MARK in str(value):
-            raise RunError(
-                f"run.json does not say {name} whole, since there was a secret in it. Give {flag(name)} again."
-            )
-    return taken
+            raise RunError(f"run.json has no full value of {name}: it contained a secret. Give {flag(name)} again.")
+    return fields
 
 
 def keep_global_batch(
     train_config: TrainConfig, before: TrainConfig, dp_before: int, dp_size: int, given: Mapping[str, Any]
 ) -> TrainConfig:
-    """`train_config` with micro_batch and accumulation such that a step takes as many samples as before.
+    """Return `train_config` with micro_batch and accumulation such that a step takes as many samples as before.
 
-    The largest micro-batch that divides a rank's share, and is not above what it was (or what is given).
+    Unless given, the micro-batch is the largest that divides a rank's share and is not above the one before.
 
     Raises:
-        StrategyError: where the global batch does not divide by the data-parallel ranks, or by what is given.
+        StrategyError: where the global batch does not divide by the data-parallel ranks, or by the given values.
     """
     size = before.micro_batch * before.accumulation * dp_before
     if size % dp_size:
-        able = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 8 * dp_size)
+        possible = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 8 * dp_size)
         raise StrategyError(
-            f"{dp_size} data-parallel ranks: the run's global batch of {size} samples does not divide by them, and the order "
-            f"of the data stands on it. Choose --processes such that they divide it: {able}."
+            f"{dp_size} data-parallel ranks do not divide the run's global batch of {size} samples, on which the order of the "
+            f"data depends. Choose --processes so that they do: {possible}."
         )
     share = size // dp_size
-    if "accumulation" in given and "micro_batch" not in given:
-        micro = share // train_config.accumulation
-    elif "micro_batch" in given:
-        micro = train_config.micro_batch
+    if "micro_batch" in given:
+        micro_batch = train_config.micro_batch
+    elif "accumulation" in given:
+        micro_batch = share // train_config.accumulation
     else:
-        micro = max(n for n in range(1, min(before.micro_batch, share) + 1) if share % n == 0)
-    accumulation = given.get("accumulation", share // micro if micro else 0)
-    if not micro or micro * accumulation != share:
+        micro_batch = max(n for n in range(1, min(before.micro_batch, share) + 1) if share % n == 0)
+    accumulation = given.get("accumulation", share // micro_batch if micro_batch else 0)
+    if not micro_batch or micro_batch * accumulation != share:
         raise StrategyError(
-            f"micro_batch {micro} × accumulation {accumulation} × {dp_size} ranks is not the run's global batch of {size} "
-            f"samples, on which the order of its data stands. A rank's share is {share}: leave --accumulation out, "
+            f"micro_batch {micro_batch} × accumulation {accumulation} × {dp_size} ranks is not the run's global batch of {size} "
+            f"samples, on which the order of the data depends. A rank's share is {share}: leave --accumulation out, "
             "and choose a --micro-batch that divides it."
         )
-    return dataclasses.replace(train_config, micro_batch=micro, accumulation=accumulation)
+    return dataclasses.replace(train_config, micro_batch=micro_batch, accumulation=accumulation)
 
 
-def record_attempt(
-    accelerator: Accelerator,
-    folder: Folder,
-    preflight: Preflight,
-    run_config: RunConfig,
-    machine: Hardware,
-    found: ResumePoint,
-) -> int:
-    """Note the attempt in `run.json` before anything is loaded; its number.
+def record_attempt(accelerator: Accelerator, folder: Folder, description: Mapping[str, Any], start: int) -> int:
+    """Add the attempt to `run.json` before anything is loaded. Return its number. A collective.
 
-    Of a run that goes on the rest stays as it was until `commit_attempt`: an attempt that is refused changes nothing. A
-    collective: rank 0 writes, and the others learn the number.
+    The rest of a resumed run's record stays as it was until `commit_attempt`: a refused attempt changes nothing.
+
+    Args:
+        accelerator: rank 0 writes, and the others receive the number.
+        folder: of the run.
+        description: from `describe_run`.
+        start: the last step that was done before.
     """
     from accelerate.utils import broadcast_object_list
 
-    told: list[Any] = [0]
+    number: list[Any] = [0]
     if accelerator.is_main_process:
-        old = read_run_json(folder.path) if folder.run_json.exists() else {}
-        attempts = old.get("attempts", [])
-        about = describe_run(preflight, run_config, machine)
-        attempts.append({key: about[key] for key in ("strategy", "ranks", "started")} | {"from_step": found.step})
-        write_json(folder.run_json, {**about, **old, "attempts": attempts, "finished": None})
-        told = [len(attempts) - 1]
+        recorded = read_run_json(folder.path) if folder.run_json.exists() else {}
+        attempt = {key: description[key] for key in ("strategy", "ranks", "started")} | {"from_step": start}
+        attempts = [*recorded.get("attempts", ()), attempt]
+        write_json(folder.run_json, {**description, **recorded, "attempts": attempts, "finished": None})
+        number = [len(attempts) - 1]
     if accelerator.num_processes > 1:
-        broadcast_object_list(told)
-    return int(told[0])
+        broadcast_object_list(number)
+    return int(number[0])
 
 
-def commit_attempt(
-    folder: Folder, preflight: Preflight, run_config: RunConfig, machine: Hardware, found: ResumePoint
-) -> list[str]:
-    """Once the run can go on: `run.json` says how, and `events.jsonl` is cut back to where it does.
+def commit_attempt(folder: Folder, description: Mapping[str, Any], start: int) -> list[str]:
+    """Record how the run continues, and cut `events.jsonl` back to `start`. Call it once the run can continue.
 
-    Returns the changed fields as text.
+    Returns:
+        The changed fields, a text each.
     """
-    old, new = read_run_json(folder.path), describe_run(preflight, run_config, machine)
-    kept = {name: old[name] for name in ("started", "attempts", "finished")}
-    write_json(folder.run_json, {**new, **kept})
-    cut_events(folder.events, found.step)
-    cut_events(folder.published, found.step)
-    pairs = [
-        (name, old[part].get(name), value)
+    recorded = read_run_json(folder.path)
+    unchanged = {name: recorded[name] for name in ("started", "attempts", "finished")}
+    write_json(folder.run_json, {**description, **unchanged})
+    cut_events(folder.events, start)
+    cut_events(folder.published, start)
+    changes = [
+        (name, recorded[part].get(name), value)
         for part in ("strategy", "train_config", "run_config")
-        for name, value in new[part].items()
+        for name, value in description[part].items()
     ]
-    return [f"{name} {was} → {is_}" for name, was, is_ in (*pairs, ("ranks", old["ranks"], new["ranks"])) if was != is_]
+    changes.append(("ranks", recorded["ranks"], description["ranks"]))
+    return [f"{name} {before} → {now}" for name, before, now in changes if before != now]
 
 
 def resume_hint(folder: Folder) -> str:
-    """A sentence on what a stopped run has left, and the command that goes on with it."""
+    """Return what a stopped run has left, and the command that continues it, in a sentence or two."""
     if not folder.run_json.exists():
-        return "It had not begun, and there is nothing to go on with."
-    about = read_run_json(folder.path)
-    if about["finished"]:
+        return "It had not begun, and there is nothing to continue."
+    recorded = read_run_json(folder.path)
+    if recorded["finished"]:
         return "It had finished."
     command = f"`toolkit resume {shlex.quote(str(folder.path))}`"
-    if about.get("target"):
-        return f"Code of your own goes on from what it saved itself: {command} runs it again."
+    if recorded.get("target"):
+        return f"Your own code continues from what it saved: {command} runs it again."
     newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     if newest:
-        done = last_step(folder.events)
-        whole = newest.name == folder_name(done)
-        said = f"Published: {newest}" if whole else f"The step did not end; the newest checkpoint is {newest}"
-        return f"{said}. {command} goes on from it."
-    off = (
-        ""
-        if from_dict(RunConfig, about["run_config"]).checkpoints
-        else " (they are off: --save-every 0 --save-seconds 0)"
-    )
-    return f"There is no checkpoint{off}. {command} starts again from step 0."
+        complete = newest.name == folder_name(last_step(folder.events))
+        state = f"Published: {newest}" if complete else f"The step did not end; the newest checkpoint is {newest}"
+        return f"{state}. {command} continues from it."
+    saves = from_dict(RunConfig, recorded["run_config"]).checkpoints
+    reason = "" if saves else " (they are off: --save-every 0 --save-seconds 0)"
+    return f"There is no checkpoint{reason}. {command} starts again from step 0."
 
 
-def finished(path: Path, was: Mapping[str, Any], train_config: TrainConfig) -> str | None:
-    """A sentence, where there is nothing left to do.
+def finished(path: Path, recorded: Mapping[str, Any], train_config: TrainConfig) -> str | None:
+    """Return a sentence where a finished run has no steps left, else None.
 
     Raises:
-        RunError: as `check_not_anew`.
+        RunError: as `check_not_repeated`.
     """
-    done = int(was["train_config"].get("steps", 0))
-    if not was.get("finished"):
+    done = int(recorded["train_config"].get("steps", 0))
+    if not recorded.get("finished"):
         return None
     newest = next(iter(list_checkpoints(path / "checkpoints")), None)
     if train_config.steps != done:
-        check_not_anew(path, was, 0 if newest is None else 1)
+        check_not_repeated(path, recorded, 0 if newest is None else 1)
         return None
     export = path / "export"
-    left = f"; the trained model is in {export}" if export.exists() else ""
+    model = f"; the trained model is in {export}" if export.exists() else ""
     more = f" For more steps: --steps with more than {done}." if newest else ""
-    return f"{path} had finished after step {done}{left}.{more}"
+    return f"{path} had finished after step {done}{model}.{more}"
 
 
-def check_not_anew(path: Path, was: Mapping[str, Any], from_step: int) -> None:
-    """Refuse to train a finished run from step 0: its steps, and its export, would be others.
+def check_not_repeated(path: Path, recorded: Mapping[str, Any], start: int) -> None:
+    """Refuse to train a finished run again from step 0, which would replace its steps and its export.
 
     Args:
         path: of the run.
-        was: its `run.json`.
-        from_step: where it would go on; 0 where no checkpoint can be taken.
+        recorded: its `run.json`.
+        start: the step of its newest checkpoint; 0 without one.
 
     Raises:
         RunError: with what to do instead.
     """
-    if was.get("finished") and not from_step:
+    if recorded.get("finished") and not start:
         raise RunError(
-            f"{path} had finished, and has no checkpoint from which it could go on: its steps would be trained again, its export "
-            f"replaced. To train on with new optimizer states: `toolkit train --model {shlex.quote(str(path / 'export'))}`; with "
-            "--save-every, a run can go on after its end."
+            f"{path} had finished, and has no checkpoint from which it could continue. Its steps would be trained again, and its "
+            "export replaced. To train on with new optimizer states: "
+            f"`toolkit train --model {shlex.quote(str(path / 'export'))}`. With --save-every a run can continue after its end."
         )
 
 
 def finish(folder: Folder, *, export: Mapping[str, Any] | None) -> None:
-    """Note in `run.json` that the run is done, and what was exported and how it was checked."""
-    about = read_run_json(folder.path)
-    write_json(folder.run_json, {**about, "export": export, "finished": timestamp()})
+    """Record in `run.json` that the run is done, and the export's files and checks."""
+    recorded = read_run_json(folder.path)
+    write_json(folder.run_json, {**recorded, "export": export, "finished": timestamp()})
 
 
 def describe_run(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> dict[str, Any]:
-    """What `run.json` says of an attempt."""
-    asked = preflight.job
+    """Return the fields of `run.json` for an attempt."""
+    job = preflight.job
     return {
-        "strategy": dataclasses.asdict(asked.strategy),
-        "train_config": dataclasses.asdict(asked.train_config),
+        "strategy": dataclasses.asdict(job.strategy),
+        "train_config": dataclasses.asdict(job.train_config),
         "run_config": dataclasses.asdict(run_config),
-        "ranks": asked.ranks,
-        "parallelism": dataclasses.asdict(asked.parallelism),
-        "settings": dict(asked.settings),
+        "ranks": job.ranks,
+        "parallelism": dataclasses.asdict(job.parallelism),
+        "settings": dict(job.settings),
         "forecast": preflight.forecast.to_dict() if preflight.forecast else None,
         "versions": versions(),
         "hardware": machine.to_dict(),
-        "seed": asked.train_config.seed,
+        "seed": job.train_config.seed,
         "data": preflight.rows.to_dict(),
         "started": timestamp(),
     }

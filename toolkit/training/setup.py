@@ -188,8 +188,16 @@ def agree(
     return from_dict(Strategy, {**bound, **fields})
 
 
+def seed_everything(accelerator: Accelerator) -> None:
+    """Seed this rank's generators from the job's seed and its data-parallel rank: ranks with the same rows draw alike."""
+    from accelerate.utils import set_seed
+
+    job = job_of(accelerator)
+    set_seed(job.train_config.seed + job.coordinates(accelerator.process_index).dp_rank)
+
+
 def on_any_rank(accelerator: Accelerator, here: bool) -> bool:
-    """Whether it is so on any rank. A collective."""
+    """Return whether `here` is true on any rank. A collective."""
     import torch
 
     flag = torch.tensor(float(here), device=accelerator.device)

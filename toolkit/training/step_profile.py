@@ -24,10 +24,11 @@ from toolkit.engines.records import on_device
 from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
 from toolkit.measurement.window import STEPS
-from toolkit.training.loop import Step, train
+from toolkit.training.loading import load
+from toolkit.training.loop import Step, make_optimizer, train, warmup_cosine
 from toolkit.training.preflight import Preflight, run_preflight, with_forecast
-from toolkit.training.preparation import Audit, audit
-from toolkit.training.setup import accelerator
+from toolkit.training.preparation import Audit, audit, prepare, prepared
+from toolkit.training.setup import accelerator, seed_everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,27 +202,28 @@ def _run(
     preflight: Preflight, run_config: RunConfig, window: measurement.Window
 ) -> tuple[tuple[Step, ...], Audit, Memory]:
     """As a rank of `finetune` does, without what keeps a run."""
-    from toolkit.training.assembly import assembled, seed_everything
-
-    made = accelerator(preflight.job.strategy, preflight.job.train_config, preflight.job.spec)
-    seed_everything(made)
-    ours, _, loader, schedule = assembled(made, preflight, run_config, start=0)
+    job = preflight.job
+    rank = accelerator(job.strategy, job.train_config, job.spec)
+    seed_everything(rank)
+    model, _ = load(rank, allow_unquantized=run_config.allow_unquantized)
+    optimizer = make_optimizer(model, job.train_config)
+    schedule = warmup_cosine(optimizer, job.train_config)
+    loader = preflight.batches(0, workers=run_config.workers)
+    model, optimizer, loader, schedule = prepare(rank, model, optimizer, loader, schedule)
+    ready = prepared(rank, (model, optimizer))
     steps: list[Step] = []
-    held = None
+    first_audit = None
     try:
-        for step in train(ours, loader, schedule):
+        for step in train(ready, loader, schedule):
             window.step_done(step.step)
-            if held is None and not step.skipped:
-                held = audit(ours, gradients=step.gradients)
+            if first_audit is None and not step.skipped:
+                first_audit = audit(ready, gradients=step.gradients)
             steps.append(step)
     finally:
         window.close()
-    held = held or audit(ours)
-    return (
-        tuple(steps),
-        held,
-        measurement.collect(window.result(), on_device(preflight.job, held.held), lambda rows: rows),
-    )
+    result = first_audit or audit(ready)
+    memory = measurement.collect(window.result(), on_device(job, result.held), lambda rows: rows)
+    return tuple(steps), result, memory
 
 
 @contextmanager

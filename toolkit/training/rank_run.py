@@ -1,0 +1,278 @@
+"""`RankRun`: what one rank of a run needs around its training steps: folder, checkpoints, measurement, export."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from toolkit import measurement
+from toolkit.checkpoints import (
+    CheckpointWriter,
+    ResumePoint,
+    check_fits,
+    find_resume_point,
+    identify,
+    quarantine,
+    restore,
+)
+from toolkit.config.run_config import RunConfig
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.atomic_io import write_json
+from toolkit.core.phases import phase
+from toolkit.core.process_lifecycle import StopSignal
+from toolkit.data import spell_samples
+from toolkit.devices.machine import hardware
+from toolkit.engines.job import Job
+from toolkit.engines.records import Prepared, on_device
+from toolkit.engines.timeouts import limit_all, pg_timeout
+from toolkit.exporters import save, spelled, verify
+from toolkit.run_folder.folder import Folder, read_run_json
+from toolkit.run_folder.heartbeat import Beat
+from toolkit.run_folder.run_lock import supervised
+from toolkit.training.checkpoint_policy import CheckpointPolicy
+from toolkit.training.evaluation import Evaluator
+from toolkit.training.metrics import StepLog
+from toolkit.training.preflight import PREPARED, run_preflight, versions, with_forecast
+from toolkit.training.preparation import Audit, audit
+from toolkit.training.resumption import (
+    check_not_repeated,
+    commit_attempt,
+    describe_run,
+    finish,
+    record_attempt,
+    resume_hint,
+)
+from toolkit.training.setup import accelerator, seed_everything
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from toolkit.training.loop import Step
+
+LOADING_TIMEOUT = 24 * 3600.0
+"""Seconds that collectives may take until the model is ready: ranks read at different speeds. Then `--timeout` holds."""
+
+
+class RankRun:
+    """One rank's run. Its methods are called in the order in which they stand here."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        beat: Beat,
+        run_config: RunConfig,
+        train_config: TrainConfig,
+        strategy: Strategy,
+        *,
+        resume: bool = False,
+    ) -> None:
+        """Start the memory measurement of this process.
+
+        Args:
+            folder: of the run, entered by this process.
+            beat: this rank's heartbeat.
+            run_config, train_config, strategy: the request.
+            resume: continue from the folder's newest checkpoint.
+        """
+        self.folder, self.beat, self.config, self.resume = folder, beat, run_config, resume
+        self._train_config, self._strategy = train_config, strategy
+        self.machine = hardware()
+        self.window = measurement.start(self.machine.device.kind, run_config.memory_window)
+        self.stop = StopSignal()
+        self.resume_point = ResumePoint.nothing()
+        self.attempt = 0
+        self._audit: Audit | None = None
+
+    @property
+    def start(self) -> int:
+        """The last step that an earlier attempt has done; 0 for a new run."""
+        return self.resume_point.step
+
+    @property
+    def job(self) -> Job:
+        """The resolved request."""
+        return self.preflight.job
+
+    # Before the model is loaded -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Describe the model, open the data, forecast the run. Before an engine is set up: ZeRO-3 partitions every later model.
+
+        Raises:
+            ToolkitError: for a request that cannot run.
+        """
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        prepared = os.environ.pop(PREPARED, None)
+        self.preflight = run_preflight(
+            self.config, self._strategy, self._train_config, ranks, self.machine.device, prepared=prepared
+        )
+        if os.environ.get("RANK", "0") == "0":
+            self.preflight = with_forecast(self.preflight, self.config, self.machine)
+
+    def make_accelerator(self) -> Accelerator:
+        """Make the run's Accelerator, seed this rank, and print what will be trained."""
+        self.accelerator = accelerator(
+            self._strategy,
+            self._train_config,
+            self.preflight.spec,
+            log_with=self.config.tracker,
+            project_dir=str(self.folder.path),
+            timeout=max(self.config.timeout, LOADING_TIMEOUT),
+        )
+        seed_everything(self.accelerator)
+        self.rank = self.accelerator.process_index
+        self.beat.stage = self.job.coordinates(self.rank).pp
+        self.accelerator.print("\n".join((_headline(self.job), *self.preflight.notes)))
+        return self.accelerator
+
+    def find_start(self) -> None:
+        """Find the checkpoint from which the run continues, and record the attempt in `run.json`. A collective.
+
+        Raises:
+            CheckpointError: for a checkpoint of another model, adapter or data.
+            RunError: for a finished run without a checkpoint.
+        """
+        if self.resume:
+            self.resume_point = find_resume_point(self.accelerator, self.folder.checkpoints)
+        with self.accelerator.local_main_process_first():  # the other ranks find the weights' hashes in the cache
+            rows = self.preflight.rows
+            self.identity = identify(self.preflight.spec, self.job.strategy, rows.fingerprint)
+        check_fits(self.resume_point, self.job, self.identity)
+        quarantine(self.accelerator, self.resume_point)
+        if self.resume:
+            self.accelerator.print(str(self.resume_point))
+            check_not_repeated(self.folder.path, read_run_json(self.folder.path), self.start)
+        self._description = describe_run(self.preflight, self.config, self.machine)
+        self.attempt = record_attempt(self.accelerator, self.folder, self._description, self.start)
+
+    def batches(self) -> Any:
+        """Return this rank's micro-batches after the last done step."""
+        return self.preflight.batches(self.rank, start=self.start, workers=self.config.workers)
+
+    def restore(self, prepared: Prepared, schedule: Any) -> None:
+        """Restore the checkpoint's states. From here on a collective fails after `--timeout`."""
+        if self.resume_point.manifest is not None:
+            restore(prepared, schedule, self.resume_point, self.identity)
+        limit_all(pg_timeout(self.config.timeout))
+        if self.accelerator.is_main_process:
+            changes = commit_attempt(self.folder, self._description, self.start)
+            if changes:
+                self.accelerator.print(f"changed since the last attempt: {', '.join(changes)}")
+        if self.config.tracker:
+            self.accelerator.init_trackers("accelerate-toolkit", config={"sharding": self.job.strategy.sharding})
+
+    # The training steps -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM stop the run after its current step."""
+        self.beat.note("between", step=self.start)
+        with self.stop, self.beat.listening():
+            yield
+
+    def checkpoint_policy(self, prepared: Prepared, schedule: Any) -> CheckpointPolicy:
+        """Return what decides after each step whether a checkpoint is due."""
+        writer = None
+        if self.config.checkpoints:
+            writer = CheckpointWriter(
+                prepared,
+                schedule,
+                self.folder.checkpoints,
+                self.identity,
+                versions=versions(),
+                keep=self.config.keep,
+                patience=self.config.timeout,
+            )
+        steps = self.job.train_config.steps
+        return CheckpointPolicy(
+            writer, self.config, self.window, self.folder, self.stop, self.beat, steps=steps, attempt=self.attempt
+        )
+
+    def evaluator(self, prepared: Prepared) -> Evaluator:
+        """Return what evaluates the run on its held-out data."""
+        rows = self.preflight.eval_rows
+        return Evaluator(prepared, rows, self.config, self.folder, self.stop, self.beat, attempt=self.attempt)
+
+    def step_log(self, prepared: Prepared) -> StepLog:
+        """Return what writes each step into `events.jsonl` and on the progress bar."""
+        return StepLog(prepared, self.folder, self.preflight.sample_ids, start=self.start, attempt=self.attempt)
+
+    def on_step_begin(self, step: int) -> None:
+        """Note in the heartbeat that a step begins."""
+        self.beat.note("begin", step=step)
+
+    def on_step_end(self, prepared: Prepared, step: Step) -> None:
+        """Note that a step is done. Audit gradients and moments after the first step that fp16's scaler does not skip.
+
+        Raises:
+            StrategyMismatch: where they differ from the request.
+        """
+        self.beat.note("between")
+        self.window.step_done(step.step)
+        if self._audit is None and not step.skipped:
+            self._audit = audit(prepared, gradients=step.gradients)
+        if self.config.tracker:
+            self.accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
+
+    def format_samples(self, step: int, tokenizer: Any) -> str:
+        """Return the samples of a step, for an error message."""
+        return spell_samples(self.preflight.rows, tokenizer, self.preflight.sample_ids(step))
+
+    # After the last step ------------------------------------------------------------------------------------------------
+
+    def end_stopped(self, step: int) -> int:
+        """End a run that a signal stopped after `step`. Return its exit code.
+
+        Call it while `listening()`: the launcher signals the other ranks when the first one has ended.
+        """
+        hint = "" if supervised() else f". {resume_hint(self.folder)}"
+        self.accelerator.print(f"stopped after step {step}, as asked{hint}")
+        self.accelerator.end_training()
+        return 128 + (self.stop.number or signal.SIGTERM)
+
+    def publish(self, prepared: Prepared, tokenizer: Any) -> None:
+        """Export the model, write `memory.json`, check the export by reading it again, and mark the run as finished."""
+        self.window.close()
+        saved, export = {}, None
+        if self.config.save:
+            with self.window.saving():
+                saved = save(prepared, tokenizer, self.folder.export)
+        self._write_memory(self._audit or audit(prepared))
+        if self.config.save:
+            rows = self.preflight.rows
+            facts = {"data": f"fingerprint {rows.fingerprint}", "versions": spelled(versions())}
+            with phase("save"):
+                export = verify(prepared, self.folder.export, saved, rows.batch([0]), about=facts)
+            self.accelerator.print(export or "")
+        if self.accelerator.is_main_process:
+            finish(self.folder, export=export.to_dict() if export else None)
+        self.accelerator.end_training()
+
+    def _write_memory(self, last_audit: Audit) -> None:
+        """Write every rank's peaks and audit next to the forecast."""
+        from accelerate.utils import gather_object
+
+        memory = measurement.collect(self.window.result(), on_device(self.job, last_audit.held), gather_object)
+        audits = gather_object([last_audit.to_dict()])
+        if self.accelerator.is_main_process:
+            forecast = self.preflight.forecast
+            forecasts = {
+                "forecast": forecast.to_dict() if forecast else None,
+                "unforecast": self.preflight.unforecast,
+            }
+            write_json(self.folder.memory, {**memory.to_dict(), **forecasts, "audits": audits})
+            self.accelerator.print(f"\n{last_audit}\n\n{memory}\n")
+
+
+def _headline(job: Job) -> str:
+    strategy, spec = job.strategy, job.spec
+    assert spec is not None, "the preflight describes the model"
+    return (
+        f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label} on {job.ranks} "
+        f"{job.device.kind} rank(s); precision {strategy.precision}, attention {strategy.attention}, "
+        f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {job.train_config.lr:g}"
+    )
