@@ -392,7 +392,7 @@ def test_trusted_code_is_run_recorded_exported_and_never_resumed_by_the_folder_a
             ["--data", str(data)],
             f"a run folder alone cannot allow that. Read the code, and give --trust-remote-code {pin} again",
         ),
-        (trust, "there was a secret in it. Give --data again"),
+        (trust, "it contained a secret. Give --data again"),
     ):
         capfd.readouterr()
         assert cli.main([*again, *flags]) == 2
@@ -644,7 +644,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
         ({"run_config": {"trust_remote_code": "a" * 40}}, f"give --trust-remote-code {'a' * 40} again"),
         (
             {"run_config": {"data": "https://[redacted]@host/x.jsonl"}},
-            "run.json does not say data whole.*Give --data again",
+            "run.json has no full value of data.*Give --data again",
         ),
     ],
 )
