@@ -9,7 +9,7 @@ A trial is a strike: at one rank, at all ranks, at `accelerate launch` alone, or
 A run is struck once by each, in a random order. One strike in five falls into the start of an attempt, the others into its
 steps, of which every second is saved. A third of the resumes stand at the door already when the strike falls.
 
-ExplorerState of each run: it finishes; every step's loss, norm, rate, tokens and samples, and the files of its last checkpoint, are
+Asserted of each run: it finishes; every step's loss, norm, rate, tokens and samples, and the files of its last checkpoint, are
 bit for bit those of a run that was never stopped; every step is in `events.jsonl` once. Meanwhile a thread looks at the
 checkpoints every 5 ms: there is a complete one at every moment after the first. And when a new attempt's ranks
 appear, none of the struck attempt lives.

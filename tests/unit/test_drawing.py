@@ -187,7 +187,7 @@ def test_a_table_stands_beside_its_picture(rows: int, folded: bool) -> None:
 
 def test_a_forecast_shows_its_peak() -> None:
     shown = runs.expected()._repr_html_()
-    svg = shown[: shown.index("</svg>") + 6]
-    assert shown.index("</svg>") < shown.index("<table>")
+    svg = shown[shown.index("<svg") : shown.index("</svg>") + 6]
+    assert shown.index("<strong>") < shown.index("</svg>") < shown.index("<table>")
     assert set(drawn(svg)) == set(runs.PARTS)
     assert described(svg).endswith("The line marks the limit: a rank has 256.0 MiB.")

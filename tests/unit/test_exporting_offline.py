@@ -388,7 +388,7 @@ def test_the_newest_sound_checkpoint_is_taken_and_nothing_is_touched(
     result = export(run, tmp_path / "out")
     assert result.step == STEPS - 1
     assert f"step-{STEPS:08d}: rank-00000.safetensors is damaged" in result.notes[0]
-    assert result.notes[0] in str(result)
+    assert result.notes[0] in " ".join(str(result).split())  # a terminal wraps it
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 

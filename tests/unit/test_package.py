@@ -232,3 +232,31 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
     texts = {path: path.read_text() for path in files if path.is_file() and path.suffix in kinds}
     assert len(texts) > len(MODULES)
     assert [str(path.relative_to(ROOT)) for path, text in texts.items() if home.search(text)] == []
+
+
+COMMANDS = (
+    "doctor",
+    "describe",
+    "forecast --hardware 4xH100-80GB --sharding zero3",
+    "plan --global-batch 8 --hardware 4xH100-80GB",
+    "precisions --hardware 4xH100-80GB",
+)
+
+
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.cli.parser import build_parser
+
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = build_parser()
+    [verbs] = [action for action in parser._actions if action.dest == "verb"]
+    assert isinstance(verbs.choices, dict)
+    for verb in (parser, *verbs.choices.values()):
+        assert not [line for line in verb.format_help().splitlines() if len(line) > 80], verb.prog
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_print_at_most_80_columns(command: str) -> None:
+    script = "import sys; from toolkit.cli import main; sys.exit(main(sys.argv[1:]))"
+    lines = in_new_process(script, *command.split(), COLUMNS="80").stdout.splitlines()
+    assert lines
+    assert not [line for line in lines if len(line) > 80 and "/" not in line]  # a path stays whole

@@ -1,8 +1,9 @@
-"""Every verb, with the flags that it takes."""
+"""The command line: every verb, with its flags."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
@@ -13,121 +14,114 @@ from toolkit.config.flags import Parser, add_flags
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 
-DEFAULT = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
-"""What `engines.job.default_ranks` says."""
+RANKS = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
+"""The result of `engines.job.default_ranks`, for help."""
+
+CHOSEN_BY_PLAN = ("sharding", "offload", "activation_checkpointing", "dp_replicate", "micro_batch", "accumulation")
+
+Argument = tuple[Sequence[str], Mapping[str, Any]]
+
+
+def _argument(*names: str, **options: Any) -> Argument:
+    return names, options
+
+
+def _path(*names: str, metavar: str, help: str, **options: Any) -> Argument:
+    return names, {"metavar": metavar, "type": expanduser, "help": help, **options}
+
+
+def _switch(name: str, help: str) -> Argument:
+    return (name,), {"action": "store_true", "help": help}
+
+
+JSON = _path("--json", metavar="FILE", help="write the result as JSON; `-`: to standard output, and nothing else there")
+MODEL = _argument(
+    "model", nargs="?", metavar="[MODEL]", help="Hub id, folder or config.json (default: the embedded model)"
+)
+REMOTE_CODE = _argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
+HARDWARE = _argument("--hardware", metavar="NAME", help="such as '8x H100-80GB' or '2x cpu' (default: this machine)")
+ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without padding")
+UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
+TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
+RANKS_HERE = _argument("--processes", type=int, help=f"ranks on this machine ({RANKS})")
+RUN = _path("run", metavar="RUN", help="the run's folder")
+COMPARED_RUN = _path("--run", metavar="RUN", help="folder of a run to compare with")
+RUN_DIR = _path("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+TARGET_DIGEST = _argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
 
 
 def build_parser() -> Parser:
-    """Every verb, with the flags that it takes."""
+    """Return the parser of `toolkit`, with a parser for each verb."""
     from toolkit.config.run_config import RunConfig
     from toolkit.launcher import RestartPolicy
 
-    made = Parser(prog="toolkit", description="One word switches how a model is trained.")
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    parser = Parser(prog="toolkit", description="One word switches how a model is trained.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(function: Any, *owners: type[Any], without: tuple[str, ...] = (), default: str = "") -> Parser:
-        told = (function.__doc__ or "").strip()
-        added: Parser = verbs.add_parser(function.__name__, help=told, description=told)
-        added.set_defaults(call=function)
-        added.add_argument(
-            "--json", metavar="FILE", type=expanduser, help="write the result as JSON; `-` for standard output alone"
-        )
-        add_flags(added, *owners, without=without, default=default)
-        return added
+    def add(function: Any, arguments: Sequence[Argument], *owners: type[Any], **options: Any) -> Parser:
+        """Add the verb of a function: its docstring is the help, and each field of `owners` a flag."""
+        name, text = function.__name__, (function.__doc__ or "").strip()
+        words = [f"{options.get('metavar', names[0])}" for names, options in arguments if names[0][0] != "-"]
+        usage = " ".join(["toolkit", name, "[flags]", *words])
+        verb: Parser = verbs.add_parser(name, help=text, description=text, usage=usage)
+        verb.set_defaults(call=function)
+        for names, argument_options in (JSON, *arguments):
+            verb.add_argument(*names, **argument_options)
+        add_flags(verb, *owners, **options)
+        return verb
 
-    verb(doctor).add_argument("--compile", action="store_true", help="compile DeepSpeed's operators now")
-    described = verb(describe)
-    described.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
-    described.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    for function in (forecast, timeline, precisions):
-        command = verb(function, Strategy, *(() if function is precisions else (TrainConfig,)))
-        command.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
-        command.add_argument(
-            "--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision"
-        )
-        command.add_argument(
-            "--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)"
-        )
-        command.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT})")
-        if function is not precisions:
-            command.add_argument(
-                "--one-document", action="store_true", help="rows hold one document each, and no padding"
-            )
-        if function is forecast:
-            command.add_argument("--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized")
-            command.add_argument(
-                "--against",
-                metavar="WORDS",
-                help="beside another: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'",
-            )
-        else:
-            command.add_argument("--run", metavar="RUN", type=expanduser, help="folder of a run that is shown beside")
-    kept = ("sharding", "offload", "activation_checkpointing", "dp_replicate", "micro_batch", "accumulation")
-    planned = verb(plan, Strategy, TrainConfig, without=kept)
-    planned.add_argument("model", nargs="?", help="Hub id, folder or config.json; nothing: the embedded model")
-    planned.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    planned.add_argument("--hardware", metavar="NAME", help="say '8x H100-80GB' or '2x cpu' (default: this machine)")
-    planned.add_argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
-    planned.add_argument("--one-document", action="store_true", help="rows hold one document each, and no padding")
-    planned.add_argument("--allow-unquantized", action="store_true", help="QLoRA with most weights unquantized")
-    planned.add_argument(
-        "--write", metavar="FILE", type=expanduser, help="write the best one's Accelerate config, and say the command"
+    add(doctor, [_switch("--compile", "compile DeepSpeed's operators now")])
+    add(describe, [MODEL, REMOTE_CODE])
+    against = _argument(
+        "--against", metavar="FIELDS", help="compare with: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'"
     )
-    written = verb(config, Strategy)
-    written.add_argument("--processes", type=int, help=f"ranks in all ({DEFAULT}, times --nodes)")
-    written.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    written.add_argument(
-        "--all", metavar="DIR", type=expanduser, help="write a file for every strategy into this folder"
-    )
-    written.add_argument(
-        "-o", "--output", metavar="FILE", type=expanduser, help="where to write it (default: standard output)"
-    )
-    added = verb(train, RunConfig, Strategy, TrainConfig, RestartPolicy)
-    added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
-    added.add_argument(
-        "--run-dir", metavar="DIR", type=expanduser, help="the run's folder (default: a new one under runs/)"
-    )
-    added.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, if there is one")
-    added = verb(resume, RunConfig, Strategy, TrainConfig, default="as the run was")
-    add_flags(added, RestartPolicy)
-    added.add_argument("run", metavar="RUN", type=expanduser, help="the run's folder")
-    added.add_argument("--processes", type=int, help="ranks on this machine (default: as many as before)")
-    added.add_argument(
-        "--target", metavar="WORDS", help="of a run of your own script or module, that again: 'train.py --lr 3'"
-    )
-    added.add_argument("--trust-target", metavar="SHA256", help="run what run.json names, of this digest")
-    added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.resume` wrote
-    added = verb(launch, Strategy)
-    added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
-    added.add_argument(
-        "--run-dir", metavar="DIR", type=expanduser, help="the run's folder (default: a new one under runs/)"
-    )
-    added.add_argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
-    added.add_argument("target", metavar="TARGET", help="a script that ends in .py, or a module")
-    added.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own command line")
-    verb(watch).add_argument("run", metavar="RUN", type=expanduser, help="the run's folder")
-    verb(stop).add_argument("run", metavar="RUN", type=expanduser, help="the run's folder")
-    verb(runs).add_argument(
-        "root", nargs="?", default="runs", metavar="DIR", type=expanduser, help="folder of the runs (default: runs)"
-    )
-    added = verb(report)
-    added.add_argument("run", metavar="RUN", type=expanduser, help="the run's folder")
-    added.add_argument(
-        "-o", "--output", metavar="FILE", type=expanduser, help="where to write it (default: report.html in the folder)"
-    )
-    added = verb(compare, RunConfig, Strategy, TrainConfig)
-    added.add_argument("--processes", type=int, help=f"ranks on this machine ({DEFAULT})")
-    added.add_argument("--run-dir", metavar="DIR", type=expanduser, help="the folder of the runs")
-    added = verb(export)
-    added.add_argument(
-        "source",
-        metavar="SOURCE",
-        type=expanduser,
-        help="a run's folder, a checkpoint, or a folder of DeepSpeed's or Accelerate's",
-    )
-    added.add_argument("-o", "--output", metavar="DIR", type=expanduser, required=True, help="a new or an empty folder")
-    added.add_argument("--merge", action="store_true", help="merge an adapter into its base")
-    added.add_argument("--dtype", metavar="fp32|bf16|fp16", help="save in this dtype (default: the checkpoint's own)")
-    added.add_argument("--model", metavar="MODEL", help="what was trained from (default: what the checkpoint names)")
-    added.add_argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
-    return made
+    forecasting = [MODEL, REMOTE_CODE, HARDWARE, TOTAL_RANKS]
+    add(forecast, [*forecasting, ONE_DOCUMENT, UNQUANTIZED, against], Strategy, TrainConfig)
+    add(timeline, [*forecasting, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
+    add(precisions, [*forecasting, COMPARED_RUN], Strategy)
+    global_batch = _argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
+    best = _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command")
+    planning = [MODEL, REMOTE_CODE, HARDWARE, global_batch, ONE_DOCUMENT, UNQUANTIZED, best]
+    add(plan, planning, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
+    config_flags = [
+        _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
+        _argument("--nodes", type=int, default=1, help="machines (default: 1)"),
+        _path("--all", metavar="DIR", help="write a file for every strategy into this folder"),
+        _path("-o", "--output", metavar="FILE", help="the file to write (default: standard output)"),
+    ]
+    add(config, config_flags, Strategy)
+    goes_on = _switch("--resume", "continue the run in --run-dir, if there is one")
+    add(train, [RANKS_HERE, RUN_DIR, goes_on], RunConfig, Strategy, TrainConfig, RestartPolicy)
+    again = [
+        RUN,
+        _argument("--processes", type=int, help="ranks on this machine (default: as many as before)"),
+        _argument("--target", metavar="COMMAND", help="of a run of your own script or module: 'train.py --lr 3'"),
+        _argument("--trust-target", metavar="SHA256", help="run the target that run.json names, of this digest"),
+        TARGET_DIGEST,
+    ]
+    resumed = add(resume, again, RunConfig, Strategy, TrainConfig, default="as the run was")
+    add_flags(resumed, RestartPolicy)
+    target = [
+        _argument("target", metavar="TARGET", help="a script that ends in .py, or a module"),
+        _argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the target's own command line"),
+    ]
+    add(launch, [RANKS_HERE, RUN_DIR, TARGET_DIGEST, *target], Strategy)
+    add(watch, [RUN])
+    add(stop, [RUN])
+    add(runs, [_path("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")])
+    page = _path("-o", "--output", metavar="FILE", help="the file to write (default: report.html in the folder)")
+    add(report, [RUN, page])
+    runs_dir = _path("--run-dir", metavar="DIR", help="the folder of the runs")
+    add(compare, [RANKS_HERE, runs_dir], RunConfig, Strategy, TrainConfig)
+    add(export, EXPORT)
+    return parser
+
+
+EXPORT = (
+    _path("source", metavar="SOURCE", help="a run, a checkpoint, or a folder of DeepSpeed's or Accelerate's"),
+    _path("-o", "--output", metavar="DIR", required=True, help="a new or an empty folder"),
+    _switch("--merge", "merge an adapter into its base"),
+    _argument("--dtype", metavar="fp32|bf16|fp16", help="save in this dtype (default: the checkpoint's own)"),
+    _argument("--model", metavar="MODEL", help="the base model (default: the one that the checkpoint names)"),
+    REMOTE_CODE,
+)

@@ -60,6 +60,10 @@ def fields_table(title: str, owner: Any) -> Table:
     return Table(title=title, columns=("field", "value"), rows=rows)
 
 
+MAX_METAVAR = 60
+"""Characters of a flag and its values in one line of help; more values stand in its text."""
+
+
 def section(owner: type[Any]) -> str:
     """Return the JSON key of a dataclass of fields: `TrainConfig` → `train_config`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__).lower()
@@ -115,16 +119,19 @@ def add_flags(
                 continue
             kind, later = _plain(kinds[f.name]), f.metadata.get("later", ())
             values = [value for value in f.metadata.get("values", ()) if value not in later]
-            told = f"{f.metadata['help']} (default: {default or _default(f)})"
-            if not f.metadata["help"]:  # no engine runs it yet: the flag exists, so that its refusal says so
-                told = argparse.SUPPRESS
+            metavar = "|".join(values) if values else kind.__name__.upper()
+            text = f"{f.metadata['help']} (default: {default or _default(f)})"
+            if len(flag(f.name)) + len(metavar) > MAX_METAVAR:
+                metavar, text = "WORD", f"{', '.join(values)}; {text}"
+            if not f.metadata["help"]:  # no engine runs it yet: the flag exists so that its refusal says so
+                text = argparse.SUPPRESS
             if kind is bool:
-                group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=told)
-            else:
-                shown = "|".join(values) if values else kind.__name__.upper()
-                alias = f.metadata.get("alias", "")
-                names = [flag(f.name), *([flag(alias), f"--{alias}"] if alias else [])]
-                group.add_argument(*names, dest=f.name, type=kind, metavar=shown, help=told)
+                group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=text)
+                continue
+            group.add_argument(flag(f.name), dest=f.name, type=kind, metavar=metavar, help=text)
+            if alias := f.metadata.get("alias", ""):
+                text = f"the same as {flag(f.name)} (also with _)"
+                group.add_argument(flag(alias), f"--{alias}", dest=f.name, type=kind, metavar=metavar, help=text)
 
 
 def _plain(kind: Any) -> type[Any]:

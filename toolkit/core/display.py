@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.core.redaction import redact, redact_all, visible
+
+UNLIMITED = 10_000
+"""Characters of a line that nothing wraps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +26,33 @@ class Table:
     notes: Sequence[str] = ()
     """Sentences below the table."""
 
-    def text(self) -> str:
-        """Aligned columns for a terminal or a Markdown code block."""
+    def text(self, width: int = UNLIMITED) -> str:
+        """Return aligned columns for a terminal or a Markdown code block.
+
+        Args:
+            width: characters of a line. Longer texts wrap between words; names and numbers stay whole.
+        """
+        from io import StringIO
+
+        from rich.console import Console
+        from rich.measure import Measurement
+        from rich.table import Table as RichTable
+
         cells, right = self._cells()
-        widths = [max(len(row[i]) for row in [list(self.columns), *cells]) for i in range(len(self.columns))]
-
-        def line(row: Sequence[str]) -> str:
-            padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
-            return "  ".join(padded).rstrip()
-
-        head = [visible(self.title)] if self.title else []
-        rule = "  ".join("-" * width for width in widths)
-        return "\n".join(
-            [*head, line(list(self.columns)), rule, *(line(row) for row in cells), *map(visible, self.notes)]
-        )
+        table = RichTable(box=_box(), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for name, numbers, column in zip(self.columns, right, zip(self.columns, *cells, strict=True), strict=True):
+            # Rich would cut what cannot be wrapped.
+            needed = max(len(word) for cell in column for word in ([cell] if numbers else cell.split() or [""]))
+            table.add_column(_plain(name), justify="right" if numbers else "left", no_wrap=numbers, min_width=needed)
+        for row in cells:
+            table.add_row(*map(_plain, row))
+        console = Console(file=StringIO(), width=UNLIMITED, color_system=None, force_terminal=False, emoji=False)
+        console.width = max(width, Measurement.get(console, console.options, table).minimum)
+        with console.capture() as capture:
+            console.print(table)
+        lines = [line.rstrip() for line in capture.get().rstrip("\n").split("\n")]
+        above = [_wrapped(visible(self.title), width)] if self.title else []
+        return "\n".join([*above, *lines, *(_wrapped(visible(note), width) for note in self.notes)])
 
     def html(self) -> str:
         """A plain `<table>` with a caption, and headers of columns and rows, readable without a style sheet or a script."""
@@ -73,22 +90,51 @@ def _numeric(cell: str) -> bool:
     return cell[:1].isdigit() or cell in ("", "-", "–")
 
 
+def _box() -> Any:
+    from rich.box import Box
+
+    return Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def _plain(text: str) -> Any:
+    """Return text for rich in which nothing is markup."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Return text in lines of `width` characters. Paths and flags stay whole."""
+    import textwrap
+
+    lines = text.split("\n")
+    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
+
+
 class Result:
     """A result that shows itself: `str()` in a terminal, `_repr_html_` in a notebook, `to_json()` for programs."""
 
+    def headline(self) -> str:
+        """Return the answer in a sentence or two, which stands above the tables; empty where the tables are the answer."""
+        return ""
+
     def tables(self) -> list[Table]:
-        """What is shown, in order."""
-        raise TypeError(f"{type(self).__name__} does not say how it is shown")
+        """Return the tables in order."""
+        raise TypeError(f"{type(self).__name__} has no tables")
 
     def pictures(self) -> Sequence[str]:
-        """Drawings, as SVG, that stand above the tables where HTML is shown."""
+        """Return pictures, as SVG, that stand above the tables in HTML."""
         return ()
 
     def __str__(self) -> str:
-        return redact("\n\n".join(table.text() for table in self.tables()))
+        width = shutil.get_terminal_size().columns  # 80 where there is no terminal
+        headline = visible(self.headline())
+        parts = [*([_wrapped(headline, width)] if headline else []), *(t.text(width) for t in self.tables())]
+        return redact("\n\n".join(parts))
 
     def _repr_html_(self) -> str:
-        return redact("".join([*self.pictures(), *(table.html() for table in self.tables())]))
+        headline = f"<p><strong>{html.escape(self.headline())}</strong></p>" if self.headline() else ""
+        return redact("".join([headline, *self.pictures(), *(table.html() for table in self.tables())]))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain containers, sizes in bytes and times in seconds."""

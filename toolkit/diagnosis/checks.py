@@ -45,8 +45,20 @@ class Diagnosis(Result):
         """Whether a value of a Strategy's field can run here."""
         return next(one for one in self.abilities if (one.field, one.value) == (field, value))
 
+    def headline(self) -> str:
+        """Return how many checks failed, and the shardings that run here."""
+        failed = [finding.check for finding in self.findings if finding.status in ("missing", "broken")]
+        checks = (
+            f"{len(failed)} of {len(self.findings)} checks failed: {', '.join(failed)}."
+            if failed
+            else "All checks passed."
+        )
+        shardings = [ability for ability in self.abilities if ability.field == "sharding"]
+        runs = [ability.value for ability in shardings if ability.runs]
+        return f"{checks} {len(runs)} of {len(shardings)} shardings run here."
+
     def tables(self) -> list[Table]:
-        """The checks, with their fixes below; and what a Strategy can ask for."""
+        """Return the checks with their fixes, and the values of a Strategy that run here."""
         checks = [(finding.check, finding.status, finding.detail) for finding in self.findings]
         fixes = [f"{finding.check}: {finding.fix}" for finding in self.findings if finding.fix]
         values = [(one.field, one.value, "yes" if one.runs else "no", one.reason) for one in self.abilities]

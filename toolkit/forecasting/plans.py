@@ -38,6 +38,14 @@ class Candidate:
     reason: str
     """Why it is rejected, in a sentence; empty where it is not."""
 
+    @property
+    def short_reason(self) -> str:
+        """The rank's need, where that is the reason; else the whole reason."""
+        forecast = self.forecast
+        if forecast is None or forecast.peak_bytes <= forecast.limit_bytes:
+            return self.reason
+        return f"needs {format_bytes(forecast.peak_bytes)} in {forecast.peak_phase}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Result):
@@ -87,35 +95,38 @@ class Plan(Result):
             "rejected": [_spelled(one) for one in self.rejected],
         }
 
+    def headline(self) -> str:
+        """Return the best strategy, or that nothing fits."""
+        if not self.ranked:
+            return f"Nothing fits a global batch of {self.global_batch} on {self.hardware.ranks} ranks."
+        best = self.best
+        assert best.forecast is not None, "what is ranked has a forecast"
+        sharding, offload, recompute, batch = _cells(best)
+        timing = best.forecast.timing
+        speed = f" at {timing.tokens_per_second:,.0f} tokens/s" if timing else ""
+        peak, limit = format_bytes(best.forecast.peak_bytes), format_bytes(best.forecast.limit_bytes)
+        words = f"{sharding}, offload {offload}, recompute {recompute}, batch {batch}"
+        return f"Best: {words}{speed}. A rank needs {peak} of {limit}."
+
     def tables(self) -> list[Table]:
-        """The ranked, what is uncertain of the best, and the rejected."""
+        """Return the ranked candidates, and the rejected ones."""
         rows = []
-        for place, one in enumerate(self.ranked, start=1):
-            assert one.forecast is not None
-            timing = one.forecast.timing
-            rows.append(
-                (
-                    place,
-                    *_words(one),
-                    f"{timing.tokens_per_second:,.0f}" if timing else "–",
-                    format_step_seconds(timing.step_seconds) if timing else "–",
-                    format_bytes(one.forecast.peak_bytes),
-                    f"{one.forecast.peak_bytes / one.forecast.limit_bytes:.0%}",
-                )
-            )
-        unsure = [said for one in self.ranked[:UNCERTAIN] if one.forecast for said in one.forecast.unknown]
+        for place, candidate in enumerate(self.ranked, start=1):
+            assert candidate.forecast is not None, "what is ranked has a forecast"
+            timing = candidate.forecast.timing
+            speed = f"{timing.tokens_per_second:,.0f}" if timing else "–"
+            seconds = format_step_seconds(timing.step_seconds) if timing else "–"
+            rows.append((place, *_cells(candidate), speed, seconds, format_bytes(candidate.forecast.peak_bytes)))
+        notes = [note for best in self.ranked[:UNCERTAIN] if best.forecast for note in best.forecast.unknown]
         title = f"{self.model} on {self.hardware.ranks} x {self.hardware.device.name}, global batch {self.global_batch}"
-        names = ("sharding", "offload", "checkpointing", "micro-batch", "accumulation")
-        out = [(*_words(one), one.reason) for one in self.rejected]
-        return [
-            Table(
-                title=title,
-                columns=("", *names, "tokens/s", "a step", "peak", "of a rank's"),
-                rows=rows,
-                notes=tuple(dict.fromkeys(unsure)),
-            ),
-            *([Table(title="Rejected", columns=(*names, "why"), rows=out)] if out else []),
-        ]
+        names = ("sharding", "offload", "recompute", "batch")
+        notes.append("recompute: activation checkpointing. batch: micro-batch x accumulation. peak: of a rank.")
+        columns = ("", *names, "tokens/s", "step", "peak")
+        tables = [Table(title=title, columns=columns, rows=rows, notes=tuple(dict.fromkeys(notes)))] if rows else []
+        # The smallest batch that a forecast rejects stands for the larger ones.
+        rejected = {_cells(candidate)[:3]: candidate for candidate in reversed(self.rejected)}
+        reasons = [(*_cells(candidate), candidate.short_reason) for candidate in reversed(rejected.values())]
+        return [*tables, Table(title="Rejected", columns=(*names, "why"), rows=reasons)] if reasons else tables
 
 
 def plan(
@@ -219,15 +230,10 @@ def _order(one: Candidate) -> tuple[float, int]:
     return (-timing.tokens_per_second if timing else 0.0, one.forecast.peak_bytes)
 
 
-def _words(one: Candidate) -> tuple[object, ...]:
-    strategy, train_config = one.strategy, one.train_config
-    return (
-        strategy.sharding,
-        strategy.offload,
-        strategy.activation_checkpointing,
-        train_config.micro_batch,
-        train_config.accumulation,
-    )
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    strategy, train_config = candidate.strategy, candidate.train_config
+    batch = f"{train_config.micro_batch} x {train_config.accumulation}"
+    return strategy.sharding, strategy.offload, strategy.activation_checkpointing, batch
 
 
 def _spelled(one: Candidate) -> dict[str, Any]:

@@ -160,20 +160,18 @@ class Forecast(Result):
         ]
         return (bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit))
 
+    def headline(self) -> str:
+        """Return whether it fits, and why."""
+        return f"{'It fits.' if self.fits else 'It does not fit.'} {self.reason}"
+
     def tables(self) -> list[Table]:
-        """The peak by part, and the highest total of each phase."""
-        verdict = "It fits." if self.fits else "It does not fit."
+        """Return the peak by part, and the highest total of each phase."""
         parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
         phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
         where = f"{self.ranks} x {self.hardware.device.name}"
         title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
         return [
-            Table(
-                title=title,
-                columns=("part", "bytes"),
-                rows=[*parts, ("all", format_bytes(self.peak_bytes))],
-                notes=(f"{verdict} {self.reason}",),
-            ),
+            Table(title=title, columns=("part", "bytes"), rows=[*parts, ("all", format_bytes(self.peak_bytes))]),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
             Table(title="A step", columns=("figure", "value"), rows=self._figures(), notes=self.unknown),
         ]
