@@ -88,7 +88,9 @@ class Comparison(Result):
         return [Table(title=title, columns=columns, rows=rows, notes=notes), self._memory()]
 
     def _memory(self) -> Table:
-        seen = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
+        measured_phases = [
+            name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)
+        ]
         rows = []
         for result in self.results:
             phases = result.measured["phases"] if result.measured else {}
@@ -98,14 +100,14 @@ class Comparison(Result):
                     result.sharding,
                     format_bytes(max(result.parameter_bytes_per_rank)),
                     _beside(result.measured["peak_bytes"] if result.measured else 0, expected["peak_bytes"]),
-                    *(_beside(phases.get(name, 0), expected["phases"].get(name)) for name in seen),
+                    *(_beside(phases.get(name, 0), expected["phases"].get(name)) for name in measured_phases),
                 )
             )
         notes = (
             "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
             "x: what was forecast before the launch, as a multiple of what was measured.",
         )
-        columns = ("sharding", "parameters", "peak", *seen)
+        columns = ("sharding", "parameters", "peak", *measured_phases)
         return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
 
 

@@ -22,8 +22,8 @@ class BackgroundWriter:
         self._idle = threading.Event()
         self._idle.set()
         self._raised: list[BaseException] = []
-        asked = (self._work, self._idle, self._raised)
-        self._thread = threading.Thread(target=_serve, args=asked, name="toolkit-checkpoint", daemon=True)
+        shared = (self._work, self._idle, self._raised)
+        self._thread = threading.Thread(target=_serve, args=shared, name="toolkit-checkpoint", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._work.put, None)
 

@@ -171,16 +171,16 @@ class CheckpointWriter:
         if not self._buffers:
             self._make_buffers()
         at = dict.fromkeys(self._buffers, 0)
-        found = {}
+        copies = {}
         for item in self.layout.items():
             dtype, length = item.tensor.dtype, item.region.length
             copy = self._buffers[dtype][at[dtype] : at[dtype] + length].view(item.tensor.shape)
             copy.copy_(item.tensor, non_blocking=True)
             at[dtype] += length
-            found[item.region.key] = copy
+            copies[item.region.key] = copy
         if self.prepared.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
-        return found | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
+        return copies | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
 
     def _about(self, step: int) -> dict[str, Any]:
         """The manifest's fields, as they are at the snapshot."""
@@ -267,8 +267,8 @@ class CheckpointWriter:
         while missing := [rank for rank in ranks if not _note(partial, rank).exists()]:
             failed = [rank for rank in missing if _failed(partial, rank).exists()]
             if failed:
-                said = _failed(partial, failed[0]).read_text()
-                raise CheckpointError(f"rank {failed[0]} could not write its part of {partial}: {said}")
+                message = _failed(partial, failed[0]).read_text()
+                raise CheckpointError(f"rank {failed[0]} could not write its part of {partial}: {message}")
             if waiting.too_long():
                 raise CheckpointError(
                     f"no file of rank(s) {', '.join(map(str, missing))} in {partial} after {self.patience:g} s. All hosts "

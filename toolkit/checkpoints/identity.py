@@ -77,13 +77,13 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
         CheckpointError: naming what differs.
     """
     mine = asdict(ours)
-    told = {
+    differences = {
         "architecture": "another architecture",
         "parameters": f"another model than {ours.model}: parameters differ in name or shape",
         "data": "other data, another tokenizer or another sequence length",
         "adapter": "another adapter",
     }
-    for name, what in told.items():
+    for name, what in differences.items():
         if mine[name] != theirs.get(name):
             raise CheckpointError(
                 f"{checkpoint} was written of {what} ({_brief(theirs.get(name))}, and here it is {_brief(mine[name])}). "
@@ -136,8 +136,8 @@ def _remembered(files: list[Path]) -> dict[Path, str]:
     notes = {}
     for path in files:
         stat = path.stat()
-        said = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-        notes[path] = memory / hashlib.sha256(said.encode()).hexdigest()
+        stamp = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        notes[path] = memory / hashlib.sha256(stamp.encode()).hexdigest()
     unknown = [path for path in files if not notes[path].exists()]
     for path, digest in zip(unknown, sha256_of_all(unknown), strict=True):
         write_whole(notes[path], digest.encode())

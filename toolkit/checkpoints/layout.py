@@ -73,12 +73,12 @@ class Region:
             raise ValueError("expected KIND:NAME:BOX:START")
         sides = [side.split("+") for side in match["box"].split(",")] if match["box"] else []
         box = tuple((int(offset), int(size)) for offset, size in sides)
-        found = cls(match["kind"], match["name"], box, int(match["start"]), math.prod(stored_shape))
-        if found.key != key or found.stored_shape != tuple(stored_shape):
+        region = cls(match["kind"], match["name"], box, int(match["start"]), math.prod(stored_shape))
+        if region.key != key or region.stored_shape != tuple(stored_shape):
             raise ValueError(f"it is written otherwise, or its shape {list(stored_shape)} does not fit the box")
-        if found.length < 1 or found.start + found.length > box_elements(box):
+        if region.length < 1 or region.start + region.length > box_elements(box):
             raise ValueError("it is empty, or reaches beyond its box")
-        return found
+        return region
 
     @classmethod
     def of(cls, kind: str, shard: Shard) -> Region:
@@ -180,9 +180,9 @@ def lay_out(prepared: Prepared) -> Layout:
 
     _check_optimizer(prepared.job.optimizer, prepared.optimizer)
     shards = list(checkpoint_shards(prepared, create=True))
-    held = {Region.of(kind, shard): shard.tensor for kind, shard in shards}
+    by_region = {Region.of(kind, shard): shard.tensor for kind, shard in shards}
     shapes = {(shard.name, kind): (shard.shape, dtype_name(shard.tensor.dtype)) for kind, shard in shards}
-    every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(held), shapes)])
+    every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
     holders: dict[Region, list[int]] = {}
     tensors: dict[str, dict[str, dict[str, Any]]] = {}
     for rank, (regions, about) in enumerate(every):
@@ -192,7 +192,7 @@ def lay_out(prepared: Prepared) -> Layout:
             if region.length and not (region.kind == BUFFER and region in holders):
                 holders.setdefault(region, []).append(rank)
     return Layout(
-        mine=tuple(_shares(held, holders, prepared.accelerator.process_index)),
+        mine=tuple(_shares(by_region, holders, prepared.accelerator.process_index)),
         tensors=tensors,
         total_bytes=sum(region.length * BYTES_OF[tensors[region.name][region.kind]["dtype"]] for region in holders),
         model=prepared.accelerator.unwrap_model(prepared.model),
@@ -205,18 +205,22 @@ def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
     odd = any(group.get("amsgrad") for group in optimizer.param_groups)
     movable = all(state.reshards for state in row.states)
     if type(optimizer).__name__ not in row.classes or odd or not movable:
-        kept = f"it keeps {', '.join(state.name for state in row.states if state.reshards)} of {', '.join(row.classes)}"
+        reason = (
+            f"it keeps {', '.join(state.name for state in row.states if state.reshards)} of {', '.join(row.classes)}"
+        )
         raise StrategyError(
-            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: {kept}. "
+            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: {reason}. "
             "Use one of these optimizers, or train without checkpoints."
         )
 
 
-def _shares(held: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int) -> Iterator[WriteItem]:
+def _shares(
+    tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int
+) -> Iterator[WriteItem]:
     """Yield this rank's share of each region that it holds. Who gets the larger shares changes from region to region."""
     for at, (region, ranks) in enumerate(holders.items()):
         if rank in ranks:
-            item = WriteItem(region, held[region].view(region.stored_shape))
+            item = WriteItem(region, tensors[region].view(region.stored_shape))
             share = item.divide((ranks.index(rank) + at) % len(ranks), len(ranks))
             if share is not None:
                 yield share

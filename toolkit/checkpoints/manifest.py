@@ -119,38 +119,42 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{path} is of format {values['format']!r}, and this version reads {FORMAT}. "
                 "Go on with the version of the toolkit that wrote it."
             )
-        found = Manifest(**values)
-        if found.encode() != written:
+        manifest = Manifest(**values)
+        if manifest.encode() != written:
             raise ValueError("it is not written as the toolkit writes it")
-        _check(found)
+        _check(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or no manifest: {error}. Take an older checkpoint.") from None
-    return found
+    return manifest
 
 
-def _check(found: Manifest) -> None:
+def _check(manifest: Manifest) -> None:
     """What a sha256 does not say: the manifest may be a stranger's."""
-    check_fields(vars(found), _KINDS)
-    for name, file in found.files.items():
+    check_fields(vars(manifest), _KINDS)
+    for name, file in manifest.files.items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"it names {name!r}: expected rank-00000.safetensors and the like")
         check_fields(file, {"sha256": str, "bytes": int})
         if file["bytes"] < 0 or "sha256" not in file:
             raise ValueError(f"it says no sha256 and bytes of {name!r}")
-    _check_tensors(found.tensors)
+    _check_tensors(manifest.tensors)
     check_fields(
-        found.counters, {"steps": int, "scale": int | float | None, "good_steps": int, "hysteresis": int | None}
+        manifest.counters, {"steps": int, "scale": int | float | None, "good_steps": int, "hysteresis": int | None}
     )
-    Counters(**found.counters)
-    if not isinstance(found.identity.get("config", {}), dict):
+    Counters(**manifest.counters)
+    if not isinstance(manifest.identity.get("config", {}), dict):
         raise ValueError("the identity's config has to be an object")
-    sizes = [size for size in found.parallelism.values() if type(size) is int and 0 < size <= RANKS]
-    if set(found.parallelism) != set(vars(Parallelism())) or len(sizes) < len(found.parallelism):
-        raise ValueError(f"its parallelism is {found.parallelism}: expected a size of at least 1 of each dimension")
-    if found.step < 0 or found.global_batch < 1:
+    sizes = [size for size in manifest.parallelism.values() if type(size) is int and 0 < size <= RANKS]
+    if set(manifest.parallelism) != set(vars(Parallelism())) or len(sizes) < len(manifest.parallelism):
+        raise ValueError(f"its parallelism is {manifest.parallelism}: expected a size of at least 1 of each dimension")
+    if manifest.step < 0 or manifest.global_batch < 1:
         raise ValueError("its counts are below their least")
-    if found.ranks != len(found.files) or any(file_name(rank) not in found.files for rank in range(found.ranks)):
-        raise ValueError(f"it is of {found.ranks} ranks, and names {len(found.files)} files: expected one of each")
+    if manifest.ranks != len(manifest.files) or any(
+        file_name(rank) not in manifest.files for rank in range(manifest.ranks)
+    ):
+        raise ValueError(
+            f"it is of {manifest.ranks} ranks, and names {len(manifest.files)} files: expected one of each"
+        )
 
 
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
@@ -206,8 +210,8 @@ def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         OtherFormat: for one that another version wrote, which is no damage.
     """
     try:
-        found = read_manifest(checkpoint)
-        return _differences(checkpoint, found, share)
+        manifest = read_manifest(checkpoint)
+        return _differences(checkpoint, manifest, share)
     except OtherFormat:
         raise
     except CheckpointError as error:
@@ -217,11 +221,11 @@ def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         return [f"{'it is damaged' if error.errno == errno.EIO else UNREADABLE}: {error}"]
 
 
-def _differences(checkpoint: Path, found: Manifest, share: tuple[int, int]) -> list[str]:
+def _differences(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> list[str]:
     wrong, whole = [], []
     here = {path.relative_to(checkpoint).as_posix(): path for path in _files(checkpoint)}
-    wrong += [f"{name} does not belong to it" for name in sorted(set(here) - set(found.files) - {NAME})]
-    for name, file in found.files.items():
+    wrong += [f"{name} does not belong to it" for name in sorted(set(here) - set(manifest.files) - {NAME})]
+    for name, file in manifest.files.items():
         path = here.get(name)
         if path is None:
             wrong.append(f"{name} is missing")

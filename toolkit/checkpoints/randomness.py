@@ -18,7 +18,7 @@ def read_generators() -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert (version, kind) == (3, "MT19937"), "the generators' states are of another kind than is written here"
-    found = {
+    states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(np.asarray(keys, np.int64)),
@@ -26,8 +26,8 @@ def read_generators() -> dict[str, torch.Tensor]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def write_generators(states: Mapping[str, torch.Tensor]) -> None:

@@ -81,20 +81,20 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
             raise CheckpointError(f"{path}: {unread[0]}. Go on where its file system answers, or remove it.")
         skipped.append(f"skipping {path}: {'; '.join(wrong[:3]).removesuffix('.')}. It is set aside as {name}.damaged")
     if skipped:
-        said = "; ".join(sentence.partition(". It is")[0].removeprefix("skipping ") for sentence in skipped)
+        reasons = "; ".join(sentence.partition(". It is")[0].removeprefix("skipping ") for sentence in skipped)
         raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {checkpoints} can be taken: {said}. "
+            f"none of the {len(skipped)} checkpoints in {checkpoints} can be taken: {reasons}. "
             "Bring one back from a copy, or remove that folder to start the run again from step 0."
         )
     return ResumePoint.nothing()
 
 
-def quarantine(accelerator: Accelerator, found: ResumePoint) -> None:
+def quarantine(accelerator: Accelerator, point: ResumePoint) -> None:
     """Rename what `find` found damaged, so that it is not taken for the newest again. A collective."""
     import shutil
 
     accelerator.wait_for_everyone()
-    for path in found.damaged if accelerator.is_main_process else ():
+    for path in point.damaged if accelerator.is_main_process else ():
         aside = path.with_name(f"{path.name}.damaged")
         if aside.is_symlink():
             aside.unlink()
@@ -104,14 +104,14 @@ def quarantine(accelerator: Accelerator, found: ResumePoint) -> None:
     accelerator.wait_for_everyone()
 
 
-def check_fits(found: ResumePoint, job: Job, identity: Identity) -> None:
+def check_fits(point: ResumePoint, job: Job, identity: Identity) -> None:
     """Refuse what a checkpoint cannot go on as, before anything is loaded or written.
 
     Raises:
         CheckpointError: for another model, adapter, base or data; for another order of the data; for fewer steps than
             are done.
     """
-    manifest, path = found.manifest, found.path
+    manifest, path = point.manifest, point.path
     if manifest is None or path is None:
         return
     check_same(identity, manifest.identity, path)
@@ -130,7 +130,7 @@ def check_fits(found: ResumePoint, job: Job, identity: Identity) -> None:
         )
 
 
-def restore(prepared: Prepared, schedule: Any, found: ResumePoint, identity: Identity) -> None:
+def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Identity) -> None:
     """Write a checkpoint's weights, moments, buffers, counters, schedule and generators into a prepared model. A collective.
 
     Each rank reads of each file only what it holds itself, whatever strategy and number of ranks wrote them.
@@ -138,10 +138,10 @@ def restore(prepared: Prepared, schedule: Any, found: ResumePoint, identity: Ide
     Raises:
         CheckpointError: for a checkpoint of another model, base or data, or one that lacks a part.
     """
-    manifest, path = found.manifest, found.path
+    manifest, path = point.manifest, point.path
     assert manifest is not None, "nothing was found to restore"
     assert path is not None, "a manifest lies in a folder"
-    check_fits(found, prepared.job, identity)
+    check_fits(point, prepared.job, identity)
     module = prepared.accelerator.unwrap_model(prepared.model)
     shards = [(kind, shard) for kind, shard in checkpoint_shards(prepared, create=True) if kind != BUFFER]
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}

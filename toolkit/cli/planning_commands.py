@@ -45,10 +45,10 @@ def forecast(flags: argparse.Namespace) -> Result:
     beside = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {"ranks": flags.processes}
     change = read_assignments(flags.against or "", Strategy, TrainConfig, alone="sharding")
     other, batch = changed(strategy, train_config, change)
-    found = forecast(spec, strategy, flags.hardware, train_config, **beside)
+    result = forecast(spec, strategy, flags.hardware, train_config, **beside)
     if not flags.against:
-        return found
-    return diff_forecasts(found, forecast(spec, other, flags.hardware, batch, **beside))
+        return result
+    return diff_forecasts(result, forecast(spec, other, flags.hardware, batch, **beside))
 
 
 def timeline(flags: argparse.Namespace) -> Result:
@@ -58,8 +58,8 @@ def timeline(flags: argparse.Namespace) -> Result:
     from toolkit.models import describe
 
     # What is not said is the run's own, where there is one.
-    seen = read_seen(flags.run) if flags.run else None
-    strategy, train_config = (seen.strategy, seen.train_config) if seen else (Strategy(), TrainConfig())
+    finished = read_seen(flags.run) if flags.run else None
+    strategy, train_config = (finished.strategy, finished.train_config) if finished else (Strategy(), TrainConfig())
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(
         model,
@@ -78,8 +78,8 @@ def precisions(flags: argparse.Namespace) -> Result:
     from toolkit.models import describe
 
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
-    found = strategies(flags, "ddp,zero3,fsdp")
-    return dtype_report(model, found, flags.hardware, ranks=flags.processes, run=flags.run)
+    strategies_ = strategies(flags, "ddp,zero3,fsdp")
+    return dtype_report(model, strategies_, flags.hardware, ranks=flags.processes, run=flags.run)
 
 
 def plan(flags: argparse.Namespace) -> Result:
@@ -89,7 +89,7 @@ def plan(flags: argparse.Namespace) -> Result:
     from toolkit.models import describe
 
     check_target(flags.write, "--write")
-    found = plan(
+    result = plan(
         describe(flags.model, trust_remote_code=flags.trust_remote_code),
         flags.hardware,
         global_batch=flags.global_batch,
@@ -100,16 +100,16 @@ def plan(flags: argparse.Namespace) -> Result:
     )
     if flags.write:
         try:
-            write_config(Path(flags.write), found.config(), "--write")
+            write_config(Path(flags.write), result.config(), "--write")
         except ToolkitError:
-            show(found, flags.json)  # what was found is not lost with the file
+            show(result, flags.json)  # what was found is not lost with the file
             raise
-        print(found.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
+        print(result.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
         print(
             f"Add --data and --steps: without them it trains on the embedded text for {TrainConfig().steps} steps.",
             file=sys.stderr,
         )
-    return found
+    return result
 
 
 def config(flags: argparse.Namespace) -> dict[str, Any]:

@@ -16,9 +16,9 @@ def report(flags: argparse.Namespace) -> Result:
     """Write and print the report of a run."""
     from toolkit.reports import report
 
-    found = report(flags.run)
-    print(f"report: {found.write(flags.output)}", file=sys.stderr)
-    return found
+    result = report(flags.run)
+    print(f"report: {result.write(flags.output)}", file=sys.stderr)
+    return result
 
 
 def compare(flags: argparse.Namespace) -> Result:
@@ -27,11 +27,11 @@ def compare(flags: argparse.Namespace) -> Result:
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
 
-    found = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
+    chosen = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     train_config = from_dict(TrainConfig, {"steps": 20, **given(flags, TrainConfig)})
     run_config = from_dict(RunConfig, given(flags, RunConfig))
     root = Path(flags.run_dir or "runs")
-    return compare(run_config, found, train_config, machine=hardware(), root=root, processes=flags.processes)
+    return compare(run_config, chosen, train_config, machine=hardware(), root=root, processes=flags.processes)
 
 
 def export(flags: argparse.Namespace) -> Result:

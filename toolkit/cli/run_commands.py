@@ -144,11 +144,11 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     new = {owner: given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy)}
     run_config, train_config, fields = merge_config(was, new[RunConfig], new[TrainConfig], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
-    if said := finished(path, was, train_config):
-        asked = {**new[RunConfig], **new[TrainConfig], **{name: getattr(strategy, name) for name in new[Strategy]}}
-        if other := _otherwise(was, {**asked, "processes": flags.processes}):
-            raise RunError(f"{said} {' and '.join(other)} would change nothing of it: leave such flags out.")
-        print(said, file=sys.stderr)
+    if message := finished(path, was, train_config):
+        changes = {**new[RunConfig], **new[TrainConfig], **{name: getattr(strategy, name) for name in new[Strategy]}}
+        if other := _otherwise(was, {**changes, "processes": flags.processes}):
+            raise RunError(f"{message} {' and '.join(other)} would change nothing of it: leave such flags out.")
+        print(message, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
     environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).handed_over
@@ -181,8 +181,10 @@ def _resume_own(
     from toolkit.launcher.trust import check_target
     from toolkit.run_folder.folder import open_readonly
 
-    if asked := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:
-        raise RunError(f"{', '.join(asked)}: only the recipe takes such flags, and {path} is a run of {target.name}.")
+    if unusable := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:
+        raise RunError(
+            f"{', '.join(unusable)}: only the recipe takes such flags, and {path} is a run of {target.name}."
+        )
     words = shlex.split(getattr(flags, "target", None) or "")
     if words and flags.sha256:
         target = Target(kind="function", name=words[0], sha256=flags.sha256)

@@ -17,14 +17,14 @@ from toolkit.core.errors import StrategyError, nearest
 Owner = TypeVar("Owner")
 
 
-def amount(default: Any, told: str, alias: str = "") -> Any:
+def amount(default: Any, help: str, alias: str = "") -> Any:
     """A dataclass field with the help text of its flag, and the name of another flag that sets it."""
-    return field(default=default, metadata={"help": told, "alias": alias})
+    return field(default=default, metadata={"help": help, "alias": alias})
 
 
-def choice(default: str, values: Collection[str], told: str, later: tuple[str, ...] = ()) -> Any:
+def choice(default: str, values: Collection[str], help: str, later: tuple[str, ...] = ()) -> Any:
     """A field that takes one of `values`; those in `later` have a name already and nothing behind it yet."""
-    return field(default=default, metadata={"help": told, "values": values, "later": later})
+    return field(default=default, metadata={"help": help, "values": values, "later": later})
 
 
 def check_choices(owner: Any) -> None:
@@ -97,11 +97,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
-        found, unknown = super().parse_known_args(args, namespace)
+        namespace_, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = nearest(unknown[0], self._option_string_actions)
             raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
-        return found, unknown
+        return namespace_, unknown
 
 
 def add_flags(
@@ -138,8 +138,8 @@ def _plain(kind: Any) -> type[Any]:
     """The type of a field that may be left open: `float | None` → `float`."""
     if isinstance(kind, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    found: type[Any] = kind
-    return found
+    plain: type[Any] = kind
+    return plain
 
 
 def _default(f: dataclasses.Field[Any]) -> str:
@@ -148,8 +148,8 @@ def _default(f: dataclasses.Field[Any]) -> str:
 
 def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
     """The fields of `owner` that were given as flags, with their values."""
-    found = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def to_flags(*owners: Any) -> list[str]:
@@ -159,8 +159,8 @@ def to_flags(*owners: Any) -> list[str]:
 
 def differing(owner: Any) -> dict[str, Any]:
     """The fields of a dataclass whose values are not their defaults."""
-    found = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
-    return {name: value for name, (value, default) in found.items() if value != default}
+    values = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def spell(values: Mapping[str, Any]) -> list[str]:
@@ -185,17 +185,17 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
     """
     kinds = {name: _plain(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = word.rpartition("=")
         name = name.strip().removeprefix("--").replace("-", "_") if equals else alone
         if name not in kinds:
             raise StrategyError(f"{text!r}: there is no field {name!r}.{nearest(name, kinds)}")
         try:
-            found[name] = kinds[name](value.strip())
+            values[name] = kinds[name](value.strip())
         except ValueError:
             raise StrategyError(f"{name} {value!r}: expected {kinds[name].__name__}.") from None
-    return found
+    return values
 
 
 def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:

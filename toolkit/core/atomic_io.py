@@ -113,7 +113,7 @@ def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def check_fields(found: Any, kinds: Mapping[str, Any]) -> None:
+def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
     """Refuse what is no JSON object, or has a field of another type; fields that it does not have are the caller's.
 
     Args:
@@ -123,12 +123,12 @@ def check_fields(found: Any, kinds: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the field, its value, and what was expected.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object, found {spelled(found)}")
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {spelled(record)}")
     for name, kind in kinds.items():
-        if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool) > (kind is bool)):
+        if name in record and (not isinstance(record[name], kind) or isinstance(record[name], bool) > (kind is bool)):
             wanted = getattr(kind, "__name__", str(kind))
-            raise ValueError(f"{name} is {spelled(found[name])}, expected {wanted}")
+            raise ValueError(f"{name} is {spelled(record[name])}, expected {wanted}")
 
 
 def spelled(value: Any) -> str:
@@ -259,13 +259,13 @@ def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    kept = [event for event in read_events(path) if event.get("step", 0) <= step]
-    data = "".join(json.dumps(event) + "\n" for event in kept).encode()
+    remaining = [event for event in read_events(path) if event.get("step", 0) <= step]
+    data = "".join(json.dumps(event) + "\n" for event in remaining).encode()
     try:
         write_whole(path, data)
     except OSError as error:
         raise unwritable(path, len(data), error.strerror or str(error)) from error
-    return kept
+    return remaining
 
 
 def _finite(value: Any) -> Any:

@@ -86,8 +86,8 @@ class MissingLibrary(ToolkitError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'zero3'?"`, or nothing where no known word is near."""
     spelled = {str(one).lower(): one for one in known}
-    found = difflib.get_close_matches(str(word).lower(), spelled, n=1, cutoff=0.5)
-    return f" Did you mean {spelled[found[0]]!r}?" if found else ""
+    matches = difflib.get_close_matches(str(word).lower(), spelled, n=1, cutoff=0.5)
+    return f" Did you mean {spelled[matches[0]]!r}?" if matches else ""
 
 
 def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:

@@ -50,9 +50,9 @@ def die_with_parent(parent: int | None = None) -> None:
         parent = int(named)
     if parent is None and not any(name in os.environ for name in LAUNCHED):
         return
-    found = os.getppid()
-    _watch(found)
-    if found != parent if parent is not None else not _launches(found):
+    parent_id = os.getppid()
+    _watch(parent_id)
+    if parent_id != parent if parent is not None else not _launches(parent_id):
         _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
     _arrange_forks()
 
@@ -75,9 +75,9 @@ def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
         os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
     _flush()
     if supervised and rank != 0:
-        kept = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(kept, 1)
-        os.close(kept)
+        log_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log_file, 1)
+        os.close(log_file)
         redact_streams(1, 2)
     elif supervised:
         redact_streams(1, 2, log=log)

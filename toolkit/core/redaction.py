@@ -67,10 +67,10 @@ def visible(text: str, *, moves: bool = False) -> str:
     """
     if not moves:
         return _OBEYED.sub(_spelled, _MOVES.sub("", text)).replace("\r", "\\r")
-    kept, found = _MOVES.split(text), _MOVES.findall(text)
+    texts, moves = _MOVES.split(text), _MOVES.findall(text)
     # Above are bytes of other encodings than UTF-8, which no terminal obeys.
-    parts = [_OBEYED.sub(lambda one: one[0] if one[0] >= "\udca0" else _spelled(one), part) for part in kept]
-    return "".join(part + move for part, move in zip(parts, [*found, ""], strict=True))
+    parts = [_OBEYED.sub(lambda one: one[0] if one[0] >= "\udca0" else _spelled(one), part) for part in texts]
+    return "".join(part + move for part, move in zip(parts, [*moves, ""], strict=True))
 
 
 def _spelled(one: re.Match[str]) -> str:
@@ -164,8 +164,8 @@ def _in_file(path: str, pattern: str) -> tuple[str, ...]:
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
     """Longest first, line by line, and as JSON, HTML and addresses spell them."""
     lines = {line.strip() for value in values for line in value.splitlines()}
-    found = {spelt for line in lines if len(line) >= LEAST for spelt in (line, *_spellings(line))}
-    ordered = sorted(found, key=lambda word: (-len(word), word))
+    secrets = {spelt for line in lines if len(line) >= LEAST for spelt in (line, *_spellings(line))}
+    ordered = sorted(secrets, key=lambda word: (-len(word), word))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
@@ -192,7 +192,7 @@ def _copy(source: int, targets: Sequence[int]) -> None:
     """From one file descriptor to others until it ends, line by line; one that cannot be written stops no other."""
     import select
 
-    known, held = _known(), b""
+    known, pending = _known(), b""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # keeps a character that comes in two parts
 
     def pass_on(data: bytes) -> None:
@@ -202,21 +202,21 @@ def _copy(source: int, targets: Sequence[int]) -> None:
                 _write(target, text.encode("utf-8", "surrogateescape"))
 
     while True:
-        if not select.select([source], [], [], QUIET if held else None)[0]:
-            pass_on(held)
-            held = b""
+        if not select.select([source], [], [], QUIET if pending else None)[0]:
+            pass_on(pending)
+            pending = b""
             continue
         data = os.read(source, 2**16)
         if not data:
             break
-        held += data
-        end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
-        if not end and len(held) > _LONGEST:
-            end = held.rfind(b" ") + 1 or len(held)
+        pending += data
+        end = max(pending.rfind(b"\n"), pending.rfind(b"\r")) + 1
+        if not end and len(pending) > _LONGEST:
+            end = pending.rfind(b" ") + 1 or len(pending)
         if end:
-            pass_on(held[:end])
-            held = held[end:]
-    pass_on(held)
+            pass_on(pending[:end])
+            pending = pending[end:]
+    pass_on(pending)
 
 
 def _write(target: int, data: bytes) -> None:

@@ -33,11 +33,11 @@ class Order:
 
     def ids(self, start: int, count: int) -> list[int]:
         """The row ids at positions `start` to `start + count` of the whole training."""
-        found: list[int] = []
-        while len(found) < count:
-            epoch, at = divmod(start + len(found), self.rows)
-            found += _epoch(self.rows, self.seed, epoch)[at : at + count - len(found)].tolist()
-        return found
+        ids: list[int] = []
+        while len(ids) < count:
+            epoch, at = divmod(start + len(ids), self.rows)
+            ids += _epoch(self.rows, self.seed, epoch)[at : at + count - len(ids)].tolist()
+        return ids
 
 
 @lru_cache(maxsize=2)

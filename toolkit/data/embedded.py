@@ -39,14 +39,14 @@ def embedded_files() -> list[Path]:
         DataError: where this Python comes without its sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED]
         # `_sysconfigdata` holds paths of the machine that built this Python, so it differs between machines.
-        found += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+        files += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
     chosen: list[Path] = []
     total = 0
-    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
         if total < TEXT_BYTES and (size := path.stat().st_size):
             chosen.append(path)
             total += size

@@ -64,8 +64,8 @@ class Encoder:
     def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
         options = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
-        found: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
-        return found
+        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
+        return ids
 
     def _closed(self, ids: list[int]) -> list[int]:
         return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
@@ -134,8 +134,8 @@ class Encoder:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = messages[:index]
-            before = self._shaped(asked, template, where, add_generation_prompt=True)["input_ids"] if asked else []
+            prompt = messages[:index]
+            before = self._shaped(prompt, template, where, add_generation_prompt=True)["input_ids"] if prompt else []
             after = self._shaped(messages[: index + 1], template, where)["input_ids"]
             if after[: len(before)] != before or ids[: len(after)] != after:
                 raise DataError(

@@ -159,11 +159,11 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; of a name that stands twice nobody knows which value is meant."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the name {twice!r} stands twice in an object")
-    return found
+    return fields
 
 
 def _check_size(size: int, where: str) -> None:

@@ -47,8 +47,8 @@ def open_saved(source: str, folder: Path, split: str = "train") -> Any:
     import datasets
 
     with _errors(source):
-        found = datasets.load_from_disk(str(folder))
-        return found[split] if isinstance(found, dict) else found
+        dataset = datasets.load_from_disk(str(folder))
+        return dataset[split] if isinstance(dataset, dict) else dataset
 
 
 def configured_files(source: str, folder: Path) -> list[str]:

@@ -51,16 +51,16 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
     Raises:
         DataError: naming file, line, reason and fix.
     """
-    found = find_source(source)
-    place = at_home(found.name)
-    key = f"{place.absolute() if place.exists() else found.name}\n{text_column}"
+    origin = find_source(source)
+    place = at_home(origin.name)
+    key = f"{place.absolute() if place.exists() else origin.name}\n{text_column}"
     entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    contents = _known(found, entry, text_column)
+    contents = _known(origin, entry, text_column)
     if contents is None:
         from filelock import FileLock
 
         with cache_errors(entry.parent), FileLock(entry.with_suffix(".lock")):
-            contents = _known(found, entry, text_column) or _read(found, entry, text_column)
+            contents = _known(origin, entry, text_column) or _read(origin, entry, text_column)
     return contents
 
 
@@ -85,36 +85,36 @@ def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
         yield bar
 
 
-def _known(found: Source, entry: Path, text_column: str) -> Contents | None:
+def _known(origin: Source, entry: Path, text_column: str) -> Contents | None:
     """What an earlier reading of the same, unchanged files left."""
-    hashes = _known_hashes(found, entry)
-    if not found.files or not set(_hashed(found)) <= set(hashes):
+    hashes = _known_hashes(origin, entry)
+    if not origin.files or not set(_hashed(origin)) <= set(hashes):
         return None
-    contents = _contents(found, hashes, text_column)
+    contents = _contents(origin, hashes, text_column)
     return contents if contents.documents.exists() else None
 
 
-def _known_hashes(found: Source, entry: Path) -> dict[str, str]:
+def _known_hashes(origin: Source, entry: Path) -> dict[str, str]:
     """The hashes of the files that have not changed since; of a dataset, only if none has."""
     try:
         stored = json.loads(entry.read_bytes())
         before, hashes = dict(stored["files"]), dict(stored["hashes"])
     except (OSError, ValueError, LookupError, TypeError):
         return {}
-    now = _stats(found)
-    if found.kind != "files":
+    now = _stats(origin)
+    if origin.kind != "files":
         return hashes if before == now else {}
     return {path: value for path, value in hashes.items() if path in now and before.get(path) == now[path]}
 
 
-def _hashed(found: Source) -> list[str]:
-    return [ROWS] if found.kind != "files" else [str(path) for path in found.files]
+def _hashed(origin: Source) -> list[str]:
+    return [ROWS] if origin.kind != "files" else [str(path) for path in origin.files]
 
 
-def _stats(found: Source) -> dict[str, list[int]]:
+def _stats(origin: Source) -> dict[str, list[int]]:
     """Each regular file's device, inode, size, and times of change. No program can set the last one, `ctime`, back."""
     result = {}
-    for path in found.files:
+    for path in origin.files:
         with contextlib.suppress(OSError):  # reading it says why
             now = path.stat()
             if stat.S_ISREG(now.st_mode):  # a pipe is new each time
@@ -122,40 +122,40 @@ def _stats(found: Source) -> dict[str, list[int]]:
     return result
 
 
-def _contents(found: Source, hashes: Mapping[str, str], text_column: str) -> Contents:
-    if found.kind != "files":
+def _contents(origin: Source, hashes: Mapping[str, str], text_column: str) -> Contents:
+    if origin.kind != "files":
         named: tuple[str, ...] = (f"{ROWS} {hashes[ROWS]}",)
     else:
-        named = tuple(f"{path.suffix.lower()} {hashes[str(path)]}" for path in found.files)
+        named = tuple(f"{path.suffix.lower()} {hashes[str(path)]}" for path in origin.files)
     key = json.dumps([FORMAT, text_column, named])
     folder = cache_folder("documents")
-    return Contents(source=found, hashes=named, documents=folder / f"{hashlib.sha256(key.encode()).hexdigest()}.arrow")
+    return Contents(source=origin, hashes=named, documents=folder / f"{hashlib.sha256(key.encode()).hexdigest()}.arrow")
 
 
-def _read(found: Source, entry: Path, text_column: str) -> Contents:
+def _read(origin: Source, entry: Path, text_column: str) -> Contents:
     """Read the source and keep its documents and hashes.
 
     Raises:
         DataError: also for a file that changes meanwhile.
     """
-    before, hashes = _stats(found), _known_hashes(found, entry)
-    hashes = hashes if found.kind == "files" else {}
+    before, hashes = _stats(origin), _known_hashes(origin, entry)
+    hashes = hashes if origin.kind == "files" else {}
     with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
         draft = Path(fresh, "documents.arrow")
-        read = documents(found, text_column=text_column, hashes=hashes, cache=Path(fresh))
+        read = documents(origin, text_column=text_column, hashes=hashes, cache=Path(fresh))
         size = sum(stats[2] for stats in before.values())
-        with _quiet(found, size), progress_bar("reading", size, "B") as bar:
+        with _quiet(origin, size), progress_bar("reading", size, "B") as bar:
             _write(read, draft, bar)
-        if _stats(found) != before:
-            raise DataError(f"data {found.name}: changed while it was read. Start again once it is complete.")
-        contents = _contents(found, hashes, text_column)
+        if _stats(origin) != before:
+            raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
+        contents = _contents(origin, hashes, text_column)
         draft.replace(contents.documents)
     keep(entry, json.dumps({"files": before, "hashes": hashes}))
     return contents
 
 
-def _quiet(found: Source, size: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if found.kind == "files" else progress(is_shown(size))
+def _quiet(origin: Source, size: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if origin.kind == "files" else progress(is_shown(size))
 
 
 def is_shown(size: int) -> bool:

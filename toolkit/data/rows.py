@@ -81,11 +81,11 @@ class Rows(Result):
 
         index = np.asarray(ids, np.int64)
         taken = {name: column[np.maximum(index, 0)].astype(np.int64) for name, column in self.columns.items()}
-        found = {name: torch.from_numpy(values) for name, values in taken.items()}
-        found["labels"][torch.from_numpy(index < 0)] = IGNORED
+        batch = {name: torch.from_numpy(values) for name, values in taken.items()}
+        batch["labels"][torch.from_numpy(index < 0)] = IGNORED
         if self.packed and ATTENTIONS[attention].joins_rows:
-            return {name: column.reshape(1, -1) for name, column in found.items()}
-        return found
+            return {name: column.reshape(1, -1) for name, column in batch.items()}
+        return batch
 
     def tables(self) -> list[Table]:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("folder", "pad_token_id")]

@@ -185,8 +185,8 @@ def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
 
 def _split_of(name: str) -> str:
     """The split that a file's folders or its own name say, or nothing."""
-    found = next(filter(None, map(_SPLIT.search, Path(name).parts)), None)
-    return _SPLIT_NAMES[(found.lastindex or 1) - 1] if found else ""
+    match = next(filter(None, map(_SPLIT.search, Path(name).parts)), None)
+    return _SPLIT_NAMES[(match.lastindex or 1) - 1] if match else ""
 
 
 def _suffix(name: str) -> str:

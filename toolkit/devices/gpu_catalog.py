@@ -85,9 +85,9 @@ def card_key(name: str, word: str) -> str:
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     """The card for what a driver calls it (`"NVIDIA A100-SXM4-80GB"`), by name and nearest memory; None if unknown."""
     words = set(re.split(r"[\s_-]+", driver.upper()))
-    found = [
+    matches = [
         card
         for key, card in CARDS.items()
         if all(part in words for part in re.sub(r"-\d+GB$", "", key).upper().split("-"))
     ]
-    return min(found, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)
+    return min(matches, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)

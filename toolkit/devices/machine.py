@@ -87,8 +87,8 @@ def hardware(name: str | None = None) -> Hardware:
 
 def torch_build() -> str | None:
     """What the installed torch was built for: `"cpu"`, `"cuda 13.0"`, `"rocm 7.1"`; None without torch. No import."""
-    found = importlib.util.find_spec("torch")
-    version = Path(found.origin).with_name("version.py") if found and found.origin else None
+    module = importlib.util.find_spec("torch")
+    version = Path(module.origin).with_name("version.py") if module and module.origin else None
     if version is None or not version.is_file():
         return None
     text = version.read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
         "": ("memory.max", "memory.current", "inactive_file"),
         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     }
-    found = []
+    limits = []
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers not in files:
@@ -131,8 +131,8 @@ def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
                 pages = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
                 # Pages of files that nobody uses are given back on demand.
                 used = int((folder / current).read_text()) - (int(pages[1]) if pages else 0)
-                found.append((int(limit), int(limit) - used))
-    return found
+                limits.append((int(limit), int(limit) - used))
+    return limits
 
 
 # This machine ---------------------------------------------------------------------------------------------------------
@@ -200,15 +200,15 @@ def _gpus() -> list[Device]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         known = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
-        found = []
+        devices = []
         for uuid in visible(list(known), chosen):
             part = known[uuid] if uuid in known else pynvml.nvmlDeviceGetHandleByUUID(uuid)
             whole = part if uuid in known else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
             memory, name = pynvml.nvmlDeviceGetMemoryInfo(part), _text(pynvml.nvmlDeviceGetName(part))
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
             total, free = int(memory.total), int(memory.free)
-            found.append(_cuda(name, total, free, (major, minor), card_of(name, total), named=False))
-        return found
+            devices.append(_cuda(name, total, free, (major, minor), card_of(name, total), named=False))
+        return devices
     except pynvml.NVMLError as error:
         raise ToolkitError(_driver(error)) from None
     finally:
@@ -234,7 +234,7 @@ def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
     """
     if chosen is None:
         return list(uuids)
-    found: list[str] = []
+    devices: list[str] = []
     for entry in (word.strip() for word in chosen.split(",")):
         if entry.isdigit():
             matching = list(uuids[int(entry) : int(entry) + 1])
@@ -244,8 +244,8 @@ def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
             matching = [uuid for uuid in uuids if entry.startswith("GPU-") and uuid.startswith(entry)]
         if len(matching) != 1:
             break
-        found += matching
-    return found
+        devices += matching
+    return devices
 
 
 # A named one ----------------------------------------------------------------------------------------------------------

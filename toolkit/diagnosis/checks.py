@@ -82,11 +82,11 @@ def diagnose(*, compile_ops: bool = False) -> Diagnosis:
         try:
             apart = [pool.submit(lambda names: list(run_apart(names, stop=stop)), group) for group in groups]
             here = [check() for check in machine.CHECKS]
-            found = [finding for future in apart for finding in future.result()]
+            all_findings = [finding for future in apart for finding in future.result()]
         finally:
             # Where somebody interrupts, the pool would else wait for every child.
             stop.set()
-    findings = tuple(sorted([*here, *found], key=_rank))
+    findings = tuple(sorted([*here, *all_findings], key=_rank))
     return Diagnosis(findings=findings, abilities=tuple(judge(findings)))
 
 

@@ -62,17 +62,17 @@ def _bound(name: str) -> Any:
     from packaging.requirements import Requirement
 
     try:
-        asked = [Requirement(line) for line in metadata.requires("accelerate-toolkit") or ()]
+        requirements = [Requirement(line) for line in metadata.requires("accelerate-toolkit") or ()]
     except metadata.PackageNotFoundError:
         return None
-    return next((requirement.specifier for requirement in asked if requirement.name == name), None)
+    return next((requirement.specifier for requirement in requirements if requirement.name == name), None)
 
 
 def torch_computes() -> Finding:
     """torch, with a product of matrices on the device that training would use."""
-    found = library("torch")
-    if found.status != "ok":
-        return found
+    finding = library("torch")
+    if finding.status != "ok":
+        return finding
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,17 +122,17 @@ def processes_talk() -> Finding:
 
 def deepspeed_drives() -> Finding:
     """DeepSpeed, and that it drives the device that training would use."""
-    found = library("deepspeed")
-    if found.status != "ok":
-        return found
+    finding = library("deepspeed")
+    if finding.status != "ok":
+        return finding
     import torch
     from deepspeed.accelerator import get_accelerator
 
     drives, device = get_accelerator()._name, "cuda" if torch.cuda.is_available() else "cpu"
     if drives != device:
-        what = f"{found.detail}, drives {drives}, not {device}"
+        what = f"{finding.detail}, drives {drives}, not {device}"
         return Finding(check="deepspeed", status="broken", detail=what, fix=f"Set DS_ACCELERATOR={device}.")
-    return Finding(check="deepspeed", status="ok", detail=f"{found.detail}, drives {drives}")
+    return Finding(check="deepspeed", status="ok", detail=f"{finding.detail}, drives {drives}")
 
 
 def operators(compile_them: bool = False) -> Finding:
@@ -199,9 +199,9 @@ def _built(builder: Any) -> bool:
 def bitsandbytes_packs() -> Finding:
     """bitsandbytes, with a round trip through 4 bits on the device that training would use."""
     import_bitsandbytes()
-    found = library("bitsandbytes")
-    if found.status != "ok":
-        return found
+    finding = library("bitsandbytes")
+    if finding.status != "ok":
+        return finding
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -212,7 +212,7 @@ def bitsandbytes_packs() -> Finding:
     # Two nf4 levels are at most 0.304 apart (Dettmers et al. 2023, appendix E): no value moves by more than half of it.
     if not error < 0.17:
         return broken("bitsandbytes", f"4 bits are off by {error:.2f} on {device}")
-    return Finding(check="bitsandbytes", status="ok", detail=f"{found.detail}, 4 bits work on {device}")
+    return Finding(check="bitsandbytes", status="ok", detail=f"{finding.detail}, 4 bits work on {device}")
 
 
 def flash_attention() -> Finding:

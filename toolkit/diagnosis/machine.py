@@ -30,18 +30,18 @@ def python() -> Finding:
 def gpus() -> Finding:
     """NVIDIA GPUs that this process may use."""
     try:
-        found = hardware()
+        machine = hardware()
     except ToolkitError as error:
         return Finding(check="GPUs", status="broken", detail=str(error))
-    if found.device.kind == "cuda":
-        device = found.device
+    if machine.device.kind == "cuda":
+        device = machine.device
         memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
         precisions = ", ".join(device.dtypes)
-        detail = f"{found.count} x {device.name}, {memory}; natively {precisions}"
-        return Finding(check="GPUs", status="ok", detail=" ".join([detail, *found.notes]))
-    if found.notes:
-        return Finding(check="GPUs", status="broken", detail=" ".join(found.notes), fix="Install torch for CUDA.")
-    return Finding(check="GPUs", status="n/a", detail=f"none; training runs on {found.device.name}")
+        detail = f"{machine.count} x {device.name}, {memory}; natively {precisions}"
+        return Finding(check="GPUs", status="ok", detail=" ".join([detail, *machine.notes]))
+    if machine.notes:
+        return Finding(check="GPUs", status="broken", detail=" ".join(machine.notes), fix="Install torch for CUDA.")
+    return Finding(check="GPUs", status="n/a", detail=f"none; training runs on {machine.device.name}")
 
 
 def memory() -> Finding:
@@ -84,11 +84,11 @@ def limits() -> Finding:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     short = files != resource.RLIM_INFINITY and files < LEAST_FILES
-    held = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
+    locked_text = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     return Finding(
         check="limits",
         status="broken" if short else "ok",
-        detail=f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files, {held} of locked memory",
+        detail=f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files, {locked_text} of locked memory",
         fix="`ulimit -n 65536`" if short else "",
     )
 
@@ -131,11 +131,11 @@ def hub() -> Finding:
 
 def build() -> Finding:
     """What the installed torch was built for, without importing it."""
-    found = torch_build()
-    if found is None:
+    build = torch_build()
+    if build is None:
         fix = "`pip install torch`; see pytorch.org for CUDA."
         return Finding(check="torch build", status="missing", detail="torch is not installed", fix=fix)
-    return Finding(check="torch build", status="ok", detail=found)
+    return Finding(check="torch build", status="ok", detail=build)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

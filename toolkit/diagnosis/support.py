@@ -28,7 +28,7 @@ class Ability:
 
 def judge(findings: Sequence[Finding]) -> Iterator[Ability]:
     """Every value of sharding, offload, adapter, precision and attention, in the order of the Strategy's own lists."""
-    found = {finding.check: finding for finding in findings}
+    by_check = {finding.check: finding for finding in findings}
     try:
         machine = hardware()
     except ToolkitError:  # the check of the GPUs says what is wrong with them
@@ -43,23 +43,23 @@ def judge(findings: Sequence[Finding]) -> Iterator[Ability]:
     for field, (values, rule) in rules.items():
         for value in values:
             later = value in LATER.get(field, ())
-            runs, reason = (False, "not available yet") if later else rule(value, machine, found)
+            runs, reason = (False, "not available yet") if later else rule(value, machine, by_check)
             yield Ability(field=field, value=value, runs=runs, reason=reason)
 
 
 Found = dict[str, Finding]
 
 
-def _lacking(found: Found, *checks: str) -> str:
+def _lacking(by_check: Found, *checks: str) -> str:
     """The first of these checks that failed, as a reason."""
-    known = (found[check] for check in checks if check in found)
+    known = (by_check[check] for check in checks if check in by_check)
     return next((f"{one.check}: {one.detail}" for one in known if one.status in ("missing", "broken")), "")
 
 
-def _sharding(word: str, machine: Hardware, found: Found) -> tuple[bool, str]:
+def _sharding(word: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     strategy = Strategy(sharding=word, dp_replicate=2 if SHARDINGS[word].hybrid else 1)
     needs = ["torch", "transformers", "accelerate", *([] if strategy.single_process else ["processes"])]
-    if reason := _lacking(found, *needs, *engine_of(strategy).checks(strategy, machine.device)):
+    if reason := _lacking(by_check, *needs, *engine_of(strategy).checks(strategy, machine.device)):
         return False, reason
     if refused := _refusal(strategy, machine):
         return False, refused
@@ -78,7 +78,7 @@ def _refusal(strategy: Strategy, machine: Hardware) -> str:
     return ""
 
 
-def _able(machine: Hardware, found: Found, **fields: str) -> tuple[list[str], str]:
+def _able(machine: Hardware, by_check: Found, **fields: str) -> tuple[list[str], str]:
     """The shardings that run with these fields here, and why the first of the others does not."""
     able, reason = [], ""
     for word, row in SHARDINGS.items():
@@ -87,7 +87,7 @@ def _able(machine: Hardware, found: Found, **fields: str) -> tuple[list[str], st
         except StrategyError:  # the table excludes it on every machine
             continue
         several = () if strategy.single_process else ("processes",)
-        lacking = _lacking(found, *several, *engine_of(strategy).checks(strategy, machine.device))
+        lacking = _lacking(by_check, *several, *engine_of(strategy).checks(strategy, machine.device))
         if why := lacking or _refusal(strategy, machine):
             reason = reason or why
         else:
@@ -95,36 +95,36 @@ def _able(machine: Hardware, found: Found, **fields: str) -> tuple[list[str], st
     return able, reason
 
 
-def _offload(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
+def _offload(value: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     if value == "none":
         return True, ""
-    able, reason = _able(machine, found, offload=value)
+    able, reason = _able(machine, by_check, offload=value)
     return bool(able), f"with {', '.join(able)}" if able else reason
 
 
-def _adapter(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
+def _adapter(value: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     needs = {"none": (), "qlora": ("peft", "bitsandbytes"), "qlora8": ("peft", "bitsandbytes")}.get(value, ("peft",))
-    reason = _lacking(found, *needs)
+    reason = _lacking(by_check, *needs)
     return not reason, reason
 
 
-def _precision(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
+def _precision(value: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     device = machine.device
     if value == "auto":
         best = "fp32" if device.kind == "cpu" else "bf16" if "bf16" in device.dtypes else "fp16"
         return True, f"takes {best}"
     row = PRECISIONS.get(value)
     if row and row.scaled and device.kind == "cpu":
-        able, reason = _able(machine, found, precision=value)
+        able, reason = _able(machine, by_check, precision=value)
         return bool(able), f"with {', '.join(able)}: others have no loss scaling on a CPU" if able else reason
     if row and row.accelerate == "bf16":
-        reason = _lacking(found, "bf16")
+        reason = _lacking(by_check, "bf16")
         return not reason, reason or ("" if "bf16" in device.dtypes else "not native: no faster than fp32")
     runs = value in device.dtypes
     return runs, "" if runs else f"{device.name} has no {value}"
 
 
-def _attention(value: str, machine: Hardware, found: Found) -> tuple[bool, str]:
+def _attention(value: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     kernels, kind = machine.device.attentions, machine.device.kind
     if value == "auto":
         return True, f"takes {kernels[0]} where the model and the precision allow it"

@@ -140,13 +140,13 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
     import torch
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
-    asked = adapted(spec, strategy.lora_targets)
+    targets = adapted(spec, strategy.lora_targets)
     with _seeded_by_name(model, job.train_config.seed):
-        made = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, asked)
-    compute, kept = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
+        made = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets)
+    compute, storage = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in made.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(compute).to(kept)
+            parameter.data = parameter.data.to(compute).to(storage)
     return made
 
 
@@ -210,20 +210,20 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
     return made
 
 
-def _check_adapted(model: nn.Module, asked: list[str]) -> None:
+def _check_adapted(model: nn.Module, targets: list[str]) -> None:
     """PEFT turns some names of linear modules into a mixture's fused experts, and adapts those instead.
 
     Raises:
         StrategyError: with the names that it leaves alone.
     """
-    found = {
+    adapted_modules = {
         name.removeprefix("base_model.model.")
         for name, child in model.named_modules()
         if len(getattr(child, "lora_A", ()))
     }
-    if found != set(asked):
-        lost = sorted({name.rpartition(".")[2] for name in set(asked) - found})
-        left = sorted({name.rpartition(".")[2] for name in asked} - set(lost))
+    if adapted_modules != set(targets):
+        lost = sorted({name.rpartition(".")[2] for name in set(targets) - adapted_modules})
+        left = sorted({name.rpartition(".")[2] for name in targets} - set(lost))
         raise StrategyError(
             f"lora_targets: PEFT adapts fused experts in the place of {', '.join(lost)}. "
             f"Choose --lora-targets {','.join(left)}."

@@ -87,11 +87,11 @@ class DDP(Engine):
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """All parameters, and two moments of each trained one in its own dtype (Rajbhandari et al. 2020, section 3.1)."""
-        found = list(parameters_of(job))
-        trained = sum(state.elements for state in found if state.trainable)
+        states = list(parameters_of(job))
+        trained = sum(state.elements for state in states if state.trainable)
         return StateMemory(
-            trainable=sum(state.bytes for state in found if state.trainable),
-            frozen=sum(state.bytes for state in found if not state.trainable),
+            trainable=sum(state.bytes for state in states if state.trainable),
+            frozen=sum(state.bytes for state in states if not state.trainable),
             optimizer=optimizer_bytes(job, trained),
             dtypes={
                 **dict.fromkeys(("trainable", "gradients", *_reduced(job)), job.weight_dtype),
@@ -115,11 +115,11 @@ class DDP(Engine):
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
         """Whole gradients, and buckets of the same size beside them."""
-        held = self.expected_state(job, rank)
+        memory = self.expected_state(job, rank)
         if job.parallelism.dp_size > 1:
-            ledger.touch("buffers", min(held.parameters, BROADCAST))
-            ledger.hold("buffers", held.trainable)
-        moments(ledger, job, held, checkpoints)
+            ledger.touch("buffers", min(memory.parameters, BROADCAST))
+            ledger.hold("buffers", memory.trainable)
+        moments(ledger, job, memory, checkpoints)
         walk(ledger, job, step, _Gradients(ledger))
         ledger.enter("step")
         optimizer_step(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
@@ -141,11 +141,11 @@ class DDP(Engine):
     def check(self, prepared: Prepared) -> list[str]:
         """Several ranks are wrapped in DDP, one is not."""
         expected = "DistributedDataParallel" if prepared.job.parallelism.dp_size > 1 else None
-        found = type(prepared.model).__name__
-        if expected and found != expected:
-            return [f"engine is {found}, expected {expected}"]
+        class_name = type(prepared.model).__name__
+        if expected and class_name != expected:
+            return [f"engine is {class_name}, expected {expected}"]
         return (
-            [f"engine is {found}, expected the bare model"]
+            [f"engine is {class_name}, expected the bare model"]
             if not expected and hasattr(prepared.model, "module")
             else []
         )
@@ -153,11 +153,11 @@ class DDP(Engine):
     def measure_state(self, prepared: Prepared) -> StateMemory:
         """What the parameters' storages and the optimizer's state hold."""
         size, kinds = moment_bytes(prepared.optimizer)
-        found = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
+        parameters = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
         # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`).
-        sent = "+".join(sorted({dtype_name(parameter.dtype) for parameter, trained in found if trained}))
+        sent = "+".join(sorted({dtype_name(parameter.dtype) for parameter, trained in parameters if trained}))
         return measured_state(
-            found, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)}
+            parameters, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)}
         )
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:

@@ -81,8 +81,8 @@ class Ledger:
 
     def _parts(self, more: int, part: str, logits: int) -> dict[str, int]:
         """What is held, and `more` of a part, of which so much are logits."""
-        found = {**self.held, part: self.held[part] + more - logits}
-        return {**found, "logits": self.held["logits"] + logits} if logits else found
+        parts = {**self.held, part: self.held[part] + more - logits}
+        return {**parts, "logits": self.held["logits"] + logits} if logits else parts
 
 
 class LedgerHistory(Ledger):

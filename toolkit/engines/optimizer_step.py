@@ -50,8 +50,8 @@ def clip_norm(parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
     import torch
 
     norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-    found: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return found
+    local: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return local
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -99,12 +99,12 @@ class Transfer(NamedTuple):
     """What is sent, and by which collective."""
 
 
-def on_device(job: Job, held: StateMemory) -> StateMemory:
+def on_device(job: Job, state: StateMemory) -> StateMemory:
     """The part of a rank's states that lives on its device: offloaded states do not. On CPU ranks everything does."""
     if job.device.kind == "cpu" or job.strategy.offload == "none":
-        return held
+        return state
     moved = {"master": 0, "optimizer": 0} | ({"trainable": 0, "frozen": 0} if job.strategy.offload == "cpu" else {})
-    return dataclasses.replace(held, **moved)  # type: ignore[arg-type]
+    return dataclasses.replace(state, **moved)  # type: ignore[arg-type]
 
 
 def job_of(accelerator: Accelerator) -> Job:

@@ -74,8 +74,8 @@ def subtract(box: Box, other: Box) -> list[Box]:
     if shared is None:
         return [box] if box_elements(box) else []
     rest: list[Box] = []
-    for dim, ((start, size), (low, kept)) in enumerate(zip(box, shared, strict=True)):
-        for offset, length in ((start, low - start), (low + kept, start + size - low - kept)):
+    for dim, ((start, size), (low, shared_size)) in enumerate(zip(box, shared, strict=True)):
+        for offset, length in ((start, low - start), (low + shared_size, start + size - low - shared_size)):
             if length:
                 rest.append((*shared[:dim], (offset, length), *box[dim + 1 :]))
     return rest

@@ -106,14 +106,14 @@ def constants(job: Job) -> int:
     return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 
 
-def moments(ledger: Ledger, job: Job, held: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
+def moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
     """Made before the first step where checkpoints are laid out over them, else by the first step itself.
 
     A checkpoint's own buffers come with them.
     """
     if not checkpoints:
         ledger.enter("step")
-    (ledger.offload if offload else ledger.hold)("optimizer", held.optimizer or 0)
+    (ledger.offload if offload else ledger.hold)("optimizer", state.optimizer or 0)
     if checkpoints and not ledger.shared:
         # A snapshot's buffer, pinned, of a power of two (aten/src/ATen/core/CachingHostAllocator.h).
         buffer = checkpoint_bytes(job) // job.ranks
@@ -135,15 +135,15 @@ def host_transfers(job: Job) -> list[Transfer]:
     offload = job.strategy.offload
     if offload == "none":
         return []
-    found, ranks = parameters_of(job), job.parallelism.shard_size
-    trained = sum(state.elements for state in found if state.trainable) / ranks
+    states, ranks = parameters_of(job), job.parallelism.shard_size
+    trained = sum(state.elements for state in states if state.trainable) / ranks
     back = trained * BYTES_OF[job.compute_dtype]
     sent = [
         Transfer(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host"),
         Transfer(back, 1, "nothing", "host", "updated parameters, from the host"),
     ]
     if offload == "cpu":
-        shard, micro = sum(state.bytes for state in found) / ranks, job.train_config.accumulation
+        shard, micro = sum(state.bytes for state in states) / ranks, job.train_config.accumulation
         for phase in ("forward", "backward"):
             sent.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
     return sent

@@ -110,12 +110,12 @@ def parameters_of(job: Job) -> tuple[State, ...]:
     """
     assert job.spec is not None, "an account needs a model"
     strategy = job.strategy
-    asked = (strategy.adapter, strategy.lora_rank, strategy.lora_targets, job.weight_dtype, job.compute_dtype)
+    key = (strategy.adapter, strategy.lora_rank, strategy.lora_targets, job.weight_dtype, job.compute_dtype)
     # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan that hold the same.
-    kept: dict[Any, tuple[State, ...]] = vars(job.spec).setdefault("_states", {})
-    if asked not in kept:
-        kept[asked] = tuple(_states(job))
-    return kept[asked]
+    cache: dict[Any, tuple[State, ...]] = vars(job.spec).setdefault("_states", {})
+    if key not in cache:
+        cache[key] = tuple(_states(job))
+    return cache[key]
 
 
 def _states(job: Job) -> Iterator[State]:
@@ -159,7 +159,7 @@ def _added(job: Job, module: str, out_features: int, in_features: int) -> Iterat
 
 
 def measured_state(
-    found: Iterable[tuple[torch.Tensor, bool]],
+    tensors: Iterable[tuple[torch.Tensor, bool]],
     *,
     master: int = 0,
     optimizer: int | None,
@@ -168,17 +168,17 @@ def measured_state(
 ) -> StateMemory:
     """An audit's result from the tensors that hold parameters: unique storages, trainable and frozen apart.
 
-    `found` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
+    `tensors` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
     `more` are bytes, trainable and frozen, that the first step will hold from then on.
     """
-    seen: set[int] = set()
+    counted: set[int] = set()
     sizes = {True: 0, False: 0, **(more or {})}
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
-    for tensor, trainable in found:
+    for tensor, trainable in tensors:
         storage = tensor.untyped_storage()
         kinds[trainable].add(dtype_name(tensor.dtype))
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.nbytes() and storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
             sizes[trainable] += storage.nbytes()
     ledger = {"trainable": "+".join(sorted(kinds[True])), "frozen": "+".join(sorted(kinds[False]))}
     return StateMemory(
@@ -247,8 +247,8 @@ def distributed_shards(
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     def local(tensor: Any) -> torch.Tensor:
-        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return found.detach()
+        shard_: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return shard_.detach()
 
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -258,9 +258,9 @@ def distributed_shards(
             box = tuple(zip(offsets, sizes, strict=True))
         shard = Shard(name, PARAMETER, shape, box, 0, local(parameter))
         moments = optimizer_shards(job, optimizer, parameter, shard, local, create) if parameter.requires_grad else ()
-        for found in (shard, *moments):
-            if found.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
-                yield found
+        for shard_ in (shard, *moments):
+            if shard_.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
+                yield shard_
 
 
 def measured_distributed(

@@ -84,8 +84,8 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
                     failed = error
             store.set(done, json.dumps([result, failed and [type(failed).__name__, str(failed)]]))
         else:
-            result, told = json.loads(wait_for(store, alive, done, limit_of(accelerator)))
-            failed = told and getattr(errors, told[0], ToolkitError)(told[1])
+            result, answer = json.loads(wait_for(store, alive, done, limit_of(accelerator)))
+            failed = answer and getattr(errors, answer[0], ToolkitError)(answer[1])
     if failed is not None:
         raise failed
     accelerator.wait_for_everyone()  # rank 0 may hold the store, and must not end before the others have read it
@@ -106,8 +106,8 @@ def wait_for(store: Any, alive: str, done: str, limit: float) -> bytes:
             raise TimeoutError(f"timed out after {limit:g} s without a sign of life from rank 0, which works alone")
         time.sleep(pause)
         pause = min(2 * pause, POLL)
-    found: bytes = store.get(done)
-    return found
+    value: bytes = store.get(done)
+    return value
 
 
 def limit_of(accelerator: Accelerator) -> float:

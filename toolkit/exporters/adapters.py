@@ -30,9 +30,9 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
     """What the checkpoint's run trained, as one process on this host would: its engine and its kernel are not needed."""
     assert source.manifest is not None
     was = source.manifest.strategy
-    kept = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
+    fields = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
     return Job(
-        strategy=Strategy(**kept, attention=attention_of(spec)),
+        strategy=Strategy(**fields, attention=attention_of(spec)),
         train_config=from_dict(TrainConfig, source.manifest.train_config),
         spec=spec,
         parallelism=Parallelism(),

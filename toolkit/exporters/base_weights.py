@@ -80,9 +80,11 @@ class CheckpointWeights:
         kinds = (WEIGHT, BUFFER) if stored.manifest.strategy["adapter"] == "none" else (WEIGHT,)
         tensors = stored.manifest.tensors.items()
         self._kinds = {name: kind for name, about in tensors for kind in kinds if kind in about}
-        found = {name: stored.manifest.tensors[name][kind] for name, kind in self._kinds.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(about["shape"]) for name, about in found.items()}
-        self.dtypes: Mapping[str, str] = {name: about["dtype"] for name, about in found.items()}
+        stored_tensors = {name: stored.manifest.tensors[name][kind] for name, kind in self._kinds.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(about["shape"]) for name, about in stored_tensors.items()
+        }
+        self.dtypes: Mapping[str, str] = {name: about["dtype"] for name, about in stored_tensors.items()}
         self.buffers = frozenset(name for name, kind in self._kinds.items() if kind == BUFFER)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -123,16 +125,16 @@ class BaseWeights:
         for path in require_weights(self.spec):
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118  not a dictionary
-                    kept: torch.Tensor = file.get_tensor(name)
-                    return kept
+                    stored: torch.Tensor = file.get_tensor(name)
+                    return stored
         if self._whole is None:
             with without_engine():
                 read = auto_class(self.spec).from_pretrained
                 self._whole = read(self.spec.source, trust_remote_code=self.spec.runs_code, use_safetensors=True)
-        found = self._whole.state_dict().get(name)
-        if found is None:
+        value = self._whole.state_dict().get(name)
+        if value is None:
             raise ModelError(f"model {self.spec.name!r} has no tensor {name}. Give the model that was trained from.")
-        tensor: torch.Tensor = found
+        tensor: torch.Tensor = value
         return tensor
 
 

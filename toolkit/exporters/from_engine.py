@@ -104,14 +104,14 @@ def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.
     for shard in engine_of(prepared.job.strategy).shards(prepared):
         if shard.name in wanted:
             mine.setdefault((shard.name, shard.kind), []).append(shard)
-    held = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in mine.items()}
+    regions = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in mine.items()}
     about = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in mine.items()}
-    every: list[tuple[dict[Any, list[Region]], dict[Any, Any]]] = gather_object([(held, about)])
-    known = {key: value for _, found in every for key, value in found.items()}
+    every: list[tuple[dict[Any, list[Region]], dict[Any, Any]]] = gather_object([(regions, about)])
+    known = {key: value for _, part in every for key, value in part.items()}
     module = prepared.accelerator.unwrap_model(prepared.model)
     for name in (name for name, _ in module.named_parameters() if name in wanted):
         key = (name, MASTER if (name, MASTER) in known else PARAMETER)
-        yield name, _assemble(prepared, mine.get(key, []), [held.get(key, []) for held, _ in every], *known[key])
+        yield name, _assemble(prepared, mine.get(key, []), [regions.get(key, []) for regions, _ in every], *known[key])
 
 
 def _assemble(
@@ -291,5 +291,5 @@ def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor
             parameter.data = parameter.data.to(compute)
     device = next(model.parameters()).device.type
     with torch.no_grad(), torch.autocast(device, compute) if autocast else nullcontext():
-        found = model(**probe, use_cache=False).logits.float().cpu()
-    return relative_error(found, trained)
+        logits = model(**probe, use_cache=False).logits.float().cpu()
+    return relative_error(logits, trained)

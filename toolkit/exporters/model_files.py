@@ -65,17 +65,17 @@ class FullStateDict:
         wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in known]
         for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
             meta = parameters[name] if name in parameters else buffers[name]
-            held = next((known for known in tied.get(name, (name,)) if known in weights.shapes), None)
-            if held is None and name in parameters and meta.requires_grad:
+            source = next((known for known in tied.get(name, (name,)) if known in weights.shapes), None)
+            if source is None and name in parameters and meta.requires_grad:
                 wrong.append(f"{name} is missing")
-            elif held is None:
+            elif source is None:
                 self._kept[name] = origin.tensor(name)
-            elif tuple(weights.shapes[held]) != tuple(meta.shape):
-                wrong.append(f"{name} has the shape {list(weights.shapes[held])}, expected {list(meta.shape)}")
-            elif held in saved:
-                self._kept[name] = _buffer(weights, origin, held)
+            elif tuple(weights.shapes[source]) != tuple(meta.shape):
+                wrong.append(f"{name} has the shape {list(weights.shapes[source])}, expected {list(meta.shape)}")
+            elif source in saved:
+                self._kept[name] = _buffer(weights, origin, source)
             else:
-                self._held[name] = held
+                self._held[name] = source
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise RunError(
@@ -83,14 +83,14 @@ class FullStateDict:
                 "Name the model that was trained with --model."
             )
         self.trained: frozenset[str] = frozenset(self._held)
-        kept = self._kept.items()
+        items = self._kept.items()
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            **{name: tuple(weights.shapes[held]) for name, held in self._held.items()},
-            **{name: tuple(tensor.shape) for name, tensor in kept},
+            **{name: tuple(weights.shapes[source]) for name, source in self._held.items()},
+            **{name: tuple(tensor.shape) for name, tensor in items},
         }
         self.dtypes: Mapping[str, str] = {
-            **{name: weights.dtypes[held] for name, held in self._held.items()},
-            **{name: dtype_name(tensor.dtype) for name, tensor in kept},
+            **{name: weights.dtypes[source] for name, source in self._held.items()},
+            **{name: dtype_name(tensor.dtype) for name, tensor in items},
         }
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -126,26 +126,28 @@ def saved_dtypes(model: PreTrainedModel, weights: FullStateDict, dtype: str | No
     if dtype is None:
         return dict(weights.dtypes)
     plan = list(model._get_dtype_plan(getattr(torch, dtype)))
-    kept = build_glob_alternation(plan)[0].search if plan else lambda name: None
-    return {name: own if name not in weights.trained or kept(name) else dtype for name, own in weights.dtypes.items()}
+    keeps_fp32 = build_glob_alternation(plan)[0].search if plan else lambda name: None
+    return {
+        name: own if name not in weights.trained or keeps_fp32(name) else dtype for name, own in weights.dtypes.items()
+    }
 
 
 def saved_bytes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> int:
     """What the weights will take on the disk."""
-    found = saved_dtypes(model, weights, dtype).items()
-    return sum(math.prod(weights.shapes[name]) * BYTES_OF[one] for name, one in found)
+    dtypes = saved_dtypes(model, weights, dtype).items()
+    return sum(math.prod(weights.shapes[name]) * BYTES_OF[one] for name, one in dtypes)
 
 
 def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
     """What `save_pretrained` has to write of a state: transformers' names on the disk, and the bytes; a layer at a time."""
     import torch
 
-    kept = {name: tensor for name, tensor in state.items() if name not in (model._keys_to_ignore_on_save or ())}
-    metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in kept.items()}
+    saved = {name: tensor for name, tensor in state.items() if name not in (model._keys_to_ignore_on_save or ())}
+    metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved.items()}
     return {
         name: SavedTensor.of(tensor)
         for group in _groups(model, metas)
-        for name, tensor in _on_disk(model, {name: kept[name] for name in group}).items()
+        for name, tensor in _on_disk(model, {name: saved[name] for name in group}).items()
     }
 
 
@@ -208,19 +210,21 @@ def _saved(model: PreTrainedModel, weights: FullStateDict) -> list[str]:
 def _on_disk(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Any] = revert_weight_conversion(model, tensors)
-    return found
+    reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
+    return reverted
 
 
 def _groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
     """Names that are converted together: a repeated layer's, or all of them where a conversion joins more than that."""
-    found: dict[str, list[str]] = {}
+    by_storage: dict[str, list[str]] = {}
     for name in metas:
         layer = re.match(r"(.*?\.\d+)\.", name)
-        found.setdefault(layer[1] if layer else name, []).append(name)
+        by_storage.setdefault(layer[1] if layer else name, []).append(name)
 
     def shapes(groups: Iterator[list[str]]) -> dict[str, Any]:
         parts = (_on_disk(model, {name: metas[name] for name in group}) for group in groups)
         return {name: meta.shape for part in parts for name, meta in part.items()}
 
-    return list(found.values()) if shapes(iter(found.values())) == shapes(iter([list(metas)])) else [list(metas)]
+    return (
+        list(by_storage.values()) if shapes(iter(by_storage.values())) == shapes(iter([list(metas)])) else [list(metas)]
+    )

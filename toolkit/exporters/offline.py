@@ -84,26 +84,26 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
     check_target(folder, source)
-    with opened_source(source) as found, quiet_bars(True, shown=False):
-        if merge and found.adapter == "none":
-            raise RunError(f"{found.path} holds a whole model, and merging is for adapters. Leave --merge out.")
-        asked = _Asked(
-            source=found,
-            spec=_described(found, model, trust_remote_code),
+    with opened_source(source) as opened, quiet_bars(True, shown=False):
+        if merge and opened.adapter == "none":
+            raise RunError(f"{opened.path} holds a whole model, and merging is for adapters. Leave --merge out.")
+        request = _Asked(
+            source=opened,
+            spec=_described(opened, model, trust_remote_code),
             dtype=PRECISIONS[dtype].compute if dtype else None,
         )
-        make = _whole if found.adapter == "none" else _merged if merge else _adapter
+        make = _whole if opened.adapter == "none" else _merged if merge else _adapter
         with atomic_dir(folder) as draft:
-            made = make(asked, draft)
-            rows = told_of(found.manifest) if found.manifest else {"checkpoint": found.weights.kind}
-            trained = found.adapter
+            made = make(request, draft)
+            rows = told_of(opened.manifest) if opened.manifest else {"checkpoint": opened.weights.kind}
+            trained = opened.adapter
             write_card(
-                draft, asked.spec, what=made.what, trained=trained, rows=rows, notes=made.notes, error=made.error
+                draft, request.spec, what=made.what, trained=trained, rows=rows, notes=made.notes, error=made.error
             )
-    return _result(asked, made, folder)
+    return _result(request, made, folder)
 
 
-def _result(asked: _Asked, made: _Made, folder: Path) -> Export:
+def _result(request: _Asked, made: _Made, folder: Path) -> Export:
     saved, adapter = headers(folder), made.what == "adapter"
     return Export(
         folder=str(folder),
@@ -111,10 +111,12 @@ def _result(asked: _Asked, made: _Made, folder: Path) -> Export:
         tensors=len(saved),
         size_bytes=sum(BYTES_OF[dtype] * elements for _, dtype, elements in saved),
         logits_error=made.error,
-        load=load_line(asked.spec, asked.spec.source, str(folder), adapter=asked.source.adapter if adapter else "none"),
-        checkpoint=str(asked.source.path),
-        step=asked.source.manifest.step if asked.source.manifest else None,
-        notes=(*asked.source.skipped, *made.notes),
+        load=load_line(
+            request.spec, request.spec.source, str(folder), adapter=request.source.adapter if adapter else "none"
+        ),
+        checkpoint=str(request.source.path),
+        step=request.source.manifest.step if request.source.manifest else None,
+        notes=(*request.source.skipped, *made.notes),
     )
 
 
@@ -156,25 +158,25 @@ def _in_cache(source: Source, name: str) -> str:
     Raises:
         ModelError: where it is not in the cache.
     """
-    found = cached(name)
-    if found is None:
+    path = cached(name)
+    if path is None:
         raise ModelError(
             f"{source.path} was trained from model {name!r}, which is not on this machine, and nothing is downloaded because a "
             f"checkpoint names it. Add --model {shlex.quote(name)} to fetch it from the Hub, or --model FOLDER."
         )
-    return str(found)
+    return str(path)
 
 
-def _whole(asked: _Asked, draft: Path) -> _Made:
-    weights = _write(asked, asked.source.weights, asked.dtype, draft)
-    dtype, notes = asked.dtype or weights.dtype, []
+def _whole(request: _Asked, draft: Path) -> _Made:
+    weights = _write(request, request.source.weights, request.dtype, draft)
+    dtype, notes = request.dtype or weights.dtype, []
     if dtype not in TOLERANCE:
         raise RunError(
-            f"{asked.source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype."
+            f"{request.source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype."
         )
     if dtype != weights.dtype:
         notes.append(f"Saved in {dtype}; the checkpoint holds {weights.dtype}. Logits were compared in {dtype}.")
-    error = compare_whole(asked.spec, weights, draft, dtype)
+    error = compare_whole(request.spec, weights, draft, dtype)
     return _Made(what="model", error=error, notes=(*notes, *_second(error, TOLERANCE[dtype])))
 
 
@@ -183,10 +185,10 @@ def _second(error: float | None, limit: float) -> tuple[str, ...]:
     return (NO_ROOM,) if error is None else beyond(error, limit)
 
 
-def _merged(asked: _Asked, draft: Path) -> _Made:
-    spec, source = asked.spec, asked.source
+def _merged(request: _Asked, draft: Path) -> _Made:
+    spec, source = request.spec, request.source
     job = job_of(source, spec)
-    dtype = asked.dtype or job.compute_dtype
+    dtype = request.dtype or job.compute_dtype
     wide = max(dtype, job.compute_dtype, key=lambda one: BYTES_OF[one])
     if not fits(spec, wide):
         raise RunError(
@@ -195,10 +197,10 @@ def _merged(asked: _Asked, draft: Path) -> _Made:
         )
     model = trained_over(read_base(job, on_host=True), job, source, None)
     wanted = logits(model, spec)
-    _write(asked, merged(model, job, source, dtype), dtype, draft)
+    _write(request, merged(model, job, source, dtype), dtype, draft)
     del model
-    found, _ = logits_of(spec, draft, dtype)
-    error = relative_error(found, wanted)
+    actual, _ = logits_of(spec, draft, dtype)
+    error = relative_error(actual, wanted)
     coarse = min(dtype, job.compute_dtype, key=lambda one: (BYTES_OF[one], one != "bfloat16"))
     limit = INT8 if source.adapter == "qlora8" else TOLERANCE[coarse]
     if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
@@ -216,29 +218,29 @@ def _merged(asked: _Asked, draft: Path) -> _Made:
     return _Made(what="merged model", error=error, notes=tuple(notes))
 
 
-def _adapter(asked: _Asked, draft: Path) -> _Made:
-    spec, source = asked.spec, asked.source
+def _adapter(request: _Asked, draft: Path) -> _Made:
+    spec, source = request.spec, request.source
     job, tokenizer = job_of(source, spec), load_tokenizer(spec)
     real = fits(spec, job.compute_dtype)
     base = read_base(job, on_host=True) if real else skeleton(spec, tokenizer)
-    model = trained_over(base, job, source, asked.dtype)
+    model = trained_over(base, job, source, request.dtype)
     wanted = logits(model, spec) if real else None
-    planned = write_adapter(model, source, asked.dtype, draft)
+    planned = write_adapter(model, source, request.dtype, draft)
     tokenizer.save_pretrained(draft)
     check_files(draft, planned)
     error = None if wanted is None else compare_adapter(model.unload(), wanted, draft, spec)
     return _Made(what="adapter", error=error, notes=_second(error, TOLERANCE[job.compute_dtype]))
 
 
-def _write(asked: _Asked, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
+def _write(request: _Asked, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
     """A whole model's files, checked one by one."""
-    tokenizer = load_tokenizer(asked.spec)
-    model = skeleton(asked.spec, tokenizer)
-    complete = FullStateDict(weights, model, asked.spec)
+    tokenizer = load_tokenizer(request.spec)
+    model = skeleton(request.spec, tokenizer)
+    complete = FullStateDict(weights, model, request.spec)
     check_room(draft, saved_bytes(model, complete, dtype))
     planned = write_model(model, complete, dtype, draft)
     tokenizer.save_pretrained(draft)
-    copy_code(asked.spec, draft)
-    copy_processor(asked.spec, draft)
+    copy_code(request.spec, draft)
+    copy_processor(request.spec, draft)
     check_files(draft, planned)
     return complete

@@ -22,18 +22,18 @@ def check_target(folder: Path, source: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file: expected a new or an empty folder. Choose another with -o.")
-    if folder.is_dir() and (found := next(folder.iterdir(), None)):
+    if folder.is_dir() and (entry := next(folder.iterdir(), None)):
         raise RunError(
-            f"{folder} is not empty (it has {found.name}): expected a new or an empty folder. "
+            f"{folder} is not empty (it has {entry.name}): expected a new or an empty folder. "
             "Choose another with -o, or remove it."
         )
-    kept = source.resolve()
-    if (kept / "run.json").exists():
-        kept = kept / "checkpoints"
-    elif kept.parent.name == "checkpoints":
-        kept = kept.parent
-    if folder.resolve().is_relative_to(kept):
-        raise RunError(f"{folder} lies among the checkpoints in {kept}. Choose another place with -o.")
+    resolved = source.resolve()
+    if (resolved / "run.json").exists():
+        resolved = resolved / "checkpoints"
+    elif resolved.parent.name == "checkpoints":
+        resolved = resolved.parent
+    if folder.resolve().is_relative_to(resolved):
+        raise RunError(f"{folder} lies among the checkpoints in {resolved}. Choose another place with -o.")
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -29,10 +29,10 @@ def reopen(job: Job, folder: Path) -> Any:
     import torch
 
     model = reopen_adapter(read_base(job), folder)
-    kept = getattr(torch, kept_dtype(job))
+    storage = getattr(torch, kept_dtype(job))
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # PEFT's names of all that LoRA and DoRA add
-            parameter.data = parameter.data.to(kept)
+            parameter.data = parameter.data.to(storage)
     return model
 
 

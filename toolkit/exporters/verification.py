@@ -30,16 +30,16 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    wrong, seen = [], set()
+    wrong, checked = [], set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
-                    seen.add(name)
+                    checked.add(name)
                     wrong += _faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
-    wrong = [f"{name} is missing" for name in planned if name not in seen] + wrong
+    wrong = [f"{name} is missing" for name in planned if name not in checked] + wrong
     if wrong:
         raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
 
@@ -48,14 +48,14 @@ def _faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> lis
     """What is wrong with one tensor. One that is not finite may have been trained so: then its bytes are equal."""
     import torch
 
-    found = SavedTensor.of(tensor)
+    saved = SavedTensor.of(tensor)
     if not tensor.numel():
         return [f"{name} is of size zero"]
     if planned is None:
         return [f"{name} does not belong to it"]
-    if (found.dtype, found.shape) != (planned.dtype, planned.shape):
-        return [f"{name} is {found.dtype} {list(found.shape)}, expected {planned.dtype} {list(planned.shape)}"]
-    if found == planned:
+    if (saved.dtype, saved.shape) != (planned.dtype, planned.shape):
+        return [f"{name} is {saved.dtype} {list(saved.shape)}, expected {planned.dtype} {list(planned.shape)}"]
+    if saved == planned:
         return []
     finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
     return [f"{name} has other bytes than were trained" if finite else f"{name} is not finite"]
@@ -82,10 +82,10 @@ def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: 
     """
     if not fits(spec, dtype):
         return None
-    found, dtypes = logits_of(spec, folder, dtype)
+    actual, dtypes = logits_of(spec, folder, dtype)
     gc.collect()
     reference = _assembled(spec, weights, dtype, dtypes)
-    return relative_error(found, logits(reference, spec))
+    return relative_error(actual, logits(reference, spec))
 
 
 def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
@@ -112,13 +112,13 @@ def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
     probe = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if spec.kind == "seq2seq" else {})
     model.eval()
     with torch.no_grad():
-        found: torch.Tensor = model(**probe, use_cache=False).logits.float()
-    return found
+        values: torch.Tensor = model(**probe, use_cache=False).logits.float()
+    return values
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     """‖found − wanted‖ / ‖wanted‖."""
-    return float((found - wanted).norm() / wanted.norm())
+    return float((actual - wanted).norm() / wanted.norm())
 
 
 def attention_of(spec: ModelSpec) -> str:

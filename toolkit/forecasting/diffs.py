@@ -60,17 +60,17 @@ class ForecastDiff(Result):
     @property
     def reason(self) -> str:
         """Both in a sentence."""
-        said = [
-            f"{label} needs {format_bytes(found.peak_bytes)} and {'fits' if found.fits else 'does not fit'}"
-            for label, found in zip(self.labels, (self.one, self.other), strict=True)
+        sentences = [
+            f"{label} needs {format_bytes(forecast.peak_bytes)} and {'fits' if forecast.fits else 'does not fit'}"
+            for label, forecast in zip(self.labels, (self.one, self.other), strict=True)
         ]
-        times = [found.timing.step_seconds for found in (self.one, self.other) if found.timing]
+        times = [forecast.timing.step_seconds for forecast in (self.one, self.other) if forecast.timing]
         pace = ""
         if len(times) == 2:
             quick, slow = sorted(zip(times, self.labels, strict=True))
             equal = slow[0] < 1.01 * quick[0]
             pace = " Both are as fast." if equal else f" {quick[1]} is {slow[0] / quick[0]:.2f} times as fast."
-        return f"{'; '.join(said)}.{pace}"
+        return f"{'; '.join(sentences)}.{pace}"
 
     def to_dict(self) -> dict[str, Any]:
         """Both forecasts' JSON, and the differences."""
@@ -79,7 +79,9 @@ class ForecastDiff(Result):
             "one": self.one.to_dict(),
             "other": self.other.to_dict(),
             "asked": {name: list(values) for name, values in self.asked.items()},
-            "differences": [{**dataclasses.asdict(found), "ratio": found.ratio} for found in self.differences],
+            "differences": [
+                {**dataclasses.asdict(difference), "ratio": difference.ratio} for difference in self.differences
+            ],
             "why": [list(one) for one in self.why],
         }
 
@@ -87,10 +89,10 @@ class ForecastDiff(Result):
         """Both peaks by part, and what a rank sends."""
         both = list(zip(self.labels, (self.one, self.other), strict=True))
         peaks = [
-            Bar(label=f"{label}, {found.peak_phase}", parts={part: found.parts.get(part, 0) for part in PARTS})
-            for label, found in both
+            Bar(label=f"{label}, {forecast.peak_phase}", parts={part: forecast.parts.get(part, 0) for part in PARTS})
+            for label, forecast in both
         ]
-        sent = [Bar(label=label, parts=_sent(found)) for label, found in both]
+        sent = [Bar(label=label, parts=_sent(forecast)) for label, forecast in both]
         same = self.one.limit_bytes == self.other.limit_bytes
         limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
         drawn = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
@@ -102,18 +104,18 @@ class ForecastDiff(Result):
 
     def tables(self) -> list[Table]:
         """What was asked, the figures, and why they differ."""
-        asked = [(name, *(str(value) for value in values)) for name, values in self.asked.items()]
+        fields = [(name, *(str(value) for value in values)) for name, values in self.asked.items()]
         rows = [
             (
-                found.what,
-                found.spell(found.one),
-                found.spell(found.other),
-                "–" if found.ratio is None else f"{found.ratio:.2f}",
+                difference.what,
+                difference.spell(difference.one),
+                difference.spell(difference.other),
+                "–" if difference.ratio is None else f"{difference.ratio:.2f}",
             )
-            for found in self.differences
+            for difference in self.differences
         ]
         title = f"{self.one.model}: {self.labels[0]} against {self.labels[1]}"
-        first = [Table(title=title, columns=("asked", *self.labels), rows=asked)] if asked else []
+        first = [Table(title=title, columns=("asked", *self.labels), rows=fields)] if fields else []
         figures = Table(
             title="" if first else title, columns=("a rank", *self.labels, "ratio"), rows=rows, notes=(self.reason,)
         )
@@ -121,10 +123,10 @@ class ForecastDiff(Result):
         return [*why, *first, figures]
 
 
-def _sent(found: Forecast) -> dict[str, float]:
+def _sent(forecast: Forecast) -> dict[str, float]:
     """What a rank sends in a step: parameters, and gradients."""
     parts = {"parameters": 0.0, "gradients": 0.0}
-    for sent in collectives(found.job):
+    for sent in collectives(forecast.job):
         parts["gradients" if sent.what.startswith("gradients") else "parameters"] += sent.size * sent.times
     return parts
 
@@ -136,37 +138,37 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
         one: the first.
         other: what it is held against, of the same model or of another.
     """
-    asked = _asked(one, other)
-    labels = _label(one, asked, 0), _label(other, asked, 1)
+    fields = _asked(one, other)
+    labels = _label(one, fields, 0), _label(other, fields, 1)
     if labels[0] == labels[1]:
         labels = (f"{labels[0]} (1)", f"{labels[1]} (2)")
     return ForecastDiff(
         one=one,
         other=other,
         labels=labels,
-        asked=asked,
+        asked=fields,
         differences=tuple(_differences(one, other)),
         why=tuple(explain(one, other, labels)),
     )
 
 
 def _asked(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
-    def fields(found: Forecast) -> dict[str, Any]:
-        machine = {"model": found.model, "hardware": found.hardware.device.name, "ranks": found.ranks}
-        return {**dataclasses.asdict(found.strategy), **dataclasses.asdict(found.train_config), **machine}
+    def fields(forecast: Forecast) -> dict[str, Any]:
+        machine = {"model": forecast.model, "hardware": forecast.hardware.device.name, "ranks": forecast.ranks}
+        return {**dataclasses.asdict(forecast.strategy), **dataclasses.asdict(forecast.train_config), **machine}
 
     first, second = fields(one), fields(other)
     return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
 
 
-def _label(found: Forecast, asked: Mapping[str, tuple[Any, Any]], place: int) -> str:
+def _label(forecast: Forecast, fields: Mapping[str, tuple[Any, Any]], place: int) -> str:
     """The sharding where that differs, else what does: `zero3`, `offload cpu`, `micro_batch 8`."""
     words = [
         str(values[place]) if name in ("model", "hardware") else f"{name} {values[place]}"
-        for name, values in asked.items()
+        for name, values in fields.items()
         if name not in ("dp_replicate", "lr")
     ]
-    return found.strategy.label if "sharding" in asked or not words else ", ".join(words[:2])
+    return forecast.strategy.label if "sharding" in fields or not words else ", ".join(words[:2])
 
 
 def _differences(one: Forecast, other: Forecast) -> Iterator[Difference]:
@@ -181,7 +183,7 @@ def _differences(one: Forecast, other: Forecast) -> Iterator[Difference]:
     yield row("sent in a step", one.communication_bytes, other.communication_bytes)
     yield row("host memory of a node", one.host_bytes, other.host_bytes)
     yield row("operations of a step", one.operations, other.operations, "operations")
-    times = [found.timing for found in (one, other)]
+    times = [forecast.timing for forecast in (one, other)]
     if any(times):
         seconds = [timing.step_seconds if timing else None for timing in times]
         pace = [timing.tokens_per_second if timing else None for timing in times]

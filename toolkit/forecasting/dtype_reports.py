@@ -75,11 +75,11 @@ class DtypeReport(Result):
         for one in self.columns:
             if not one.refused:
                 by_bytes.setdefault(sum(one.element_bytes.values()), []).append(one.label)
-        said = [
+        sentences = [
             f"{', '.join(labels)} {'keep' if len(labels) > 1 else 'keeps'} {size:g} bytes"
             for size, labels in by_bytes.items()
         ]
-        words = [f"{'; '.join(said)} for each trained weight, before anything is sharded."] if said else []
+        words = [f"{'; '.join(sentences)} for each trained weight, before anything is sharded."] if sentences else []
         if refused := [one.label for one in self.columns if one.refused]:
             words.append(f"Refused: {', '.join(refused)}.")
         for one in self.columns:
@@ -139,10 +139,10 @@ def _cells(able: Iterable[DtypeColumn], place: Place) -> Iterator[str]:
 
 
 def _nested(places: Mapping[Place, str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    nested: dict[str, dict[str, str]] = {}
     for (stage, what), name in places.items():
-        found.setdefault(stage, {})[what] = name
-    return found
+        nested.setdefault(stage, {})[what] = name
+    return nested
 
 
 def dtype_report(
@@ -168,12 +168,15 @@ def dtype_report(
         ToolkitError: for a model or a machine that is not known.
         RunError: for a folder without an audited run.
     """
-    seen = read_seen(run) if run is not None else None
-    if seen is not None:
-        model = seen.model if model is None else model
+    finished = read_seen(run) if run is not None else None
+    if finished is not None:
+        model = finished.model if model is None else model
         if on is None:
-            on, ranks = seen.hardware, seen.ranks if ranks is None else ranks
-        strategies = [seen.strategy, *(one for one in strategies or () if one.sharding != seen.strategy.sharding)]
+            on, ranks = finished.hardware, finished.ranks if ranks is None else ranks
+        strategies = [
+            finished.strategy,
+            *(one for one in strategies or () if one.sharding != finished.strategy.sharding),
+        ]
     chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
     # Dtypes do not depend on how many there are: where the machine has one device, sharding is asked of two.
     job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1)
@@ -185,8 +188,8 @@ def dtype_report(
             one = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=many)[0])
         except StrategyError as error:
             one = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
-        if seen is not None and strategy is seen.strategy:
-            one = dataclasses.replace(one, found=_found(seen))
+        if finished is not None and strategy is finished.strategy:
+            one = dataclasses.replace(one, found=_found(finished))
         columns.append(one)
     words = list(dict.fromkeys(one.strategy.precision for one in columns))
     assert job.spec is not None
@@ -201,24 +204,24 @@ def dtype_report(
 
 def _column(job: Job) -> DtypeColumn:
     engine = engine_of(job.strategy)
-    kept = engine.expected_state(job).dtypes
-    stepped = kept.get("master", kept["trainable"])
+    state_dtypes = engine.expected_state(job).dtypes
+    stepped = state_dtypes.get("master", state_dtypes["trainable"])
     adapter = job.strategy.adapter != "none"
     weights = "the adapter's weights" if adapter else "weights"
     dtypes: dict[Place, str] = {("loading", weights): kept_dtype(job) if adapter else read_dtype(job)}
     if adapter:
         dtypes["loading", "frozen weights"] = dtypes["preparation", "frozen weights"] = _frozen(job)
-    dtypes["preparation", weights] = kept["trainable"]
-    if "master" in kept:
-        dtypes["preparation", "master copy"] = kept["master"]
+    dtypes["preparation", weights] = state_dtypes["trainable"]
+    if "master" in state_dtypes:
+        dtypes["preparation", "master copy"] = state_dtypes["master"]
     dtypes["compute", "forward"] = job.compute_dtype
-    dtypes["compute", "gradients, added up"] = kept["gradients"]
-    if "reduce" in kept:
-        dtypes["reduction", "gradients, between ranks"] = kept["reduce"]
+    dtypes["compute", "gradients, added up"] = state_dtypes["gradients"]
+    if "reduce" in state_dtypes:
+        dtypes["reduction", "gradients, between ranks"] = state_dtypes["reduce"]
     dtypes["optimizer", "weights that are stepped"] = stepped
-    dtypes["optimizer", "moments"] = kept["optimizer"]
-    dtypes["checkpoint", "weights"], dtypes["checkpoint", "moments"] = stepped, kept["optimizer"]
-    sizes = {part: float(BYTES_OF[kept[name]]) for part, name in PER_WEIGHT.items() if name in kept}
+    dtypes["optimizer", "moments"] = state_dtypes["optimizer"]
+    dtypes["checkpoint", "weights"], dtypes["checkpoint", "moments"] = stepped, state_dtypes["optimizer"]
+    sizes = {part: float(BYTES_OF[state_dtypes[name]]) for part, name in PER_WEIGHT.items() if name in state_dtypes}
     scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
     return DtypeColumn(
         strategy=job.strategy,
@@ -240,9 +243,9 @@ def _frozen(job: Job) -> str:
     return f"4 bits in {kinds}" if job.strategy.adapter == "qlora" else kinds
 
 
-def _found(seen: FinishedRun) -> dict[Place, str]:
+def _found(finished: FinishedRun) -> dict[Place, str]:
     """Where a run's audit looked, and what it found."""
-    weights = "weights" if seen.strategy.adapter == "none" else "the adapter's weights"
+    weights = "weights" if finished.strategy.adapter == "none" else "the adapter's weights"
     places = {
         "trainable": ("preparation", weights),
         "frozen": ("preparation", "frozen weights"),
@@ -251,4 +254,4 @@ def _found(seen: FinishedRun) -> dict[Place, str]:
         "reduce": ("reduction", "gradients, between ranks"),
         "optimizer": ("optimizer", "moments"),
     }
-    return {place: seen.dtypes[name] for name, place in places.items() if name in seen.dtypes}
+    return {place: finished.dtypes[name] for name, place in places.items() if name in finished.dtypes}

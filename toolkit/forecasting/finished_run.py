@@ -85,8 +85,8 @@ def read_seen(run: str | Path) -> FinishedRun:
 def _hardware(values: Mapping[str, Any]) -> Hardware:
     """As a forecast's JSON spells it."""
 
-    def plain(found: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
     device = plain(values["device"])
     card = device["card"] and GPUSpec(**plain(device["card"]))

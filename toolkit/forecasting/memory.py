@@ -83,8 +83,8 @@ def fused_peak(job: Job, trace: Trace) -> int:
 
 @lru_cache(maxsize=8)
 def _without_logits(trace: Trace) -> Trace:
-    kept = (event for event in trace.events if event[0] not in ("+", "-") or event[2] != LOGITS)
-    return dataclasses.replace(trace, events=tuple(kept), others=tuple(map(_without_logits, trace.others)))
+    events = (event for event in trace.events if event[0] not in ("+", "-") or event[2] != LOGITS)
+    return dataclasses.replace(trace, events=tuple(events), others=tuple(map(_without_logits, trace.others)))
 
 
 @lru_cache(maxsize=16)

@@ -158,7 +158,7 @@ def plan(
     """
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
-    base, asked = strategy or Strategy(), train_config or TrainConfig()
+    base, request = strategy or Strategy(), train_config or TrainConfig()
     data = machine.ranks // (base.tp * base.cp * base.pp)
     if not data or global_batch < 1 or global_batch % data:
         data = max(1, data)
@@ -168,11 +168,11 @@ def plan(
         )
     if base.quantized:
         check_quantized(spec, allow_unquantized)
-    asked = dataclasses.replace(asked, seq_len=seq_len or asked.seq_len)
+    request = dataclasses.replace(request, seq_len=seq_len or request.seq_len)
     ranked: list[Candidate] = []
     rejected: list[Candidate] = []
     for made in _strategies(base, machine):
-        for sized in _loops(asked, global_batch // data):
+        for sized in _loops(request, global_batch // data):
             one = _judge(spec, made, sized, machine, one_document)
             (rejected if one.reason else ranked).append(one)
             if one.forecast is not None and one.reason:
@@ -213,15 +213,13 @@ def _judge(
 ) -> Candidate:
     try:
         job = resolve(strategy, train_config, spec, machine.ranks, machine.device)
-        found = forecast_job(job, machine, one_document=one_document)
+        forecast = forecast_job(job, machine, one_document=one_document)
     except ToolkitError as error:
         return Candidate(strategy=strategy, train_config=train_config, forecast=None, reason=str(error))
-    reason = "" if found.fits else found.reason
-    if found.fits and found.peak_bytes > MARGIN * found.limit_bytes:
-        reason = (
-            f"It needs {format_bytes(found.peak_bytes)} of {format_bytes(found.limit_bytes)}: less than 5% are left."
-        )
-    return Candidate(strategy=found.strategy, train_config=found.train_config, forecast=found, reason=reason)
+    reason = "" if forecast.fits else forecast.reason
+    if forecast.fits and forecast.peak_bytes > MARGIN * forecast.limit_bytes:
+        reason = f"It needs {format_bytes(forecast.peak_bytes)} of {format_bytes(forecast.limit_bytes)}: less than 5% are left."
+    return Candidate(strategy=forecast.strategy, train_config=forecast.train_config, forecast=forecast, reason=reason)
 
 
 def _order(one: Candidate) -> tuple[float, int]:

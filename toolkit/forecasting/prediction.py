@@ -55,12 +55,12 @@ def forecast(
     assert job.spec is not None
     if job.strategy.quantized:
         check_quantized(job.spec, allow_unquantized)
-    found = forecast_job(job, machine, one_document=one_document, others=True)
+    result = forecast_job(job, machine, one_document=one_document, others=True)
     # A peak that lies elsewhere than the logits is the same without them.
-    logits = found.parts["logits"]
-    fused = fused_peak(job, traced(job, masked=not one_document)) if logits else found.peak_bytes
-    found = dataclasses.replace(found, fused_bytes=fused)
-    return found if found.fits else _advised(found, job, one_document)
+    logits = result.parts["logits"]
+    fused = fused_peak(job, traced(job, masked=not one_document)) if logits else result.peak_bytes
+    result = dataclasses.replace(result, fused_bytes=fused)
+    return result if result.fits else _advised(result, job, one_document)
 
 
 def resolve_request(
@@ -90,47 +90,49 @@ def resolve_request(
     return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
 
 
-def _advised(found: Forecast, job: Job, one_document: bool) -> Forecast:
+def _advised(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
     """The same, with the smallest change that fits: of single ones, then of several together."""
     assert job.spec is not None
-    for change, strategy, train_config in _smaller(found):
+    for change, strategy, train_config in _smaller(forecast):
         try:
             other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
-            if strategy.quantized and not found.strategy.quantized:
+            if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, allow_unquantized=False)
-            if _states(other) > found.limit_bytes:
+            if _states(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
-            made = forecast_job(other, found.hardware, one_document=one_document)
+            made = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
             continue
         if made.fits:
-            return dataclasses.replace(found, change=change, changed_bytes=made.peak_bytes)
-    return found
+            return dataclasses.replace(forecast, change=change, changed_bytes=made.peak_bytes)
+    return forecast
 
 
 def _states(job: Job) -> int:
     """Bytes that stay on the device from the first step on: less than any peak."""
-    held = on_device(job, engine_of(job.strategy).expected_state(job))
-    return held.parameters + held.master + (held.optimizer or 0)
+    state = on_device(job, engine_of(job.strategy).expected_state(job))
+    return state.parameters + state.master + (state.optimizer or 0)
 
 
-def _smaller(found: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
+def _smaller(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
     """Yield single changes, then combinations of them, until nothing can shrink further."""
-    in_a_step = found.peak_phase in ("forward", "backward", "step")
+    in_a_step = forecast.peak_phase in ("forward", "backward", "step")
 
     def able(
         strategy: Strategy, train_config: TrainConfig
     ) -> Iterator[tuple[Mapping[str, Any], Strategy, TrainConfig]]:
-        for change in changes(strategy, train_config, in_a_step=in_a_step, on_cpu=found.hardware.device.kind == "cpu"):
+        for change in changes(
+            strategy, train_config, in_a_step=in_a_step, on_cpu=forecast.hardware.device.kind == "cpu"
+        ):
             try:
                 yield change, *changed(strategy, train_config, change)
             except StrategyError:
                 continue
 
-    for change, strategy, train_config in able(found.strategy, found.train_config):
+    for change, strategy, train_config in able(forecast.strategy, forecast.train_config):
         yield dict(change), strategy, train_config
     total: dict[str, Any] = {}
-    strategy, train_config = found.strategy, found.train_config
+    strategy, train_config = forecast.strategy, forecast.train_config
     while (step := next(able(strategy, train_config), None)) is not None:
         change, strategy, train_config = step
         total |= change
@@ -179,18 +181,18 @@ def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
 
 
 def _unknown(job: Job) -> tuple[str, ...]:
-    found = []
+    notes = []
     if job.device.card is None:
-        found.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
+        notes.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
     else:
-        found.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
+        notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
     if job.device.kind == "cuda":
-        found.append(
+        notes.append(
             "CUDA's context and the allocator's fragmentation are not in it: 9 to 52% more in published runs on a T4."
         )
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed
-        found.append(
+        notes.append(
             f"Experts, computed by {computed}, are taken as evenly loaded; how uneven the routing is, only a run shows."
         )
-    return tuple(found)
+    return tuple(notes)

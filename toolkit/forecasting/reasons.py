@@ -43,13 +43,13 @@ class _Side:
 
     def whole(self, part: str) -> int:
         """Bytes of a state where nothing is sharded, in the dtype that the engine keeps it in."""
-        kept = self.account.dtypes
+        dtypes = self.account.dtypes
         frozen = sum(state.bytes for state in parameters_of(self.job) if not state.trainable)
         if part == "parameters":
-            return self.trained * BYTES_OF[kept["trainable"]] + frozen
+            return self.trained * BYTES_OF[dtypes["trainable"]] + frozen
         if part == "optimizer":
             return optimizer_bytes(self.job, self.trained)
-        return self.trained * BYTES_OF[kept[part]] if part in kept else 0
+        return self.trained * BYTES_OF[dtypes[part]] if part in dtypes else 0
 
     def size(self, part: str) -> int:
         return int(getattr(self.held, part) or 0)
@@ -65,13 +65,13 @@ def explain(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator
     """What holds, sends and computes otherwise: parameters, masters, moments; what a step makes; communication; time."""
     sides = _Side(label=labels[0], found=one), _Side(label=labels[1], found=other)
     for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
-        for said in _state(sides, part, words):
-            yield part, said
+        for sentence in _state(sides, part, words):
+            yield part, sentence
     yield from _made(sides)
-    for said in _sent(sides):
-        yield "communication", said
-    for said in _time(sides):
-        yield "time", said
+    for sentence in _sent(sides):
+        yield "communication", sentence
+    for sentence in _time(sides):
+        yield "time", sentence
     if one.peak_phase != other.peak_phase:
         yield (
             "peak",
@@ -95,9 +95,9 @@ def _state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterator[str]:
         return
     less, more, few, many = pair
     if part == "master" and part not in less.account.dtypes:
-        kept = more.account.dtypes[part]
+        dtype = more.account.dtypes[part]
         yield (
-            f"{more.label} keeps a second copy of its trained weights, in {kept}, from which it steps: "
+            f"{more.label} keeps a second copy of its trained weights, in {dtype}, from which it steps: "
             f"{format_bytes(many)}. {less.label} steps the parameters themselves."
         )
         return
@@ -155,14 +155,16 @@ def _made(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
         less_bytes, more_bytes = format_bytes(few), format_bytes(many)
         if part == "buffers":
             whither = "to gather into and to send from"
-            said = f"{more.label} has {more_bytes} in buffers at its peak, {whither}; {less.label} {less_bytes}."
+            sentence = f"{more.label} has {more_bytes} in buffers at its peak, {whither}; {less.label} {less_bytes}."
         elif causes:
-            said = f"{less.label} {' and '.join(causes)}: {less_bytes} of {part} at its peak instead of {more_bytes}."
+            sentence = (
+                f"{less.label} {' and '.join(causes)}: {less_bytes} of {part} at its peak instead of {more_bytes}."
+            )
         elif not few:
-            said = f"At its highest moment {less.label} has no {part}; {more.label} holds {more_bytes}."
+            sentence = f"At its highest moment {less.label} has no {part}; {more.label} holds {more_bytes}."
         else:
-            said = f"At their peaks {less.label} holds {less_bytes} of {part}, {more.label} {more_bytes}."
-        yield part, said
+            sentence = f"At their peaks {less.label} holds {less_bytes} of {part}, {more.label} {more_bytes}."
+        yield part, sentence
 
 
 def _scatters(side: _Side) -> bool:
@@ -175,9 +177,9 @@ def _causes(less: _Side, more: _Side) -> Iterator[str]:
         owner = "train_config" if hasattr(less.job.train_config, name) else "strategy"
         value, others = getattr(getattr(less.job, owner), name), getattr(getattr(more.job, owner), name)
         if value != others:
-            kept = "recomputes each layer in the backward instead of keeping what it made"
+            effect = "recomputes each layer in the backward instead of keeping what it made"
             other = "keeps what each layer made instead of recomputing it"
-            yield words.format(value=value, others=others, checkpoints=kept if value == "full" else other)
+            yield words.format(value=value, others=others, checkpoints=effect if value == "full" else other)
 
 
 def _sent(sides: tuple[_Side, _Side]) -> Iterator[str]:
@@ -223,5 +225,5 @@ def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
     bare = [sum(s.size * s.times for s in collectives(side.job) if s.overlaps == "nothing") for side in (less, more)]
     if bare[1] > bare[0]:
         why.append(f"{format_bytes(bare[1])} of what it sends nothing hides")
-    said = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"
-    yield f"{said}: {', and '.join(why)}." if why else f"{said}."
+    sentence = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"
+    yield f"{sentence}: {', and '.join(why)}." if why else f"{sentence}."

@@ -177,17 +177,17 @@ class Forecast(Result):
         ]
 
     def _figures(self) -> list[tuple[str, str]]:
-        found = [
+        figures = [
             ("host memory of a node", format_bytes(self.host_bytes)),
             ("operations of a rank", f"{self.operations:.3g}"),
             ("sent by a rank", format_bytes(self.communication_bytes)),
             ("a checkpoint", format_bytes(self.checkpoint_bytes)),
         ]
         if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes:
-            found.insert(0, ("peak with a fused loss", format_bytes(self.fused_bytes)))
+            figures.insert(0, ("peak with a fused loss", format_bytes(self.fused_bytes)))
         if self.timing is not None:
             if self.timing.mfu is not None:
-                found.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))
-            found.insert(0, ("tokens/s", f"{self.timing.tokens_per_second:,.0f}"))
-            found.insert(0, ("time", format_step_seconds(self.timing.step_seconds)))
-        return found
+                figures.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))
+            figures.insert(0, ("tokens/s", f"{self.timing.tokens_per_second:,.0f}"))
+            figures.insert(0, ("time", format_step_seconds(self.timing.step_seconds)))
+        return figures

@@ -30,14 +30,14 @@ def split_segments(
     """
     layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.kept))}
     rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for stack, members in _grouped(trace.stacks, list(_cut(rounded, layers))):
         if stack is not None:
-            found += _spread(stack, members, is_boundary)
+            segments += _spread(stack, members, is_boundary)
         else:
             times = _times(trace.stacks, members)
-            found += (one for member in members for one in _condensed(member.events, times, is_boundary))
-    return found
+            segments += (one for member in members for one in _condensed(member.events, times, is_boundary))
+    return segments
 
 
 def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple[str, int], int]:

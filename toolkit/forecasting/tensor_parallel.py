@@ -94,11 +94,11 @@ def _allocated(tensor: torch.Tensor) -> torch.Tensor:
 
 def _untie(model: Any) -> None:
     """Give tied weights parameters of their own until they are tied again: a plan finds a shared one by one name only."""
-    seen: set[int] = set()
+    counted: set[int] = set()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in seen:
+            if parameter is not None and id(parameter) in counted:
                 own = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
                 module._parameters[name] = own
             elif parameter is not None:
-                seen.add(id(parameter))
+                counted.add(id(parameter))

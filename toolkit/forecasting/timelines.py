@@ -48,12 +48,16 @@ class Timeline(Result):
     @property
     def reason(self) -> str:
         """Where it is highest, in a sentence; and how far the forecast is off where there is a run."""
-        found = self.forecast
-        said = f"{found.strategy.label} is highest in {found.peak_phase}, with {format_bytes(found.peak_bytes)}."
+        forecast = self.forecast
+        sentence = (
+            f"{forecast.strategy.label} is highest in {forecast.peak_phase}, with {format_bytes(forecast.peak_bytes)}."
+        )
         if self.measured:
             peak = max(self.measured.values())
-            said += f" The run measured {format_bytes(peak)}: the forecast is {found.peak_bytes / peak:.2f} of it."
-        return said
+            sentence += (
+                f" The run measured {format_bytes(peak)}: the forecast is {forecast.peak_bytes / peak:.2f} of it."
+            )
+        return sentence
 
     def to_dict(self) -> dict[str, Any]:
         """The forecast's JSON, parts by phase, and what was measured."""
@@ -120,10 +124,9 @@ class Timeline(Result):
                 size = self.measured.get(phase)
                 row += [format_bytes(size), f"{sum(parts.values()) / size:.2f}"] if size else ["–", "–"]
             rows.append(row)
-        found = self.forecast
-        title = (
-            f"{found.model}, sharding {found.strategy.label}, {found.ranks} x {found.hardware.device.name}: by phase"
-        )
+        forecast = self.forecast
+        where = f"{forecast.ranks} x {forecast.hardware.device.name}"
+        title = f"{forecast.model}, sharding {forecast.strategy.label}, {where}: by phase"
         columns = ("phase", *used, "all", *beside)
         return [Table(title=title, columns=columns, rows=rows, notes=(self.reason, *self.notes))]
 
@@ -153,21 +156,21 @@ def timeline(
         StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
         RunError: for a folder without a run that measured anything.
     """
-    seen = read_seen(run) if run is not None else None
-    if seen is not None:
-        if seen.phases is None:
-            raise RunError(f"{run} measured nothing: {seen.why}. Name a run with a measured peak.")
-        model = seen.model if model is None else model
-        strategy, train_config = strategy or seen.strategy, train_config or seen.train_config
+    finished = read_seen(run) if run is not None else None
+    if finished is not None:
+        if finished.phases is None:
+            raise RunError(f"{run} measured nothing: {finished.why}. Name a run with a measured peak.")
+        model = finished.model if model is None else model
+        strategy, train_config = strategy or finished.strategy, train_config or finished.train_config
         if on is None:
-            on, ranks = seen.hardware, seen.ranks if ranks is None else ranks
+            on, ranks = finished.hardware, finished.ranks if ranks is None else ranks
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     trace = traced(job, masked=not one_document, others=True)
     step = whole_step(job, trace)
-    ledger = replay(job, trace, step, checkpoints=seen.checkpoints if seen else True, kind=LedgerHistory)
-    found = build_forecast(job, machine, step, ledger)
+    ledger = replay(job, trace, step, checkpoints=finished.checkpoints if finished else True, kind=LedgerHistory)
+    forecast = build_forecast(job, machine, step, ledger)
     return Timeline(
-        forecast=found,
+        forecast=forecast,
         parts={
             phase: {part: size for part, size in ledger.highest[phase].items() if size}
             for phase in PHASES
@@ -175,13 +178,13 @@ def timeline(
         },
         course=tuple(ledger.moments),
         run=str(run) if run is not None else None,
-        measured=seen.phases if seen else None,
-        notes=_notes(seen, found) if seen else (),
+        measured=finished.phases if finished else None,
+        notes=_notes(finished, forecast) if finished else (),
     )
 
 
-def _notes(seen: FinishedRun, found: Forecast) -> tuple[str, ...]:
-    other = seen.differences(found.strategy, found.train_config, found.ranks)
-    if seen.hardware is not None and seen.hardware.device.kind != found.hardware.device.kind:
-        other.append(f"on {seen.hardware.device.name}, not {found.hardware.device.name}")
+def _notes(finished: FinishedRun, forecast: Forecast) -> tuple[str, ...]:
+    other = finished.differences(forecast.strategy, forecast.train_config, forecast.ranks)
+    if finished.hardware is not None and finished.hardware.device.kind != forecast.hardware.device.kind:
+        other.append(f"on {finished.hardware.device.name}, not {forecast.hardware.device.name}")
     return (f"The run was another: {'; '.join(other)}. Its bytes are no measure of this forecast.",) if other else ()

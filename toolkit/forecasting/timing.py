@@ -66,8 +66,8 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     middle = next(index for index, one in enumerate(step) if one.what == "backward")
     forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
     engine = engine_of(job.strategy)
-    held = engine.expected_state(job)
-    moved = job.optimizer.passes * (held.optimizer or 0) // len(job.optimizer.states)
+    state = engine.expected_state(job)
+    moved = job.optimizer.passes * (state.optimizer or 0) // len(job.optimizer.states)
     if job.strategy.offload == "none":
         optimizer = moved / (card.memory * 1e9 * MEMORY)
     else:
@@ -121,16 +121,16 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
     A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.
     """
     if link == "host":
-        found = card.host
+        host_link = card.host
     elif link == "ring":
         sizes = job.parallelism
         group = (sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size) * sizes.tp
-        found = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
+        host_link = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
     elif link == "tp":
-        found = card.network if job.parallelism.tp > machine.count else card.peer
+        host_link = card.network if job.parallelism.tp > machine.count else card.peer
     else:
-        found = card.network if job.ranks > machine.count else card.peer
-    return found * 1e9 * LINK
+        host_link = card.network if job.ranks > machine.count else card.peer
+    return host_link * 1e9 * LINK
 
 
 def collectives(job: Job) -> list[Transfer]:

@@ -42,16 +42,18 @@ def trace_of(
     configs = (config, *beside)
     if batch > EXACT:
         two, three = _cached(spec, configs, (EXACT - 1, EXACT), seq_len)
-        found = two.scaled(three, batch - EXACT + 1)
-        if found is not None:
-            return found
+        trace = two.scaled(three, batch - EXACT + 1)
+        if trace is not None:
+            return trace
     return _cached(spec, configs, (batch,), seq_len)[0]
 
 
 def _cached(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[Trace]:
     """The first configuration's trace of each batch; missing ones are traced together with the other configurations'."""
-    found = {batch: trace for batch in batches if (trace := _kept(_path(spec, configs[0], batch, seq_len))) is not None}
-    missing = [batch for batch in batches if batch not in found]
+    stored = {
+        batch: trace for batch in batches if (trace := _kept(_path(spec, configs[0], batch, seq_len))) is not None
+    }
+    missing = [batch for batch in batches if batch not in stored]
     if missing:
         if configs[0].tp > 1:  # a child process costs more than the traces that a plan asks for next
             missing = sorted({*missing, *range(1, EXACT + 1)})
@@ -60,8 +62,8 @@ def _cached(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[i
             for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
                 text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
                 keep(_path(spec, config, batch, seq_len), text)
-        found |= dict(zip(missing, made[0], strict=True))
-    return [found[batch] for batch in batches]
+        stored |= dict(zip(missing, made[0], strict=True))
+    return [stored[batch] for batch in batches]
 
 
 def _path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
@@ -101,12 +103,12 @@ def _traced(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[i
 
 def _apart(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
     """In a child process: peft imports bitsandbytes, which takes hold of a GPU, and tensor parallelism needs a process group."""
-    asked = pickle.dumps((spec, configs, batches, seq_len))
+    request = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
-    done = subprocess.run(command, input=asked, capture_output=True, check=False)
+    done = subprocess.run(command, input=request, capture_output=True, check=False)
     if done.returncode:
-        kind, _, said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
-        raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(said or kind)
+        kind, _, message = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
+        raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(message or kind)
     return [[_read(values) for values in traces] for traces in json.loads(done.stdout)]
 
 

@@ -36,13 +36,13 @@ def trace_all(
 ) -> list[list[Trace]]:
     """Of each config a trace of each batch; of all configs but the first only where it can be traced, else none."""
     own, *others = configs
-    found = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
+    traces = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
     for config in others:
         try:
-            found.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
+            traces.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
         except Exception:  # asked for itself, it will say why
-            found.append([])
-    return found
+            traces.append([])
+    return traces
 
 
 def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> Trace:
@@ -80,8 +80,8 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds, or a plain tensor itself."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
 
 
 class _Whole:
@@ -264,8 +264,8 @@ def main() -> None:
     """For a process that traces an adapter: peft is imported here, and nowhere else before a launch."""
     spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
-        found = trace_all(spec, configs, batches, seq_len)
-    json.dump([[dataclasses.asdict(one) for one in each] for each in found], sys.stdout, separators=(",", ":"))
+        traces = trace_all(spec, configs, batches, seq_len)
+    json.dump([[dataclasses.asdict(one) for one in each] for each in traces], sys.stdout, separators=(",", ":"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
 
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     text_types = getattr(text, "layer_types", None)
-    found = []
+    stacks = []
     for name, stack in module_lists(model):
         if not any(type(layer).__name__ in spec.blocks for layer in stack.children()):
             continue
@@ -33,14 +33,14 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
             known.append((type(layer), shapes, types[index] if types and index < len(types) else None))
         distinct = list(dict.fromkeys(known))
         kinds = tuple(distinct.index(kind) for kind in known)
-        kept = _kept(kinds)
+        kept_layers = _kept(kinds)
         owner, _, leaf = name.rpartition(".")
         layers = list(stack.children())
-        setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept))
+        setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
         if types and len(set(types)) > 1:  # models look their layers' types up by number
-            text.layer_types = [types[index] for index in kept]
-        found.append(LayerStack(name=name, kinds=kinds, kept=kept))
-    return tuple(found)
+            text.layer_types = [types[index] for index in kept_layers]
+        stacks.append(LayerStack(name=name, kinds=kinds, kept=kept_layers))
+    return tuple(stacks)
 
 
 def _kept(kinds: Sequence[int]) -> tuple[int, ...]:

@@ -75,33 +75,33 @@ def launch(
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
     _check_target(target, args, kwargs or {})
-    found = _sorted(strategy, fields, run_config=target == RECIPE)
-    asked, machine = found["strategy"], hardware()
-    ranks = choose_ranks([asked], machine, processes)
-    resolve(asked, found["train_config"], None, ranks, machine.device)
+    options = _sorted(strategy, fields, run_config=target == RECIPE)
+    strategy_, machine = options["strategy"], hardware()
+    ranks = choose_ranks([strategy_], machine, processes)
+    resolve(strategy_, options["train_config"], None, ranks, machine.device)
     check_new(run_dir)
-    path = at_home(run_dir) if run_dir else new_path(RUNS, asked.sharding)
+    path = at_home(run_dir) if run_dir else new_path(RUNS, strategy_.sharding)
     with _claimed(path):
-        return _launched(path, target, found, ranks, args, kwargs or {}, machine if processes is None else None)
+        return _launched(path, target, options, ranks, args, kwargs or {}, machine if processes is None else None)
 
 
 def _launched(
     path: Path,
     target: str | Callable[..., object],
-    found: Mapping[str, Any],
+    options: Mapping[str, Any],
     ranks: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     machine: Hardware | None,
 ) -> Run:
     """A new run in a folder that is claimed; `machine` where it chose the number of ranks."""
-    asked = found["strategy"]
+    strategy = options["strategy"]
     words = ["--run-dir", str(path), "--processes", str(ranks)]
     if target == RECIPE:
         command = [
             "train",
             *words,
-            *to_flags(found["run_config"], asked, found["train_config"], found["restart_policy"]),
+            *to_flags(options["run_config"], strategy, options["train_config"], options["restart_policy"]),
         ]
     else:
         try:
@@ -112,10 +112,10 @@ def _launched(
                 Path(RUNS).rmdir()
             raise
         hashed = ["--sha256", made.sha256] if made.sha256 else []
-        command = ["launch", *words, *to_flags(asked), *hashed, made.name, *made.arguments]
+        command = ["launch", *words, *to_flags(strategy), *hashed, made.name, *made.arguments]
     if machine is not None:
         print_default(ranks, machine, None)
-    return _started(path, command, asked)
+    return _started(path, command, strategy)
 
 
 def resume(
@@ -276,7 +276,7 @@ def _target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Ma
     return dump_function(target, args, kwargs, function_file(run_paths(path)))
 
 
-def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
+def _started(path: Path, command: Sequence[str], strategy: Strategy | None) -> Run:
     """The supervisor, in a session of its own: neither a kernel's end nor an interrupt of its group reaches it."""
     folder = run_paths(path)
     folder.logs.mkdir(parents=True, exist_ok=True)
@@ -291,4 +291,4 @@ def _started(path: Path, command: Sequence[str], asked: Strategy | None) -> Run:
         )
     about = {"pid": process.pid, "started": started(process.pid), "host": socket.gethostname()}
     write_json(supervisor_file(folder), about)
-    return Run(path, asked, process)
+    return Run(path, strategy, process)

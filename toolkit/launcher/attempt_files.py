@@ -58,24 +58,24 @@ def supervisor_file(folder: Folder) -> Path:
 def live_supervisor(folder: Folder) -> dict[str, Any] | None:
     """The process that was started last as the folder's supervisor, as far as it still lives."""
     try:
-        found: dict[str, Any] = read_json(supervisor_file(folder))
-        check_process(found)
+        record: dict[str, Any] = read_json(supervisor_file(folder))
+        check_process(record)
     except (OSError, ValueError):
         return None
-    return found if supervises(found, folder.path) else None
+    return record if supervises(record, folder.path) else None
 
 
-def supervises(found: Mapping[str, Any], path: Path) -> bool:
+def supervises(record: Mapping[str, Any], path: Path) -> bool:
     """Whether a process that a file names lives here and looks after this folder: the file may be a stranger's.
 
     Its command line is ours and names the folder, or it has the folder's lock open.
     """
     import psutil
 
-    if found.get("host") != socket.gethostname() or not still(found):
+    if record.get("host") != socket.gethostname() or not still(record):
         return False
     try:
-        process = psutil.Process(found["pid"])
+        process = psutil.Process(record["pid"])
         words, here = process.cmdline(), process.cwd()
         if "toolkit.cli" in words and any(
             os.path.realpath(os.path.join(here, word)) == os.path.realpath(path) for word in words

@@ -61,9 +61,9 @@ def failure(folder: Folder, code: int, known: AttemptInfo) -> ToolkitError:
     """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
     raised = folder.errors()
     failures = value_or(list[dict[str, Any]](), _noted, folder, known.cut_at)
-    for told in raised.values():
-        if told["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
-            return OutOfMemory(told["message"])
+    for report in raised.values():
+        if report["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
+            return OutOfMemory(report["message"])
     rank, how = _first(raised, failures)
     error = raised.get(rank) if rank is not None else None
     if error and (ours := as_raised(error)):
@@ -126,8 +126,8 @@ def _short_of_memory(
     """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
     beats = read_beats(folder.logs)
     aborted = rank is not None and error is None and how == _ended(-signal.SIGABRT)
-    if rank is not None and aborted and (found := _ABORTED.search(_end(folder.log(rank)))):
-        return OutOfMemory(aborted_for_memory(folder, rank, found["bytes"], beats.get(rank)))
+    if rank is not None and aborted and (match := _ABORTED.search(_end(folder.log(rank)))):
+        return OutOfMemory(aborted_for_memory(folder, rank, match["bytes"], beats.get(rank)))
     if not known.memory_kills:
         return None
     if how == _ended(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
@@ -145,8 +145,8 @@ def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, r
         return False
     if error is None:
         return "Watchdog caught collective operation timeout" in _end(folder.log(rank))
-    said = [str(one["message"]) for one in raised.values()]
-    return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in said)
+    messages = [str(one["message"]) for one in raised.values()]
+    return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in messages)
 
 
 def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
@@ -155,16 +155,16 @@ def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> 
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
     """
-    told = first_error(raised)
-    asked = (-signal.SIGTERM, -signal.SIGINT)
-    silent = [one for one in failures if one["rank"] not in raised and one["exitcode"] not in asked]
+    first = first_error(raised)
+    stop_codes = (-signal.SIGTERM, -signal.SIGINT)
+    silent = [one for one in failures if one["rank"] not in raised and one["exitcode"] not in stop_codes]
     one = min(silent, key=lambda one: float(one["time"]), default=None)
-    if one is not None and (told is None or one["time"] <= raised[told]["time"] + _SAME_TIME):
+    if one is not None and (first is None or one["time"] <= raised[first]["time"] + _SAME_TIME):
         return one["rank"], _ended(one["exitcode"])
-    if told is None and failures:
+    if first is None and failures:
         one = min(failures, key=lambda one: float(one["time"]))
         return one["rank"], _ended(one["exitcode"])
-    return told, ""
+    return first, ""
 
 
 def _ended(code: int) -> str:

@@ -99,8 +99,8 @@ class HeartbeatMonitor:
             return
         beat = self.behind()
         there = [one for one in self.beats.values() if one.phase not in IN_A_STEP]
-        if there in ([], [beat]) and (found := beat or self._idle()):
-            raise hung_error(self.folder, found, self.timeout)
+        if there in ([], [beat]) and (newest := beat or self._idle()):
+            raise hung_error(self.folder, newest, self.timeout)
 
     def _idle(self) -> Heartbeat | None:
         """Of ranks that came equally far the one that computes nothing; None where all compute."""

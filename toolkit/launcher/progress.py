@@ -165,9 +165,9 @@ def read_progress(folder: Path) -> Progress:
     )
 
 
-def _count(found: Any, name: str) -> int | None:
+def _count(number: Any, name: str) -> int | None:
     """A whole number in what a stranger may have written."""
-    value = found.get(name) if isinstance(found, dict) else None
+    value = number.get(name) if isinstance(number, dict) else None
     return value if type(value) is int else None
 
 
@@ -176,18 +176,18 @@ def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
     """A progress bar in a terminal, and elsewhere a line now and then; what comes back brings it up to date."""
     from tqdm import tqdm
 
-    drawn, said = shown and sys.stderr.isatty(), 0.0
+    drawn, last = shown and sys.stderr.isatty(), 0.0
     words = "{l_bar}{bar}| {n_fmt} of {total_fmt}{postfix}"
     with tqdm(total=None, unit="step", disable=not drawn, bar_format=words) as made:
 
         def update() -> None:
-            nonlocal said
+            nonlocal last
             if drawn:
                 now = read_progress(folder)
                 made.total, made.n = now.steps or None, now.step
                 made.set_postfix_str(now.line.partition(", ")[2], refresh=True)
-            elif shown and time.monotonic() >= said + LINE_SECONDS:
-                said = time.monotonic()
+            elif shown and time.monotonic() >= last + LINE_SECONDS:
+                last = time.monotonic()
                 print(f"{folder.name}: {read_progress(folder).line}", file=sys.stderr)
 
         yield update

@@ -48,12 +48,12 @@ class Run(Result):
     """A run in processes of its own, seen through its folder: from this process, or from any other (`attach`)."""
 
     def __init__(
-        self, folder: Path, asked: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
+        self, folder: Path, strategy: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        """`asked` and `process` are known to who launched it; all else is in the folder."""
+        """`strategy` and `process` are known to who launched it; all else is in the folder."""
         self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
         self._files = run_paths(self.folder)
-        self._asked, self._process = asked, process
+        self._asked, self._process = strategy, process
         self._reading = threading.Lock()
         self._said: IO[bytes] | None = None
         with contextlib.suppress(OSError):
@@ -81,10 +81,10 @@ class Run(Result):
 
     def _look(self) -> tuple[str, Progress]:
         """Status and figures at one moment: whether it lives, which takes its lock for an instant, is asked once."""
-        found = read_progress(self.folder)
+        progress = read_progress(self.folder)
         if self.alive:
-            return "running" if found.step and not self._is_new else "starting", found
-        return self._end()[0], dataclasses.replace(found, left_seconds=None)
+            return "running" if progress.step and not self._is_new else "starting", progress
+        return self._end()[0], dataclasses.replace(progress, left_seconds=None)
 
     @property
     def _is_new(self) -> bool:
@@ -123,8 +123,8 @@ class Run(Result):
         with self._reading:
             self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _LOG))
             text = self._said.read().decode(errors="replace")
-        _, found, last = ("\n" + text).rpartition("\ntoolkit: ")
-        return redact(last.strip() if found else text.strip()[-2000:])
+        _, separator, last = ("\n" + text).rpartition("\ntoolkit: ")
+        return redact(last.strip() if separator else text.strip()[-2000:])
 
     @property
     def strategy(self) -> Strategy:
@@ -270,15 +270,15 @@ class Run(Result):
         """Its process id; of a living process alone."""
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
-        if found := live_supervisor(self._files):
-            return int(found["pid"])
-        found = supervisor_of(self.folder)
-        if found is None or not supervises(found, self.folder):
-            where = f"process {found['pid']} on {found['host']}" if found else "no supervisor of ours"
+        if supervisor := live_supervisor(self._files):
+            return int(supervisor["pid"])
+        supervisor = supervisor_of(self.folder)
+        if supervisor is None or not supervises(supervisor, self.folder):
+            where = f"process {supervisor['pid']} on {supervisor['host']}" if supervisor else "no supervisor of ours"
             raise RunError(
                 f"{self.name} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
             )
-        return int(found["pid"])
+        return int(supervisor["pid"])
 
     def __repr__(self) -> str:
         """In a line, for a terminal."""

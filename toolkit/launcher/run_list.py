@@ -75,8 +75,8 @@ def runs(root: str | Path = RUNS) -> Runs:
     place = at_home(root)
     places = {path.parent for path in place.glob("*/run.json")}
     places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
-    found = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
-    return Runs(root=str(root), found=tuple(_row(Run(path)) for path in found))
+    folders = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
+    return Runs(root=str(root), found=tuple(_row(Run(path)) for path in folders))
 
 
 def _row(run: Run) -> dict[str, Any]:

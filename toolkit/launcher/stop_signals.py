@@ -24,7 +24,7 @@ class Stopped(Exception):
     @classmethod
     def of(cls, number: int, folder: Folder) -> Stopped:
         """With what is said of the run in `folder`, and why a rank refused to publish."""
-        refused = [str(error) for told in folder.errors().values() if (error := as_raised(told))]
+        refused = [str(error) for record in folder.errors().values() if (error := as_raised(record))]
         then = value_or("", resume_hint, folder)
         return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
 

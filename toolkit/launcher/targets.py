@@ -46,10 +46,10 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a file there takes no library's place
     try:
-        found = importlib.util.find_spec(target)
+        spec = importlib.util.find_spec(target)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise RunError(
             f"target {target!r}: Python finds no such module.{nearest(target, [RECIPE])} Name a module, a script that ends in .py, "
             f"or pass a function."
@@ -126,10 +126,10 @@ def load_function(file: Path, sha256: str) -> tuple[Callable[..., object], tuple
         raise RunError(
             f"the function's file {file} cannot be read: {error.strerror}. Launch the function again."
         ) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256 or owner != os.getuid():
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256 or owner != os.getuid():
         raise RunError(
-            f"the function's file {file} is not the one that was launched (sha256 {found[:12]}…, expected {sha256[:12]}…; "
+            f"the function's file {file} is not the one that was launched (sha256 {digest[:12]}…, expected {sha256[:12]}…; "
             f"owner {owner}). It is not run: launch the function again."
         )
     path, shipped = pickle.loads(data)
@@ -167,7 +167,7 @@ def _cannot(
 def _referred(function: Callable[..., object]) -> dict[str, Any]:
     """Names of globals and closures in a function's code, with their values."""
     try:
-        found = inspect.getclosurevars(function)
+        closure = inspect.getclosurevars(function)
     except (TypeError, ValueError):
         return {}
-    return {**found.globals, **found.nonlocals}
+    return {**closure.globals, **closure.nonlocals}

@@ -31,22 +31,22 @@ def target_of(about: dict[str, Any]) -> Target | None:
     Raises:
         RunError: for fields, and for a kind, that no run of ours has.
     """
-    found = about.get("target")
-    if found is None:
+    target = about.get("target")
+    if target is None:
         return None
     try:
-        check_fields(found, _FIELDS)
-        if set(found) != set(_FIELDS):
-            raise ValueError(f"its fields are {', '.join(sorted(found))}, expected {', '.join(_FIELDS)}")
-        if found["kind"] not in KINDS:
-            raise ValueError(f"kind is {found['kind']!r}, expected {', '.join(KINDS)}")
-        if not all(isinstance(word, str) and "\0" not in word for word in (found["name"], *found["arguments"])):
+        check_fields(target, _FIELDS)
+        if set(target) != set(_FIELDS):
+            raise ValueError(f"its fields are {', '.join(sorted(target))}, expected {', '.join(_FIELDS)}")
+        if target["kind"] not in KINDS:
+            raise ValueError(f"kind is {target['kind']!r}, expected {', '.join(KINDS)}")
+        if not all(isinstance(word, str) and "\0" not in word for word in (target["name"], *target["arguments"])):
             raise ValueError("its name and arguments are not all words")
     except ValueError as error:
         raise RunError(
             f"run.json names a target that cannot be: {error}. Name the folder of a run to go on with."
         ) from None
-    return Target(**{**found, "arguments": tuple(found["arguments"])})
+    return Target(**{**target, "arguments": tuple(target["arguments"])})
 
 
 def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
@@ -99,9 +99,9 @@ def _noted(folder: Folder) -> str | None:
     try:
         if (note := _note(folder)).stat().st_uid != os.getuid():
             return None
-        found = read_json(note)
-        check_fields(found, {"folder": str, "digest": str})
-        return str(found["digest"]) if found["folder"] == str(folder.path.resolve()) else None
+        trusted = read_json(note)
+        check_fields(trusted, {"folder": str, "digest": str})
+        return str(trusted["digest"]) if trusted["folder"] == str(folder.path.resolve()) else None
     except (OSError, ValueError, LookupError, ToolkitError):
         return None
 
@@ -140,15 +140,15 @@ def _module_file(name: str) -> Path:
     for number, part in enumerate(name.split(".")):
         # A package that is installed to be edited may have a finder of its own.
         others = [finder.find_spec(part, None) for finder in sys.meta_path if number == 0 and finder not in _PYTHONS]
-        found = PathFinder.find_spec(part, where) or next(filter(None, others), None)
-        if found is None:
+        spec = PathFinder.find_spec(part, where) or next(filter(None, others), None)
+        if spec is None:
             break
-        where = found.submodule_search_locations or []
+        where = spec.submodule_search_locations or []
     else:
         if where and (main := PathFinder.find_spec("__main__", where)):
-            found = main
-        if found and found.origin and found.has_location:
-            return Path(found.origin)
+            spec = main
+        if spec and spec.origin and spec.has_location:
+            return Path(spec.origin)
     raise RunError(
         f"target {name!r}: from here Python finds no such module. Go to the folder in which the run was launched, or name it with "
         "--target."

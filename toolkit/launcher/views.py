@@ -20,7 +20,7 @@ _LOOKS = {
 """Status → its ink and its ground."""
 
 
-def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], said: str) -> str:
+def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], message: str) -> str:
     """One piece of HTML without a script: headline, bar, curve of the loss, memory of each rank, and the figures as a table."""
     ink, ground = _LOOKS[status]
     head = (
@@ -34,8 +34,8 @@ def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str
     value = f'value="{progress.step}" max="{progress.steps or max(progress.step, 1)}"' if known else ""
     meter = f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" {value}></progress>'
     words = (
-        f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(said)}</pre>'
-        if said
+        f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(message)}</pre>'
+        if message
         else ""
     )
     table = f"<details><summary>All figures</summary>{progress.table(name).html()}</details>"
@@ -56,8 +56,8 @@ def _memory(progress: Progress) -> str:
     """
     if not progress.bytes_per_rank:
         return ""
-    held = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
-    rows = [Bar(label=f"rank {rank}", parts={held: size}) for rank, size in enumerate(progress.bytes_per_rank)]
+    meaning = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
+    rows = [Bar(label=f"rank {rank}", parts={meaning: size}) for rank, size in enumerate(progress.bytes_per_rank)]
     if progress.forecast_bytes:
         rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
     return bars(

@@ -64,16 +64,16 @@ def peak_memory(work: Callable[[], object], device_kind: str) -> int:
         RunError: where another profiler keeps it from being measured.
     """
     gc.collect()  # what is freed within has to have been allocated within
-    held = 0
+    before = 0
     if device_kind == "cuda":
         import torch
 
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
     window = start(device_kind)
     with phase("forward"):
         work()
     window.close()
-    found = window.result()
-    if found.peak_bytes is None:
-        raise RunError(f"nothing was measured: {found.reason}.")
-    return max(size for name, size in found.phases.items() if name != "load") - held  # what lay before this is `load`
+    peaks = window.result()
+    if peaks.peak_bytes is None:
+        raise RunError(f"nothing was measured: {peaks.reason}.")
+    return max(size for name, size in peaks.phases.items() if name != "load") - before  # what lay before this is `load`

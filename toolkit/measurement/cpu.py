@@ -87,9 +87,9 @@ class _Recording:
             return None
         self._running.close()
         assert self._profiler.kineto_results is not None
-        found = sorted(_totals(self._profiler.kineto_results.experimental_event_tree()))
-        base = next(total for _, total, label in found if label == "start")
-        return [(total - base, label) for _, total, label in found]
+        totals = sorted(_totals(self._profiler.kineto_results.experimental_event_tree()))
+        base = next(total for _, total, label in totals if label == "start")
+        return [(total - base, label) for _, total, label in totals]
 
 
 def _totals(tree: Iterable[Any], label: str = "") -> Iterator[tuple[int, int, str]]:

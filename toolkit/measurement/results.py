@@ -102,13 +102,18 @@ class Memory(Result):
         def cell(size: int | None) -> str:
             return "–" if size is None else format_bytes(size)
 
-        seen = [name for name in PHASES if any(name in rank.phases for rank in self.ranks)]
+        phases = [name for name in PHASES if any(name in rank.phases for rank in self.ranks)]
         rows = [
-            (number, cell(rank.peak_bytes), *(cell(rank.phases.get(name)) for name in seen), cell(rank.rss_peak_bytes))
+            (
+                number,
+                cell(rank.peak_bytes),
+                *(cell(rank.phases.get(name)) for name in phases),
+                cell(rank.rss_peak_bytes),
+            )
             for number, rank in enumerate(self.ranks)
         ]
         notes = [self.reason] if self.reason else []
-        columns = ("rank", "peak", *seen, "peak RSS")
+        columns = ("rank", "peak", *phases, "peak RSS")
         return [Table(title="Highest memory of each rank, by phase", columns=columns, rows=rows, notes=notes)]
 
 
@@ -120,13 +125,13 @@ def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[An
         holdings: From the audit after the first step; of what lives on the device that was measured.
         gather: Takes a list of one item and gives that of all ranks, in their order: `accelerate.utils.gather_object`.
     """
-    held = {"parameters": holdings.parameters, "master": holdings.master, "optimizer": holdings.optimizer or 0}
-    pairs = gather([(asdict(measured), held)])
-    return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), held=tuple(held for _, held in pairs))
+    parts = {"parameters": holdings.parameters, "master": holdings.master, "optimizer": holdings.optimizer or 0}
+    pairs = gather([(asdict(measured), parts)])
+    return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), held=tuple(parts for _, parts in pairs))
 
 
-def _parts(rank: Measured, held: Mapping[str, int]) -> dict[str, int]:
+def _parts(rank: Measured, persistent: Mapping[str, int]) -> dict[str, int]:
     """The bytes at the peak by part, adding up to it. While loading the states are not yet what the audit found."""
     assert rank.peak_bytes is not None
-    known = {} if rank.peak_phase in ("load", "prepare") else dict(held)
+    known = {} if rank.peak_phase in ("load", "prepare") else dict(persistent)
     return {**known, "transient": rank.peak_bytes - sum(known.values())}

@@ -196,12 +196,12 @@ def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module list that stands in no other one, with its name: the stacks of repeated layers."""
     from torch import nn
 
-    found: list[tuple[str, nn.Module]] = []
+    lists: list[tuple[str, nn.Module]] = []
     for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
         if isinstance(child, nn.ModuleList) and len(child) and not inside:
-            found.append((name, child))
-    return found
+            lists.append((name, child))
+    return lists
 
 
 def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]:
@@ -216,9 +216,9 @@ def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]
         type(layer).__name__ for child in module.modules() if isinstance(child, nn.ModuleList) for layer in child
     ]
     named = set(getattr(module, "_no_split_modules", None) or ())
-    found = tuple(dict.fromkeys(name for name in members if name in named))
-    if found:
-        return found + _unlisted(module, frozen, found)
+    blocks = tuple(dict.fromkeys(name for name in members if name in named))
+    if blocks:
+        return blocks + _unlisted(module, frozen, blocks)
     sizes = {stack: sum(parameter.numel() for parameter in stack.parameters()) for _, stack in module_lists(module)}
     # An encoder's and a decoder's stack may differ in size; below a hundredth of the largest it is no stack of layers.
     large = [stack for stack, size in sizes.items() if size * 100 >= max(sizes.values())]
@@ -293,15 +293,15 @@ class _Routed:
 
 def _routed(module: nn.Module) -> tuple[_Routed, ...]:
     """Modules that hold both experts and what routes to them. Experts that every token passes count as layers."""
-    found = []
+    routed = []
     for name, child in module.named_modules():
         parts = [(key, type(part).__name__) for key, part in child.named_children() if list(part.parameters())]
         experts = [key for key, cls in parts if _is_experts(key, cls)]
         routers = [key for key, cls in parts if key not in experts and _is_router(key, cls)]
         if experts and routers:
             paths = (tuple(f"{name}.{key}" for key in keys) for keys in (experts, routers))
-            found.append(_Routed(name, child, *paths))
-    return tuple(found)
+            routed.append(_Routed(name, child, *paths))
+    return tuple(routed)
 
 
 def _is_experts(key: str, cls: str) -> bool:
@@ -364,11 +364,11 @@ def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: tuple[
         if parents & routers:
             return "router"
         # Some embeddings carry a norm in their class's name.
-        if owner not in embeddings and "Norm" in type(held := module.get_submodule(owner)).__name__:
+        if owner not in embeddings and "Norm" in type(owner_module := module.get_submodule(owner)).__name__:
             return "norm"
         if parents & layers:
             return "layer"
-        if parents & embeddings or isinstance(held, nn.Embedding):
+        if parents & embeddings or isinstance(owner_module, nn.Embedding):
             return "embedding"
         return "head" if parents & heads else "other"
 

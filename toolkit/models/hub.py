@@ -50,11 +50,11 @@ def hub_snapshot(name: str, commit: str) -> Path:
         )
     with _explained(name, commit):
         wanted = [*BESIDE, "*.py"]
-        found = Path(
+        snapshot = Path(
             snapshot_download(name, revision=commit, allow_patterns=wanted, local_files_only=not hub_reachable())
         )
-    assert found.name == commit, f"the Hub's cache calls commit {commit} {found.name}"
-    return found
+    assert snapshot.name == commit, f"the Hub's cache calls commit {commit} {snapshot.name}"
+    return snapshot
 
 
 @contextlib.contextmanager
@@ -103,10 +103,10 @@ def cached(name: str, commit: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=commit)
+        path = try_to_load_from_cache(name, "config.json", revision=commit)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def first_line(error: BaseException) -> str:

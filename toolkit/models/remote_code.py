@@ -121,7 +121,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 def _files(name: str, folder: Path, hub: bool) -> list[str]:
     """The files that the folder's configs take classes from."""
-    found = set()
+    files = set()
     for reference in (*named_code(folder / "config.json"), *named_code(folder / "tokenizer_config.json")):
         match = _REFERENCE.fullmatch(reference)
         if match is None:
@@ -129,14 +129,14 @@ def _files(name: str, folder: Path, hub: bool) -> list[str]:
                 f"model {name!r} takes code from elsewhere ({reference!r} in its auto_map), and a revision pins only its own. "
                 "Put that code into its folder, and name it there as FILE.CLASS."
             )
-        found.add(f"{reference.rpartition('.')[0]}.py")
-    missing = [] if hub else sorted(file for file in found if not (folder / file).is_file())
+        files.add(f"{reference.rpartition('.')[0]}.py")
+    missing = [] if hub else sorted(file for file in files if not (folder / file).is_file())
     if missing:
         raise ModelError(
             f"model {name!r} needs code of its own, and its folder lacks {', '.join(missing)}. Copy it there, or choose a "
             "model whose architecture transformers has itself."
         )
-    return sorted(found)
+    return sorted(files)
 
 
 def named_code(config: Path) -> list[str]:

@@ -65,15 +65,15 @@ def frozen_modules(module: PreTrainedModel) -> tuple[str, ...]:
     if config.get_text_config() is config or config.is_encoder_decoder or (decoder := module.get_decoder()) is module:
         return ()
     parts = (decoder, module.get_input_embeddings(), module.get_output_embeddings())
-    kept = {part for part in parts if part is not None}
-    holders = {outer for outer in module.modules() if outer not in kept and kept & set(outer.modules())}
+    used = {part for part in parts if part is not None}
+    holders = {outer for outer in module.modules() if outer not in used and used & set(outer.modules())}
 
     def outside(owner: nn.Module, prefix: str) -> Iterator[str]:
         yield from (f"{prefix}{leaf}" for leaf, _ in owner.named_parameters(recurse=False))
         for leaf, child in owner.named_children():
             if child in holders:
                 yield from outside(child, f"{prefix}{leaf}.")
-            elif child not in kept and any(True for _ in child.parameters()):
+            elif child not in used and any(True for _ in child.parameters()):
                 yield f"{prefix}{leaf}"
 
     prefix = next(name for name, child in module.named_modules() if child is decoder)

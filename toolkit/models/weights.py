@@ -64,21 +64,21 @@ def require_weights(spec: ModelSpec) -> list[Path]:
         )
     if not folder or spec.commit:
         _download(spec.name if spec.commit else source, spec.commit)
-    found = local_weights(source)
-    if not found:
+    files = local_weights(source)
+    if not files:
         raise ModelError(
             f"model {source!r} holds no weights: expected model.safetensors, or model.safetensors.index.json and "
             "the files that it names. Copy them there, or give a folder that has them."
         )
-    for path in found:
+    for path in files:
         _header(path)
-    adapter = found[0].parent / "adapter_config.json"
+    adapter = files[0].parent / "adapter_config.json"
     if adapter.is_file():
         raise ModelError(
             f"model {source!r} has an adapter beside its weights ({adapter.name}), which transformers would put onto it "
             "unasked, from a pickle too. Move the adapter's files into a folder of their own."
         )
-    return found
+    return files
 
 
 def copy_code(spec: ModelSpec, folder: Path) -> None:
@@ -127,8 +127,8 @@ def _download(name: str, commit: str | None) -> None:
     from huggingface_hub import errors, snapshot_download
 
     if not hub_reachable():
-        found = cached(name, commit)
-        if found is None or not local_weights(found):
+        path = cached(name, commit)
+        if path is None or not local_weights(path):
             raise ModelError(unreachable(name, commit))
         return
     try:

@@ -36,7 +36,7 @@ def _html(shown: Any) -> Any:
     """What is saved is also opened where inline SVG is taken for an attack. All but our pictures is handed through."""
     from toolkit.core.drawing import portable
 
-    found = shown._repr_html_()
-    data, *metadata = found if isinstance(found, tuple) else (found,)
+    html = shown._repr_html_()
+    data, *metadata = html if isinstance(html, tuple) else (html,)
     data = portable(data) if isinstance(data, str) else data
     return (data, *metadata) if metadata else data

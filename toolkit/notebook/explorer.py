@@ -29,24 +29,24 @@ FIX = (
 NEEDED = ("ipywidgets", "anywidget")
 
 
-def _memory(asked: ExplorerState) -> Result:
-    return forecast(asked.spec, asked.strategy, asked.machine, asked.train_config)
+def _memory(state: ExplorerState) -> Result:
+    return forecast(state.spec, state.strategy, state.machine, state.train_config)
 
 
-def _compare(asked: ExplorerState) -> Result:
+def _compare(state: ExplorerState) -> Result:
     both = [
-        forecast(asked.spec, strategy, asked.machine, asked.train_config)
-        for strategy in (asked.strategy, asked.against)
+        forecast(state.spec, strategy, state.machine, state.train_config)
+        for strategy in (state.strategy, state.against)
     ]
     return diff_forecasts(both[0], both[1])
 
 
-def _timeline(asked: ExplorerState) -> Result:
-    return timeline(asked.spec, asked.strategy, asked.machine, asked.train_config, run=asked.run)
+def _timeline(state: ExplorerState) -> Result:
+    return timeline(state.spec, state.strategy, state.machine, state.train_config, run=state.run)
 
 
-def _precision(asked: ExplorerState) -> Result:
-    return dtype_report(asked.spec, asked.strategies, asked.machine, asked.train_config, run=asked.run)
+def _precision(state: ExplorerState) -> Result:
+    return dtype_report(state.spec, state.strategies, state.machine, state.train_config, run=state.run)
 
 
 KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
@@ -64,10 +64,10 @@ BESIDE = ("timeline", "precision")
 class Explorer:
     """A panel: `controls` by name, `value` (the answer to where they stand), `static_html()` (the same as static HTML)."""
 
-    def __init__(self, kind: str, asked: ExplorerState) -> None:
+    def __init__(self, kind: str, state: ExplorerState) -> None:
         """Answer once, and make the controls where ipywidgets and anywidget are installed."""
         self.kind = kind
-        self.asked = asked
+        self.asked = state
         self.value: Result | None = None
         """The answer; None where what is asked cannot be."""
         self.refusal = ""
@@ -81,7 +81,7 @@ class Explorer:
         if all(importlib.util.find_spec(name) for name in NEEDED):
             from toolkit.notebook.widgets import Panel
 
-            self.panel = Panel(KINDS[kind][1], choices(kind, asked), self.set)
+            self.panel = Panel(KINDS[kind][1], choices(kind, state), self.set)
             self.controls = self.panel.controls
             self.panel.say(self.sentence)
 
@@ -123,9 +123,9 @@ class Explorer:
 
     def static_html(self) -> str:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
-        said = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
-        asked = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
-        return portable(redact(f'<div class="toolkit-explorer">{said}{_beside(self.value)}{asked}</div>'))
+        sentence = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
+        shell_command = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
+        return portable(redact(f'<div class="toolkit-explorer">{sentence}{_beside(self.value)}{shell_command}</div>'))
 
     def __repr__(self) -> str:
         """The answer as text."""

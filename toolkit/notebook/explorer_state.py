@@ -92,16 +92,16 @@ class ExplorerState:
             ToolkitError: for a model, a machine or a run that is not known.
         """
         folder, implied = None if run is None else str(getattr(run, "folder", run)), on is None
-        seen = read_seen(folder) if folder is not None else None
-        if seen is not None:
+        finished = read_seen(folder) if folder is not None else None
+        if finished is not None:
             model, strategy, train_config = (
-                seen.model if model is None else model,
-                strategy or seen.strategy,
-                train_config or seen.train_config,
+                finished.model if model is None else model,
+                strategy or finished.strategy,
+                train_config or finished.train_config,
             )
             if on is None:
-                machine = seen.hardware or hardware()
-                on = dataclasses.replace(machine, count=seen.ranks // machine.nodes)
+                machine = finished.hardware or hardware()
+                on = dataclasses.replace(machine, count=finished.ranks // machine.nodes)
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
         specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
@@ -157,11 +157,11 @@ class ExplorerState:
         return (f"{nodes} nodes x " if nodes > 1 else "") + f"{count}x {word}"
 
     def _nodes(self) -> tuple[int, int]:
-        asked = self.values["devices"]
-        if asked == self.here.ranks:
+        devices = self.values["devices"]
+        if devices == self.here.ranks:
             return self.here.count, self.here.nodes
         cpu = self.values["device"] == self.named and self.here.device.kind == "cpu"
-        return (asked, 1) if cpu or asked % NODE else (NODE, asked // NODE)
+        return (devices, 1) if cpu or devices % NODE else (NODE, devices // NODE)
 
     def fields(self, owner: Strategy | TrainConfig, before: str = "") -> dict[str, Any]:
         """A strategy's or a loop's fields as the controls say, whether they can be or not."""
@@ -225,32 +225,32 @@ def _called(machine: Hardware, on: Hardware | str | None) -> str:
     return HERE if on is None else "cpu" if machine.device.kind == "cpu" else machine.device.name
 
 
-def choices(kind: str, asked: ExplorerState) -> list[Choice]:
+def choices(kind: str, state: ExplorerState) -> list[Choice]:
     """The controls of a panel, in order. One with a single value is left out."""
-    found = [_choice(name, asked, kind) for name in NAMES[kind]]
-    return [one for one in found if len(one.values) > 1]
+    choices_ = [_choice(name, state, kind) for name in NAMES[kind]]
+    return [one for one in choices_ if len(one.values) > 1]
 
 
-def _choice(name: str, asked: ExplorerState, kind: str) -> Choice:
-    value = asked.values[name]
+def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
+    value = state.values[name]
     if name == "model":
-        told, values = "what is trained", tuple(asked.models)
-        return Choice(name=name, label="model", told=told, values=values, value=value)
+        help, values = "what is trained", tuple(state.models)
+        return Choice(name=name, label="model", told=help, values=values, value=value)
     if name == "device":
-        values = tuple(dict.fromkeys((asked.named, *CARDS)))
-        told = "the device of a rank, from the catalog where it is only named"
-        return Choice(name=name, label="device", told=told, values=values, value=value)
+        values = tuple(dict.fromkeys((state.named, *CARDS)))
+        help = "the device of a rank, from the catalog where it is only named"
+        return Choice(name=name, label="device", told=help, values=values, value=value)
     if name == "devices":
-        told = "how many devices, one rank each; more than eight are on nodes of eight"
-        numbers = _counts(1, 512, asked.here.ranks, value)
-        return Choice(name=name, label="devices", told=told, values=numbers, value=value, slides=True, quick=True)
+        help = "how many devices, one rank each; more than eight are on nodes of eight"
+        numbers = _counts(1, 512, state.here.ranks, value)
+        return Choice(name=name, label="devices", told=help, values=numbers, value=value, slides=True, quick=True)
     if name in BATCH:
         # Longer than the model can is a sentence, and nobody looks for it on a slider.
-        longest = max((spec.max_positions or 131_072) for spec in asked.models.values())
+        longest = max((spec.max_positions or 131_072) for spec in state.models.values())
         least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
-        told, label = _help(TrainConfig, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
-        numbers = _counts(min(least, most), most, getattr(asked.batch, name), value)
-        return Choice(name=name, label=label, told=told, values=numbers, value=value, slides=True)
+        help, label = _help(TrainConfig, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
+        numbers = _counts(min(least, most), most, getattr(state.batch, name), value)
+        return Choice(name=name, label=label, told=help, values=numbers, value=value, slides=True)
     field = name.removeprefix(SECOND)
     group = "" if kind != "compare" else "second" if name != field else "first"
     known = {f.name: f for f in dataclasses.fields(Strategy)}[field]
@@ -270,34 +270,34 @@ def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
     return tuple(sorted(powers | set(own)))
 
 
-def command(kind: str, asked: ExplorerState) -> str:
+def command(kind: str, state: ExplorerState) -> str:
     """The same question in a shell."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
-    words = ["toolkit", verb, *_model_word(asked)]
-    stays = asked.implied and all(asked.values[name] == asked.began[name] for name in ("device", "devices"))
-    words += [] if stays else ["--hardware", asked.machine_words]
-    strategy, second = asked.fields(asked.base), asked.fields(asked.second, SECOND)
+    words = ["toolkit", verb, *_model_word(state)]
+    stays = state.implied and all(state.values[name] == state.began[name] for name in ("device", "devices"))
+    words += [] if stays else ["--hardware", state.machine_words]
+    strategy, second = state.fields(state.base), state.fields(state.second, SECOND)
     # What a run was need not be said: the shell, too, begins from it.
-    plain, batch = (asked.base, asked.batch) if asked.run else (Strategy(), TrainConfig())
+    plain, batch = (state.base, state.batch) if state.run else (Strategy(), TrainConfig())
     if kind == "precision":
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
     words += spell(dict(_otherwise(strategy, plain)))
     if kind != "precision":
-        words += spell(dict(_otherwise(asked.fields(asked.batch), batch)))
+        words += spell(dict(_otherwise(state.fields(state.batch), batch)))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
-    if asked.run is not None:
-        words += ["--run", asked.run]
+    if state.run is not None:
+        words += ["--run", state.run]
     return shlex.join(words)
 
 
-def _model_word(asked: ExplorerState) -> list[str]:
+def _model_word(state: ExplorerState) -> list[str]:
     """What a shell can name; a config that was made in Python has no name there before it is saved."""
-    name = asked.spec.name
-    if name == EMBEDDED or (asked.run is not None and asked.values["model"] == asked.began["model"]):
+    name = state.spec.name
+    if name == EMBEDDED or (state.run is not None and state.values["model"] == state.began["model"]):
         return []
-    return ["<where its config is saved>" if asked.spec.source is None and not Path(name).exists() else name]
+    return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
 
 
 def _otherwise(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> Iterator[tuple[str, Any]]:

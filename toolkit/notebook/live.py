@@ -123,23 +123,23 @@ def _button(run: Run) -> Callable[[], None] | None:
         button_style="danger",
         layout=Layout(width="auto"),
     )
-    said = Words()
+    message = Words()
     # Not as wide as the page.
-    box = VBox([made, said], layout=Layout(align_items="flex-start"))
+    box = VBox([made, message], layout=Layout(align_items="flex-start"))
     # ipykernel 7 hands a widget's messages to the shell that made it, which hears none while a cell runs, as run.wait() does.
     # Without that note they go where JupyterLab sends them: to a shell of their own.
     with contextlib.suppress(AttributeError):
         del made.comm._reply_subshell_id
 
     def stop(_: Any) -> None:
-        made.disabled, made.description, said.value = True, "Stopping…", ""
+        made.disabled, made.description, message.value = True, "Stopping…", ""
         threading.Thread(target=ask, name=f"stop {run.folder}", daemon=True).start()
 
     def ask() -> None:
         try:
             run.stop()
         except Exception as error:
-            said.value = f'<p role="alert">{html.escape(str(error))}</p>'
+            message.value = f'<p role="alert">{html.escape(str(error))}</p>'
             made.disabled, made.description = False, "Stop"
 
     made.on_click(stop)
@@ -148,7 +148,7 @@ def _button(run: Run) -> Callable[[], None] | None:
 
     def remove() -> None:
         handle.update(HTML(""))
-        for widget in (box, made, said):
+        for widget in (box, made, message):
             widget.close()
 
     return remove

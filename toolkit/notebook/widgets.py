@@ -73,9 +73,9 @@ class Panel:
         finally:
             self._own = False
 
-    def say(self, sentence: str, *, seen: bool = False) -> None:
-        """Screen readers hear it when they have a moment; eyes see it above the picture, or here where `seen`."""
-        style = "" if seen else f' style="{UNSEEN}"'
+    def say(self, sentence: str, *, visible: bool = False) -> None:
+        """Screen readers hear it when they have a moment; eyes see it above the picture, or here where `visible`."""
+        style = "" if visible else f' style="{UNSEEN}"'
         self._said.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
 
     @contextlib.contextmanager

@@ -56,8 +56,8 @@ class Report(Result):
         return target
 
     def tables(self) -> list[Table]:
-        told = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
-        return [told, *(table for section in sections_of(self.run) for table, _ in section.tables)]
+        summary = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
+        return [summary, *(table for section in sections_of(self.run) for table, _ in section.tables)]
 
     def __str__(self) -> str:
         parts = [self.tables()[0].text(), *(section.text() for section in sections_of(self.run))]
@@ -69,7 +69,7 @@ class Report(Result):
     def to_dict(self) -> dict[str, Any]:
         """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""
         run, about, memory = self.run, self.run.about, self.run.memory or {}
-        told = (
+        fields = (
             "target",
             "strategy",
             "train_config",
@@ -87,7 +87,7 @@ class Report(Result):
             "words": run.words,
             "then": run.then,
             "command": run.command,
-            **{name: about.get(name) for name in told},
+            **{name: about.get(name) for name in fields},
             **_progress(run),
             "evaluations": [{"step": one["step"], "loss": one["eval_loss"]} for one in run.evaluations],
             "checkpoints": [dict(one) for one in run.checkpoints],
@@ -107,15 +107,15 @@ def report(path: str | Path) -> Report:
     Raises:
         RunError: for a folder that holds no run, and a file in it that cannot be read, or says what no run does.
     """
-    found = Report(run=read_record(path))
+    result = Report(run=read_record(path))
     try:
-        found.tables(), found.to_dict()
+        result.tables(), result.to_dict()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(
             f"{path} says what no run does ({type(error).__name__}: {str(error)[:200]}), and cannot be shown. Another version, or "
             "somebody by hand, wrote its files."
         ) from error
-    return found
+    return result
 
 
 @contextlib.contextmanager

@@ -24,10 +24,10 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
         measured: as `memory.json` says it, or None.
     """
     expected: Mapping[str, int] = forecast["device"]["parts"] if forecast else {}
-    seen: Mapping[str, int] = measured["parts"] if measured else {}
-    within = [part for part, size in expected.items() if part not in seen and size] if measured else []
+    measured_parts: Mapping[str, int] = measured["parts"] if measured else {}
+    within = [part for part, size in expected.items() if part not in measured_parts and size] if measured else []
     rows = []
-    for part, size in seen.items():
+    for part, size in measured_parts.items():
         other = expected.get(part, sum(expected[name] for name in within) if part == "transient" else 0)
         rows.append(_row(part, other if forecast else None, size))
     rows += [_row(f"{INDENT}{part}", expected[part], None) for part in within]
@@ -35,10 +35,10 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
         rows += [_row(part, size, None) for part, size in expected.items() if size]
     peaks = [source["peak_bytes"] if source else None for source in (forecast and forecast["device"], measured)]
     rows.append(_row("all", *peaks))
-    found = [Bar(label="forecast", parts=expected)] if expected else []
-    found += [Bar(label="measured", parts=seen)] if seen else []
+    drawn = [Bar(label="forecast", parts=expected)] if expected else []
+    drawn += [Bar(label="measured", parts=measured_parts)] if measured_parts else []
     limit = forecast["device"].get("limit_bytes") if forecast else None
-    picture = bars(found, title="Peak of a rank, by part", limit=limit, limit_label="a rank has")
+    picture = bars(drawn, title="Peak of a rank, by part", limit=limit, limit_label="a rank has")
     table = compared("Peak of a rank, by part", "part", rows)
     if within:
         table = replace(table, notes=["Indented: what is measured as one, transient, and forecast part by part."])
@@ -48,16 +48,16 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
 def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
     """The highest total of each phase, forecast and measured, and their picture."""
     expected: Mapping[str, int] = forecast["device"]["phases"] if forecast else {}
-    seen: Mapping[str, int] = measured["phases"] if measured else {}
-    names = [name for name in PHASES if name in expected or name in seen]
-    found = []
+    measured_phases: Mapping[str, int] = measured["phases"] if measured else {}
+    names = [name for name in PHASES if name in expected or name in measured_phases]
+    bars_ = []
     for name in names:
-        for label, source in (("forecast", expected), ("measured", seen)):
+        for label, source in (("forecast", expected), ("measured", measured_phases)):
             if name in source:
-                found.append(Bar(label=f"{name}, {label}", parts={name: source[name]}))
-    rows = [_row(name, expected.get(name), seen.get(name)) for name in names]
+                bars_.append(Bar(label=f"{name}, {label}", parts={name: source[name]}))
+    rows = [_row(name, expected.get(name), measured_phases.get(name)) for name in names]
     title = "Highest total of each phase"
-    return _known(compared(title, "phase", rows), forecast, measured), bars(found, title=title)
+    return _known(compared(title, "phase", rows), forecast, measured), bars(bars_, title=title)
 
 
 def _row(name: str, expected: int | None, measured: int | None) -> tuple[str, ...]:
@@ -73,15 +73,15 @@ def compared(title: str, what: str, rows: Sequence[tuple[str, ...]]) -> Table:
 def by_rank(memory: Mapping[str, Any]) -> Table:
     """What was measured of each rank, as `memory.json` says it."""
     ranks = memory["measured"]["per_rank"]
-    seen = [name for name in PHASES if any(name in rank["phases"] for rank in ranks)]
+    phases = [name for name in PHASES if any(name in rank["phases"] for rank in ranks)]
     sizes = ("peak_bytes", "live_bytes", "reserved_bytes", "device_bytes", "rss_peak_bytes")
     known = [name for name in sizes if any(rank.get(name) is not None for rank in ranks)]
     names = {"peak_bytes": "peak", "live_bytes": "between steps", "rss_peak_bytes": "peak RSS"}
     rows = [
-        (str(rank["rank"]), *(_size(rank.get(name)) for name in known), *(_size(rank["phases"].get(n)) for n in seen))
+        (str(rank["rank"]), *(_size(rank.get(name)) for name in known), *(_size(rank["phases"].get(n)) for n in phases))
         for rank in ranks
     ]
-    columns = ("rank", *(names.get(name, name.removesuffix("_bytes")) for name in known), *seen)
+    columns = ("rank", *(names.get(name, name.removesuffix("_bytes")) for name in known), *phases)
     notes = [memory["reason"]] if memory.get("reason") else []
     return Table(title="Measured, by rank and phase", columns=columns, rows=rows, notes=notes)
 
@@ -90,9 +90,9 @@ def _known(table: Table, forecast: object, measured: object) -> Table:
     """Without the columns of what there is not."""
     if forecast and measured:
         return table
-    kept = (0, 1) if forecast else (0, 2)
-    rows = [[row[place] for place in kept] for row in table.rows]
-    return replace(table, columns=[table.columns[place] for place in kept], rows=rows)
+    columns = (0, 1) if forecast else (0, 2)
+    rows = [[row[place] for place in columns] for row in table.rows]
+    return replace(table, columns=[table.columns[place] for place in columns], rows=rows)
 
 
 def ratio(expected: float | None, measured: float | None) -> str:

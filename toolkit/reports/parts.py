@@ -27,8 +27,8 @@ class Section:
     def text(self) -> str:
         """For a terminal."""
         code = "\n".join("    " + line for line in self.code.splitlines())
-        told = [part for part in (self.words, code, *(table.text() for table, _ in self.tables)) if part]
-        return "\n\n".join([f"== {self.title} ==", *told])
+        paragraphs = [part for part in (self.words, code, *(table.text() for table, _ in self.tables)) if part]
+        return "\n\n".join([f"== {self.title} ==", *paragraphs])
 
 
 def told(

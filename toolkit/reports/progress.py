@@ -38,8 +38,8 @@ def training(run: Record) -> Section:
         drawn = curve({"tokens/s": rates}, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)
         tables.append((_rates(run, sum(event.get("tokens") or 0 for event in steps)), drawn))
     if run.evaluations:
-        found = told("Evaluation losses", ("step", "loss"), run.evaluations, _evaluation, "events.jsonl")
-        tables.append((found, ""))
+        evaluations = told("Evaluation losses", ("step", "loss"), run.evaluations, _evaluation, "events.jsonl")
+        tables.append((evaluations, ""))
     skipped = sum(bool(event.get("skipped")) for event in steps)
     words = f"In {skipped} step(s) fp16 overflowed, and they were skipped." if skipped else ""
     return Section(title=title, words=words, tables=tables)

@@ -64,8 +64,8 @@ class Record:
     @property
     def target(self) -> Mapping[str, Any] | None:
         """The script, module or function that it ran; None of the recipe."""
-        found: Mapping[str, Any] | None = self.about.get("target")
-        return found
+        target: Mapping[str, Any] | None = self.about.get("target")
+        return target
 
     @property
     def command(self) -> str:
@@ -111,8 +111,8 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Tokens per second over all ranks, of the median step after the fifth; None where steps do not say their tokens."""
-    found = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
-    return _median(found) if found else None
+    rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
+    return _median(rates) if rates else None
 
 
 def pace(event: Mapping[str, Any]) -> float | None:
@@ -122,8 +122,8 @@ def pace(event: Mapping[str, Any]) -> float | None:
 
 def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> str:
     if target["kind"] == "function":
-        said = ", ".join(f"{name}={value!r}" for name, value in differing(strategy).items())
-        return f"tk.launch({target['name']}, tk.Strategy({said}), processes={ranks})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in differing(strategy).items())
+        return f"tk.launch({target['name']}, tk.Strategy({arguments}), processes={ranks})"
     words = [*to_flags(strategy), target["name"], *target["arguments"]]
     return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
 
@@ -143,12 +143,12 @@ def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None
     try:
         if folder.memory.stat().st_mtime < _started(about):
             return None
-        found: dict[str, Any] = redact_all(read_json(folder.memory))
+        record: dict[str, Any] = redact_all(read_json(folder.memory))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise RunError(f"{folder.memory} cannot be read: {error}. Repair or remove it.") from error
-    return found
+    return record
 
 
 def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
@@ -158,8 +158,8 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
         return "running", "It goes on. " + " ".join(_where(beat) for beat in sorted(beats, key=lambda beat: beat.rank))
-    if (said := _said(folder, about)) is not None:
-        return said
+    if (message := _said(folder, about)) is not None:
+        return message
     raised = folder.errors()
     if (rank := first_error(raised)) is not None:
         return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"

@@ -38,25 +38,25 @@ def sections_of(run: Record) -> list[Section]:
 def figures(run: Record) -> list[tuple[str, str]]:
     """What a person asks first, each as a name and a value."""
     train_config, steps = run.about["train_config"], run.steps
-    asked = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
-    found = [("status", run.status), ("steps", f"{run.done:,}{asked}")]
+    planned = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
+    rows = [("status", run.status), ("steps", f"{run.done:,}{planned}")]
     losses = [event["loss"] for event in steps if event["loss"] is not None]
     if losses:
-        found.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
+        rows.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
     if run.evaluations:
-        found.append(("evaluation loss", spell_number(run.evaluations[-1]["eval_loss"])))
+        rows.append(("evaluation loss", spell_number(run.evaluations[-1]["eval_loss"])))
     if steps:
         if rate := throughput(steps):
-            found.append(("tokens/s", f"{rate:,.0f}"))
-        found.append(("time in steps", format_seconds(sum(event["seconds"] for event in steps))))
+            rows.append(("tokens/s", f"{rate:,.0f}"))
+        rows.append(("time in steps", format_seconds(sum(event["seconds"] for event in steps))))
     if run.measured:
-        found.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
+        rows.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
         if run.forecast:
             expected = run.forecast["device"]["peak_bytes"]
-            found.append(("forecast / measured", ratio(expected, run.measured["peak_bytes"])))
+            rows.append(("forecast / measured", ratio(expected, run.measured["peak_bytes"])))
     elif run.forecast:
-        found.append(("forecast peak", format_bytes(run.forecast["device"]["peak_bytes"])))
-    return found
+        rows.append(("forecast peak", format_bytes(run.forecast["device"]["peak_bytes"])))
+    return rows
 
 
 def _outcome(run: Record) -> Section:
@@ -136,13 +136,13 @@ def _got(run: Record) -> Section | None:
 def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
     """Bytes of each rank beside the engine's account; ranks that hold the same are one row."""
 
-    def cells(held: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple("–" if held.get(part) is None else format_bytes(held[part]) for part in STATES)
+    def cells(key: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple("–" if key.get(part) is None else format_bytes(key[part]) for part in STATES)
 
     same: dict[tuple[str, ...], list[int]] = {}
     for rank, audit in enumerate(audits):
         same.setdefault(cells(audit["held"]), []).append(rank)
-    rows = [(_ranks(ranks), *held) for held, ranks in same.items()]
+    rows = [(_ranks(ranks), *key) for key, ranks in same.items()]
     if audits[0].get("expected"):
         rows.append(("account", *cells(audits[0]["expected"])))
     notes = ("account: what the engine's arithmetic says a rank holds.",)
@@ -150,8 +150,8 @@ def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ledger(audit: Mapping[str, Any]) -> Table:
-    held, asked = audit["held"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
-    rows = [(part, dtype, asked.get(part, "–")) for part, dtype in held.items()]
+    actual, expected = audit["held"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
+    rows = [(part, dtype, expected.get(part, "–")) for part, dtype in actual.items()]
     return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
 
 

@@ -158,14 +158,14 @@ class Folder:
     def errors(self) -> dict[int, dict[str, Any]]:
         """Rank → the exception that ended it, as `record_error` left it."""
         kinds = {"type": str, "message": str, "time": int | float, "tick": int | float, "host": str}
-        found = {}
+        errors = {}
         for path in self.logs.glob("rank-*.error.json"):
             with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
                 error = read_json(path)
                 check_fields(error, kinds)
                 if set(kinds) <= set(error):
-                    found[int(path.name.split(".")[0].removeprefix("rank-"))] = error
-        return found
+                    errors[int(path.name.split(".")[0].removeprefix("rank-"))] = error
+        return errors
 
     @contextlib.contextmanager
     def room_for_error(self, rank: int) -> Iterator[None]:
@@ -342,27 +342,27 @@ def read_run_json(path: Path) -> dict[str, Any]:
     """
     file = path / "run.json"
     try:
-        found: dict[str, Any] = read_json(file)
-        check_fields(found, RUN)
-        for attempt in found.get("attempts", ()):
+        record: dict[str, Any] = read_json(file)
+        check_fields(record, RUN)
+        for attempt in record.get("attempts", ()):
             check_fields(attempt, ATTEMPT)
     except FileNotFoundError:
         raise _no_run(path) from None
     except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
-    missing = {"strategy", "train_config", "run_config", "ranks"} - set(found)
+    missing = {"strategy", "train_config", "run_config", "ranks"} - set(record)
     if missing:
         raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
-    if not 0 < found["ranks"] <= RANKS:
+    if not 0 < record["ranks"] <= RANKS:
         raise RunError(
-            f"{file}: ranks is {found['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
+            f"{file}: ranks is {record['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
         )
-    sizes = found.get("parallelism", {}).values()
+    sizes = record.get("parallelism", {}).values()
     if not all(type(size) is int and 0 < size <= RANKS for size in sizes):
         raise RunError(
             f"{file}: parallelism is not made of sizes of at least 1. Name the folder of a run to go on with."
         )
-    return found
+    return record
 
 
 def _refuse_old(path: Path) -> None:
@@ -378,9 +378,9 @@ def _refuse_old(path: Path) -> None:
         raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
     if (path / "run.json").exists() or (path / "events.jsonl").exists():
         raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
-    if found := _foreign(path):
+    if entry := _foreign(path):
         raise RunError(
-            f"{path} is not empty (it has {min(found)}): expected a new or an empty folder. "
+            f"{path} is not empty (it has {min(entry)}): expected a new or an empty folder. "
             "Choose another with --run-dir."
         )
 
@@ -388,18 +388,18 @@ def _refuse_old(path: Path) -> None:
 def _foreign(path: Path) -> set[str]:
     """What is in a folder that no run of ours wrote before it had begun: a new run neither removes nor replaces it."""
     drafts = {entry.name for entry in path.iterdir() if _DRAFT.fullmatch(entry.name)}  # of a process that was killed
-    found = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
+    names = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
     lock, logs = path / "lock", path / "logs"
     if lock.exists() and not is_lock(lock):
-        found.add("lock")
+        names.add("lock")
     if (path / "accelerate.yaml").exists() and not lock.exists():
-        found.add("accelerate.yaml")  # a run of ours writes it behind its lock
+        names.add("accelerate.yaml")  # a run of ours writes it behind its lock
     if logs.exists() and not logs.is_dir():
-        found.add("logs")
+        names.add("logs")
     for entry in logs.iterdir() if logs.is_dir() else ():
         if entry.is_dir() or not (LOGS.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
-            found.add(f"logs/{entry.name}")
-    return found
+            names.add(f"logs/{entry.name}")
+    return names
 
 
 def refuse_links(path: Path) -> None:

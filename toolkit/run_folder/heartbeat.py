@@ -172,13 +172,13 @@ class Beat:
 
 def read_beats(logs: Path) -> dict[int, Heartbeat]:
     """Rank → its last heartbeat, of those that have written one into `logs`. Files of another content are left out."""
-    found = {}
+    beats = {}
     for path in logs.glob("rank-*.beat"):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # just being written
             beat = Heartbeat(**read_json(path))
             _check(beat)
-            found[beat.rank] = beat
-    return found
+            beats[beat.rank] = beat
+    return beats
 
 
 def _check(beat: Heartbeat) -> None:

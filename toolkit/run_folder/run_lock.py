@@ -37,8 +37,8 @@ def new_token() -> str:
 
 def run_token() -> str:
     """What all ranks of this run, and of no other, have in common: what the supervisor set, or else their launcher."""
-    if found := os.environ.get(TOKEN):
-        return found
+    if token := os.environ.get(TOKEN):
+        return token
     if "LOCAL_RANK" not in os.environ:
         return new_token()
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -125,23 +125,23 @@ def _lines(data: bytes) -> Iterator[dict[str, Any]]:
     """The lines of a lock that name a run or one of its processes; anything else in it says nothing."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
-            found = parse_json(line)
-            check_fields(found, _LINE)
-            if set(found) != {"token"}:
-                check_process(found)
-            yield found
+            record = parse_json(line)
+            check_fields(record, _LINE)
+            if set(record) != {"token"}:
+                check_process(record)
+            yield record
 
 
-def check_process(found: Any) -> None:
+def check_process(record: Any) -> None:
     """Refuse what names no process: a number below 2 is that of a group, of all processes, or of the system's first one.
 
     Raises:
         ValueError: with what is wrong.
     """
-    check_fields(found, _LINE)
-    missing = {"pid", "started", "host"} - set(found)
-    if missing or not 1 < found["pid"] < 2**31:
-        raise ValueError(f"it has no {min(missing)}" if missing else f"pid is {found['pid']}")
+    check_fields(record, _LINE)
+    missing = {"pid", "started", "host"} - set(record)
+    if missing or not 1 < record["pid"] < 2**31:
+        raise ValueError(f"it has no {min(missing)}" if missing else f"pid is {record['pid']}")
 
 
 def is_lock(path: Path) -> bool:

@@ -158,13 +158,13 @@ def _own(model: nn.Module) -> None:
     """
     tensor: Any
     for tensor in (*model.parameters(), *model.buffers()):
-        held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-        if held.device.type != "cpu" or held.untyped_storage().resizable():
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != "cpu" or local.untyped_storage().resizable():
             continue
-        if held is tensor:
+        if local is tensor:
             tensor.data = tensor.data.clone()
         else:  # in place: whoever has the DTensor keeps it
-            tensor._local_tensor = held.clone()
+            tensor._local_tensor = local.clone()
 
 
 def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:

@@ -38,8 +38,8 @@ def restore_masters(prepared: Prepared) -> None:
             for parameter in _trained(prepared.job.spec):
                 whole = _broadcast(prepared, parameter.shape, read and (lambda name=parameter.name: read(name)))
                 _write(parameter.name, whole, masters.get(parameter.name, []))
-    for name, found in masters.items():
-        _compare(name, found, copies.get(name, []))
+    for name, master in masters.items():
+        _compare(name, master, copies.get(name, []))
 
 
 def _trained(spec: ModelSpec) -> list[Parameter]:
@@ -48,8 +48,8 @@ def _trained(spec: ModelSpec) -> list[Parameter]:
 
 def _rounded(job: Job) -> bool:
     """Whether the engine keeps masters apart, and some tensor of the checkpoint was cast when it was read."""
-    kept = engine_of(job.strategy).expected_state(job).dtypes
-    if "master" not in kept or kept["master"] == kept["trainable"] or job.strategy.adapter != "none":
+    dtypes = engine_of(job.strategy).expected_state(job).dtypes
+    if "master" not in dtypes or dtypes["master"] == dtypes["trainable"] or job.strategy.adapter != "none":
         return False
     from safetensors import safe_open
 

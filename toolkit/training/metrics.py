@@ -134,5 +134,5 @@ def should_stop() -> bool:
 
     if not _signals.listening:
         _signals.__enter__()
-    asked = torch.tensor(float(_signals.number is not None), device=PartialState().device)
-    return bool(reduce(asked, reduction="sum").item())
+    signal_received = torch.tensor(float(_signals.number is not None), device=PartialState().device)
+    return bool(reduce(signal_received, reduction="sum").item())

@@ -27,8 +27,8 @@ _ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IG
 
 def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
     """What a rank says of an error that `is_out_of_memory`: figures, and what to change."""
-    asked = _ASKED.search(str(error))
-    size = f"It asked for {_size(asked[1])}" if asked else "How much it asked for is not known"
+    request = _ASKED.search(str(error))
+    size = f"It asked for {_size(request[1])}" if request else "How much it asked for is not known"
     return OutOfMemory(f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_held()}. {advice(folder, beat)}")
 
 
@@ -42,17 +42,17 @@ def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) 
     )
 
 
-def aborted_for_memory(folder: Folder, rank: int, asked: str | None, beat: Heartbeat | None) -> str:
-    """The message for a rank that one of its libraries ended; `asked`: bytes, where the library said so."""
-    size = f"It asked for {format_bytes(int(asked))}" if asked else "How much it asked for is not known"
+def aborted_for_memory(folder: Folder, rank: int, request: str | None, beat: Heartbeat | None) -> str:
+    """The message for a rank that one of its libraries ended; `request`: bytes, where the library said so."""
+    size = f"It asked for {format_bytes(int(request))}" if request else "How much it asked for is not known"
     where = f" {beat.where}" if beat else ""
     return f"rank {rank} ran out of memory{where}. {size}; {_last_held(beat)}. {advice(folder, beat)}"
 
 
 def _last_held(beat: Heartbeat | None) -> str:
     total, _ = host_memory()
-    held = f"it held {format_bytes(beat.rss)} at its last heartbeat, and " if beat else ""
-    return f"{held}the host has {format_bytes(total)}"
+    usage = f"it held {format_bytes(beat.rss)} at its last heartbeat, and " if beat else ""
+    return f"{usage}the host has {format_bytes(total)}"
 
 
 def advice(folder: Folder, beat: Heartbeat | None) -> str:
@@ -115,9 +115,9 @@ def _kills(root: Path, own: Path, machine: Path) -> int:
         _, controllers, path = line.split(":", 2)
         if controllers in files:
             for folder in (root / controllers / path.lstrip("/"), root / controllers):
-                found = _counted(folder / files[controllers])
-                if found is not None:
-                    return found
+                counts = _counted(folder / files[controllers])
+                if counts is not None:
+                    return counts
     return _counted(machine) or 0
 
 
@@ -140,9 +140,9 @@ def _held() -> str:
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
             free, total = torch.cuda.mem_get_info()
-            held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             return (
-                f"it held {format_bytes(held)} ({format_bytes(reserved)} reserved), and {format_bytes(free)} of the "
+                f"it held {format_bytes(allocated)} ({format_bytes(reserved)} reserved), and {format_bytes(free)} of the "
                 f"device's {format_bytes(total)} were free"
             )
     import psutil
@@ -157,9 +157,9 @@ def _host() -> str:
     import psutil
 
     total, free = host_memory()
-    said = f"{format_bytes(free)} of the host's {format_bytes(total)} were free"
+    usage = f"{format_bytes(free)} of the host's {format_bytes(total)} were free"
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return said
+        return usage
     used = psutil.Process().memory_info().vms
-    return f"{format_bytes(used)} of the {format_bytes(limit)} that `ulimit -v` allows were in use; {said}"
+    return f"{format_bytes(used)} of the {format_bytes(limit)} that `ulimit -v` allows were in use; {usage}"

@@ -119,7 +119,7 @@ def run_preflight(
         else None
     )
     spec = described(run_config.model, run_config.trust_remote_code)
-    asked = resolve(strategy, train_config, spec, ranks, device)
+    resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
         check_quantized(spec, run_config.allow_unquantized)
     require_weights(spec)
@@ -130,7 +130,7 @@ def run_preflight(
             contents,
             tokenizer,
             spec,
-            seq_len=asked.train_config.seq_len,
+            seq_len=resolved.train_config.seq_len,
             mask_prompts=run_config.mask_prompts,
             chat_template=run_config.chat_template,
             packing=None if run_config.packing else False,
@@ -139,18 +139,18 @@ def run_preflight(
 
     rows = rows_of(data) if data else rows
     assert rows is not None, "the data were prepared by the parent, or read here"
-    check_batch(rows, asked.train_config, dp_size=asked.parallelism.dp_size)
+    check_batch(rows, resolved.train_config, dp_size=resolved.parallelism.dp_size)
     eval_rows = rows_of(eval_data) if eval_data else eval_rows
     read = {"data": data, "eval_data": eval_data}
     notes += tuple(f"{name}: {each.source.summary}" for name, each in read.items() if each and each.source.summary)
-    return Preflight(job=asked, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
+    return Preflight(job=resolved, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
 
 
-def _prepared(said: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
+def _prepared(message: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
     """Rows, rows for evaluation and notes that the parent handed over; nothing without a parent."""
-    if said is None:
+    if message is None:
         return None, None, ()
-    rows, eval_rows, notes = json.loads(said)
+    rows, eval_rows, notes = json.loads(message)
     return find_rows(rows), find_rows(eval_rows) if eval_rows else None, tuple(notes)
 
 
@@ -159,10 +159,10 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
     try:
         if preflight.job.strategy.adapter != "none":
             import peft  # noqa: F401 - loading needs it too, and with it the trace needs no process of its own
-        found = forecast_job(
+        result = forecast_job(
             preflight.job, machine, one_document=preflight.rows.one_document, checkpoints=run_config.checkpoints
         )
-        return dataclasses.replace(preflight, forecast=found)
+        return dataclasses.replace(preflight, forecast=result)
     except Exception as error:  # a run goes on without a forecast, whatever was in its way
         return dataclasses.replace(preflight, unforecast=str(error))
 
@@ -188,10 +188,10 @@ def versions() -> dict[str, str | None]:
     """The versions of Python and of `LIBRARIES`; None for what is not installed."""
     from importlib import metadata
 
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed

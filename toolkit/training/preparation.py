@@ -86,9 +86,9 @@ def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
     import torch
 
     # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
-    found = objects if isinstance(objects, list | tuple) else (objects,)
-    model = next(item for item in found if isinstance(item, torch.nn.Module))
-    optimizer = next((item for item in found if isinstance(item, torch.optim.Optimizer)), None)
+    result = objects if isinstance(objects, list | tuple) else (objects,)
+    model = next(item for item in result if isinstance(item, torch.nn.Module))
+    optimizer = next((item for item in result if isinstance(item, torch.optim.Optimizer)), None)
     if optimizer is None:
         raise StrategyMismatch(PAIR.format("a model without its optimizer"))
     return Prepared(job_of(accelerator), model, optimizer, accelerator)
@@ -118,51 +118,51 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
     Raises:
         StrategyMismatch: naming everything that is otherwise than asked.
     """
-    asked, engine = prepared.job, engine_of(prepared.job.strategy)
-    held = engine.measure_state(prepared)
+    job, engine = prepared.job, engine_of(prepared.job.strategy)
+    state = engine.measure_state(prepared)
     if gradients is not None:
-        held = replace(held, dtypes={**held.dtypes, "gradients": gradients})
+        state = replace(state, dtypes={**state.dtypes, "gradients": gradients})
     other = None if known else _trains_other(prepared)
     if other:
         prepared.accelerator.print(f"prepare: bytes and dtypes were not compared, since {other}")
     rank = prepared.accelerator.process_index
-    expected = engine.expected_state(asked, rank) if asked.spec is not None and not other else None
-    found = Audit(
-        engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=held, expected=expected
+    expected = engine.expected_state(job, rank) if job.spec is not None and not other else None
+    result = Audit(
+        engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=state, expected=expected
     )
     wrong = engine.check(prepared)
-    if found.ranks != asked.ranks:
-        wrong.append(f"world size is {found.ranks}, expected {asked.ranks}")
+    if result.ranks != job.ranks:
+        wrong.append(f"world size is {result.ranks}, expected {job.ranks}")
     wrong += _ties(prepared)
     if expected is not None:
-        wrong += _bytes(held, expected, gradients is not None) + _dtypes(
-            held.dtypes, expected.dtypes, gradients is not None
+        wrong += _bytes(state, expected, gradients is not None) + _dtypes(
+            state.dtypes, expected.dtypes, gradients is not None
         )
     if wrong:
         raise StrategyMismatch(
-            f"sharding {asked.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
+            f"sharding {job.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
             f"{'Nothing was trained' if gradients is None else 'Training ended with its first step'}. "
             "Check versions with `toolkit doctor`."
         )
-    return found
+    return result
 
 
-def _bytes(held: StateMemory, expected: StateMemory, stepped: bool) -> list[str]:
+def _bytes(actual: StateMemory, expected: StateMemory, stepped: bool) -> list[str]:
     parts = ("trainable", "frozen", "master", *(("optimizer",) if stepped else ()))
     wrong = []
     for part in parts:
-        is_, should = getattr(held, part) or 0, getattr(expected, part) or 0
+        is_, should = getattr(actual, part) or 0, getattr(expected, part) or 0
         if abs(is_ - should) > max(TOLERANCE * should, SLACK):
             wrong.append(f"{part} takes {format_bytes(is_)} on this rank, expected {format_bytes(should)}")
     return wrong
 
 
-def _dtypes(held: Mapping[str, str], expected: Mapping[str, str], stepped: bool) -> list[str]:
+def _dtypes(actual: Mapping[str, str], expected: Mapping[str, str], stepped: bool) -> list[str]:
     """Moments and gradients have no dtype before the first step; after it nothing may be missing."""
     return [
-        f"{part} is {held.get(part, 'missing')}, expected {name}"
+        f"{part} is {actual.get(part, 'missing')}, expected {name}"
         for part, name in expected.items()
-        if held.get(part) != name and (stepped or part not in ("optimizer", "gradients"))
+        if actual.get(part) != name and (stepped or part not in ("optimizer", "gradients"))
     ]
 
 
@@ -173,11 +173,11 @@ def _trains_other(prepared: Prepared) -> str | None:
         return None
     model = prepared.accelerator.unwrap_model(prepared.model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    asked = {state.name for state in parameters_of(job) if state.trainable}
-    names = sorted(trained ^ asked)
+    expected = {state.name for state in parameters_of(job) if state.trainable}
+    names = sorted(trained ^ expected)
     if not names:
         return None
-    return f"the model trains {len(trained)} parameters and {job.spec.name} {len(asked)} (the first difference: {names[0]})"
+    return f"the model trains {len(trained)} parameters and {job.spec.name} {len(expected)} (the first difference: {names[0]})"
 
 
 def _ties(prepared: Prepared) -> list[str]:
@@ -203,8 +203,8 @@ def _find(module: Any, name: str) -> torch.nn.Parameter:
     owner, _, leaf = name.rpartition(".")
     holder: Any = base.get_submodule(owner)
     # An adapted module keeps its own weight in `base_layer`.
-    found: torch.nn.Parameter = getattr(getattr(holder, "base_layer", holder), leaf)
-    return found
+    parameter: torch.nn.Parameter = getattr(getattr(holder, "base_layer", holder), leaf)
+    return parameter
 
 
 def check_uniform(job: Job, model: torch.nn.Module) -> None:

@@ -61,12 +61,12 @@ def accelerator(
         RunError: for more ranks on this machine than it has devices, and while this process has another Accelerator.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
-    asked = agree(strategy, os.environ)
+    requested = agree(strategy, os.environ)
     check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     made: Accelerator = accelerator_class()(
-        resolve(asked, train_config or TrainConfig(), spec, ranks, machine.device),
+        resolve(requested, train_config or TrainConfig(), spec, ranks, machine.device),
         None if timeout is None else pg_timeout(timeout),
         log_with=log_with.split(",") if log_with else None,
         project_dir=project_dir,
@@ -153,7 +153,7 @@ def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | 
 
 
 def agree(
-    asked: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str], bound: Mapping[str, Any] | None = None
+    requested: Strategy | Mapping[str, Any] | None, environ: Mapping[str, str], bound: Mapping[str, Any] | None = None
 ) -> Strategy:
     """Merge the requested fields with those of the launch environment.
 
@@ -165,13 +165,13 @@ def agree(
     Raises:
         StrategyError: for a field with two different values; names both.
     """
-    if isinstance(asked, Strategy):
-        fields = dataclasses.asdict(asked)
+    if isinstance(requested, Strategy):
+        fields = dataclasses.asdict(requested)
         # An open precision contradicts nothing, and a launcher that says "no" binds nothing.
         if fields["precision"] == "auto":
             del fields["precision"]
     else:
-        fields = dict(asked or {})
+        fields = dict(requested or {})
     if "sharding" in fields:
         fields["sharding"] = from_dict(
             Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}

@@ -53,8 +53,8 @@ class StepProfile(Result):
         """
         if self.memory.measured is None:
             raise RunError(f"nothing was measured: {self.memory.reason}.")
-        found: Mapping[str, int] = self.memory.measured["phases"]
-        return found
+        measured: Mapping[str, int] = self.memory.measured["phases"]
+        return measured
 
     @property
     def peak_bytes(self) -> int:
@@ -65,8 +65,8 @@ class StepProfile(Result):
     def parts(self) -> Mapping[str, int]:
         """The measured peak by part: what the audit found, and one part, `transient`, for the rest."""
         assert self.memory.measured is not None, "`phases` has said so"
-        found: Mapping[str, int] = self.memory.measured["parts"]
-        return found
+        measured: Mapping[str, int] = self.memory.measured["parts"]
+        return measured
 
     @property
     def forecast_bytes(self) -> int:
@@ -119,10 +119,10 @@ class StepProfiles(Result):
 
     def forecast_seconds(self, name: str) -> float | None:
         """A step's, by the roofline; without one by the first trial's operations a second, as `calibrate` does, and not its own."""
-        first, asked = next(iter(self.trials.values())), self.trials[name].forecast
-        if asked.timing is not None:
-            return asked.timing.step_seconds
-        return None if asked is first.forecast else first.seconds * asked.operations / first.forecast.operations
+        first, forecast = next(iter(self.trials.values())), self.trials[name].forecast
+        if forecast.timing is not None:
+            return forecast.timing.step_seconds
+        return None if forecast is first.forecast else first.seconds * forecast.operations / first.forecast.operations
 
     def pictures(self) -> Sequence[str]:
         """Every peak by part, as forecast; and what was measured under it."""
@@ -174,27 +174,31 @@ def profile_steps(
         StrategyError: for a sharding that needs several processes, and for what cannot be forecast.
         ToolkitError: for whatever else is wrong with strategy, model or data.
     """
-    asked, train_config, run_config = (
+    request, train_config, run_config = (
         strategy or Strategy(),
         train_config or TrainConfig(steps=5),
         run_config or RunConfig(),
     )
-    if not asked.single_process:
+    if not request.single_process:
         raise StrategyError(
-            f"sharding {asked.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
+            f"sharding {request.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
         )
     machine = hardware()
     run_config = replace(
         run_config, save_every=0, save_seconds=0.0
     )  # without checkpoints the moments come with the first step
-    preflight = with_forecast(run_preflight(run_config, asked, train_config, 1, machine.device), run_config, machine)
+    preflight = with_forecast(run_preflight(run_config, request, train_config, 1, machine.device), run_config, machine)
     if preflight.forecast is None:
         raise StrategyError(f"{preflight.unforecast}")
-    said = StringIO()
-    with _alone(), redirect_stdout(said):
-        steps, held, memory = _run(preflight, run_config, measurement.start(machine.device.kind))
+    output = StringIO()
+    with _alone(), redirect_stdout(output):
+        steps, state, memory = _run(preflight, run_config, measurement.start(machine.device.kind))
     return StepProfile(
-        forecast=preflight.forecast, memory=memory, audit=held, steps=steps, notes=tuple(said.getvalue().splitlines())
+        forecast=preflight.forecast,
+        memory=memory,
+        audit=state,
+        steps=steps,
+        notes=tuple(output.getvalue().splitlines()),
     )
 
 

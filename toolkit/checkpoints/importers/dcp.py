@@ -96,8 +96,8 @@ def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] |
     """Map keys to the model's names: of the level `model`, or of the top level if no such level exists."""
     where = {key: tuple((paths or {}).get(key, (key,))) for key, record in stored.items() if _is_tensor(record)}
     where = {key: path for key, path in where.items() if path and all(isinstance(part, str) for part in path)}
-    found = {key: ".".join(path[path.index(_MODEL) + 1 :]) for key, path in where.items() if _MODEL in path[:-1]}
-    return found or {key: path[0] for key, path in where.items() if len(path) == 1}
+    names = {key: ".".join(path[path.index(_MODEL) + 1 :]) for key, path in where.items() if _MODEL in path[:-1]}
+    return names or {key: path[0] for key, path in where.items() if len(path) == 1}
 
 
 def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]) -> _Places:
@@ -105,12 +105,12 @@ def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetada
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    found = {}
+    places = {}
     for record, info in stored.items():
         index = _state(record, "MetadataIndex")
         if index["fqn"] in tensors:
             place = _state(info, "_StorageInfo")
-            found[MetadataIndex(index["fqn"], index.get("offset"))] = _StorageInfo(
+            places[MetadataIndex(index["fqn"], index.get("offset"))] = _StorageInfo(
                 relative_path=_of(str, place["relative_path"]),
                 offset=_of(int, place["offset"]),
                 length=_of(int, place["length"]),
@@ -118,11 +118,11 @@ def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetada
             )
     for key, tensor in tensors.items():
         for chunk in tensor.chunks:
-            place = found[MetadataIndex(key, chunk.offsets)]
+            place = places[MetadataIndex(key, chunk.offsets)]
             needed = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
             if place.offset < 0 or (place.length < needed and not place.transform_descriptors):
                 raise ValueError(f"{key}: {place.length} bytes at {place.offset}, expected at least {needed}")
-    return found
+    return places
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:

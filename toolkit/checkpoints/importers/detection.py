@@ -37,11 +37,11 @@ def open_foreign(folder: Path) -> Weights | None:
     if opens is not None:
         return opens()
     below = (path for path in sorted(folder.iterdir()) if path.is_dir() and not _OPTIMIZER.fullmatch(path.name))
-    found = {path: opens for path in below if (opens := _known(path, folder)) is not None}
-    if len(found) > 1:
-        names = ", ".join(path.name for path in list(found)[:4])
+    openers = {path: opens for path in below if (opens := _known(path, folder)) is not None}
+    if len(openers) > 1:
+        names = ", ".join(path.name for path in list(openers)[:4])
         raise CheckpointError(f"{folder} holds several checkpoints or models: {names}. Give the one that you want.")
-    return next((opens() for opens in found.values()), None)
+    return next((opens() for opens in openers.values()), None)
 
 
 def _known(folder: Path, root: Path) -> Callable[[], Weights] | None:

@@ -39,12 +39,12 @@ class Weights:
         Raises:
             CheckpointError: where its bytes cannot be read, or are not what the checkpoint said.
         """
-        found = self.read(name).contiguous()
-        if tuple(found.shape) != self.shapes[name]:
+        tensor = self.read(name).contiguous()
+        if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
-                f"{name} has the shape {tuple(found.shape)}, but the {self.kind} says {self.shapes[name]}. Copy it again."
+                f"{name} has the shape {tuple(tensor.shape)}, but the {self.kind} says {self.shapes[name]}. Copy it again."
             )
-        return found
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def listing(folder: Path, root: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: for a symbolic link that leads out of `root`.
     """
-    found = {path.name: path for path in sorted(folder.iterdir())}
-    for path in found.values():
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    for path in files.values():
         ensure_inside(path, root)
-    return found
+    return files
 
 
 def ensure_inside(path: Path, root: Path) -> Path:

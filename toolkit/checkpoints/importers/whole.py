@@ -52,15 +52,15 @@ def open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
 def _safetensors(path: Path) -> dict[str, Entry]:
     from safetensors import safe_open
 
-    found = {}
+    entries = {}
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no mapping
             piece = file.get_slice(name)
             shape = tuple(piece.get_shape())
             # A slice of nothing says torch's dtype; a tensor without dimensions has no slice.
             probe = piece[:0] if shape else file.get_tensor(name)
-            found[name] = Entry(shape, dtype_name(probe.dtype), partial(_one, path, name))
-    return found
+            entries[name] = Entry(shape, dtype_name(probe.dtype), partial(_one, path, name))
+    return entries
 
 
 def _one(path: Path, name: str) -> torch.Tensor:
@@ -74,13 +74,13 @@ def _one(path: Path, name: str) -> torch.Tensor:
 def _pickled(path: Path) -> dict[str, Entry]:
     import torch
 
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, tensor in dict(load(path)).items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             continue  # extra states of modules: no weights
         plain = checked(name, tensor)
-        found[name] = Entry(tuple(plain.shape), dtype_name(plain.dtype), partial(_itself, plain))
-    return found
+        entries[name] = Entry(tuple(plain.shape), dtype_name(plain.dtype), partial(_itself, plain))
+    return entries
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,16 +54,20 @@ def open_zero(folder: Path, root: Path) -> Weights:
         models = [load(files[name]) for name in names]
         first = models[0]
         _check_parallelism(folder, first, states[0])
-        found = {name: _plain(name, tensor) for name, tensor in _own(first["module"])}
+        tensors = {name: _plain(name, tensor) for name, tensor in _own(first["module"])}
         if third:
-            found |= _frozen(models)
-            found |= _partitioned(folder, first["param_shapes"], flats)
+            tensors |= _frozen(models)
+            tensors |= _partitioned(folder, first["param_shapes"], flats)
         else:
-            found |= _concatenated(folder, first["param_shapes"], flats, states[0].get("param_alignment_paddings"))
-        found |= {alias: found[held] for alias, held in (first.get("shared_params") or {}).items() if held in found}
+            tensors |= _concatenated(folder, first["param_shapes"], flats, states[0].get("param_alignment_paddings"))
+        tensors |= {
+            alias: tensors[original]
+            for alias, original in (first.get("shared_params") or {}).items()
+            if original in tensors
+        }
         steps, stage = int(first["global_steps"]), _stage(first, states[0])
     kind = f"DeepSpeed ZeRO-{stage} checkpoint, step {steps:,}, {len(states)} rank{'s' * (len(states) != 1)}"
-    return as_weights(kind, folder, {name: _entry(tensor) for name, tensor in found.items()})
+    return as_weights(kind, folder, {name: _entry(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -126,23 +130,23 @@ def _own(module: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Every rank's optimizer state, in order of ranks."""
-    found = {int(match["rank"]): match for match in map(_OPTIMIZER.fullmatch, files) if match}
+    by_rank = {int(match["rank"]): match for match in map(_OPTIMIZER.fullmatch, files) if match}
     strange = [
         name for name in files if _ANY.fullmatch(name) and not (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name))
     ]
-    doubled = len(found) != sum(bool(_OPTIMIZER.fullmatch(name)) for name in files)
+    doubled = len(by_rank) != sum(bool(_OPTIMIZER.fullmatch(name)) for name in files)
     if strange or doubled:
         raise CheckpointError(
             f"{folder} holds {strange[0] if strange else 'two optimizer files of one rank'}: expected one file a rank of "
             "pure data parallelism. Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
         )
-    if not found:
+    if not by_rank:
         raise CheckpointError(
             f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt: a rank's file, with the fp32 weights, is missing, "
             "or the checkpoint was written without ZeRO. Copy the file there, or take another checkpoint."
         )
-    prefix = found[min(found)]["prefix"]
-    names = [f"{prefix}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(found))]
+    prefix = by_rank[min(by_rank)]["prefix"]
+    names = [f"{prefix}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(by_rank))]
     require(names, files, folder)
     states = []
     for name in names:
@@ -189,7 +193,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, _Tensor]:
     """ZeRO-3's frozen parameters: a fragment a rank."""
-    found = {}
+    tensors = {}
     for name, size in (models[0].get("frozen_param_shapes") or {}).items():
         rows = [_flat([checked(name, model["frozen_param_fragments"][name]).reshape(-1)]) for model in models]
         shape, length = _shape(size), rows[0].starts[-1]
@@ -197,40 +201,40 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, _Tensor]:
             raise ValueError(
                 f"{name}: {len(rows)} fragments of {length:,} elements, expected {math.prod(shape):,} in all"
             )
-        found[name] = _Tensor(shape, rows, 0, length)
-    return found
+        tensors[name] = _Tensor(shape, rows, 0, length)
+    return tensors
 
 
 def _partitioned(folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[Any]]) -> dict[str, _Tensor]:
     """ZeRO-3: each parameter is cut in as many equal parts as there are ranks, padded; a rank's parts follow each other."""
-    rows, start, found = [_flat(groups) for groups in flats], 0, {}
+    rows, start, entries = [_flat(groups) for groups in flats], 0, {}
     for name, size in ((name, size) for group in shapes for name, size in group.items()):
         shape = _shape(size)
         length = ceil_div(math.prod(shape), len(rows))
-        found[name] = _Tensor(shape, rows, start, length)
+        entries[name] = _Tensor(shape, rows, start, length)
         start += length
     ends = {row.starts[-1] for row in rows}
     if ends != {start}:
         raise CheckpointError(
             f"{folder}: the ranks hold {sorted(ends)} elements, expected {start:,} each. Copy it again."
         )
-    return found
+    return entries
 
 
 def _concatenated(
     folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[Any]], paddings: Sequence[Any] | None
 ) -> dict[str, _Tensor]:
     """ZeRO-1 and 2: a group's parameters follow each other, and the ranks' partitions cut that row anywhere."""
-    found: dict[str, _Tensor] = {}
+    tensors: dict[str, _Tensor] = {}
     for at, (group, partitions) in enumerate(zip(shapes, zip(*flats, strict=True), strict=True)):
         row, start = _flat(partitions), 0
         for (name, size), padding in zip(group.items(), paddings[at] if paddings else [0] * len(group), strict=True):
             shape = _shape(size)
             length = math.prod(shape)
-            found[name] = _Tensor(shape, [row], start, length)
+            tensors[name] = _Tensor(shape, [row], start, length)
             start += length + int(padding)
         # The end is padded to a multiple of twice the ranks, of which some versions save none and some all.
-        held, multiple = row.starts[-1], 2 * len(flats)
-        if held < start or round_up(held, multiple) != round_up(start, multiple):
-            raise CheckpointError(f"{folder}: group {at} holds {held:,} elements, expected {start:,}. Copy it again.")
-    return found
+        stored, multiple = row.starts[-1], 2 * len(flats)
+        if stored < start or round_up(stored, multiple) != round_up(start, multiple):
+            raise CheckpointError(f"{folder}: group {at} holds {stored:,} elements, expected {start:,}. Copy it again.")
+    return tensors

@@ -47,8 +47,8 @@ def curve(
     low, high = _range([float(value) for points in known.values() for _, value in points if value is not None])
     rows = [tick for tick in ticks(low, high, binary=binary) if low <= tick <= high] if any(known.values()) else []
     marks = [line(-6, 0, 14, 0, _colour(number, name), _dash(number)) for number, name in enumerate(lines)]
-    told = [_in_words(name, points, spell_y, at_most=names is not None) for name, points in known.items()]
-    body, top = lay_out(list(zip(marks, told, strict=True)), 44.0)
+    descriptions = [_in_words(name, points, spell_y, at_most=names is not None) for name, points in known.items()]
+    body, top = lay_out(list(zip(marks, descriptions, strict=True)), 44.0)
     top, left = top + 20, max((len(spell_y(tick)) for tick in rows), default=1) * LETTER + 22
     right, bottom = WIDTH - 22, top + HEIGHT
     places = [place for points in lines.values() for place, _ in points]
@@ -74,7 +74,7 @@ def curve(
         body.append(text((left + right) / 2, top + HEIGHT / 2, "nothing yet", colour=QUIET, anchor="middle"))
     for number, (name, points) in enumerate(lines.items()):
         body += _drawn(thinned(points), _colour(number, name), _dash(number), across, down)
-    return svg(title, f"{y} over {x}. {'. '.join(told) or 'nothing yet'}.", body, bottom + 46)
+    return svg(title, f"{y} over {x}. {'. '.join(descriptions) or 'nothing yet'}.", body, bottom + 46)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -82,17 +82,17 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     inner, stretches = points[1:-1], (most - 2) // 2
-    kept: list[Point] = [points[0]]
+    result: list[Point] = [points[0]]
     for number in range(stretches):
         stretch = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
         finite = [(value, place) for place, value in stretch if value is not None and math.isfinite(value)]
         gap = next(((place, None) for place, value in stretch if not _finite(value)), None)
-        found: list[Point] = [gap] if gap else []
+        extremes: list[Point] = [gap] if gap else []
         if finite:
             ends = [min(finite), max(finite)] if gap is None else [max(finite)]
-            found += [(place, value) for value, place in ends]
-        kept += sorted(set(found), key=lambda point: point[0])
-    return [*kept, points[-1]]
+            extremes += [(place, value) for value, place in ends]
+        result += sorted(set(extremes), key=lambda point: point[0])
+    return [*result, points[-1]]
 
 
 def _drawn(

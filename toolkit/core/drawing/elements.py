@@ -95,8 +95,8 @@ def text(
     more = (f' text-anchor="{anchor}"' if anchor != "start" else "") + (
         f' font-weight="{weight}"' if weight != 400 else ""
     )
-    told = f"<title>{escape(hover)}</title>" if hover not in ("", words) else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}"{more}>{told}{escape(words)}</text>'
+    tooltip = f"<title>{escape(hover)}</title>" if hover not in ("", words) else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}"{more}>{tooltip}{escape(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
@@ -116,11 +116,11 @@ def ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
 
 def lay_out(entries: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
     """A legend from line `y` on, of a mark (drawn around 0, 0) and its words each, and the line below it."""
-    found, x = [], 18.0
+    elements, x = [], 18.0
     for mark, words in entries:
         wide = len(words) * 6.5 + 38
         if x + wide > WIDTH and x > 18:
             x, y = 18.0, y + 20
-        found += [f'<g transform="translate({x:.1f} {y - 4:.1f})">{mark}</g>', text(x + 20, y, words, size=12)]
+        elements += [f'<g transform="translate({x:.1f} {y - 4:.1f})">{mark}</g>', text(x + 20, y, words, size=12)]
         x += wide
-    return found, y + 14 if entries else y - 6
+    return elements, y + 14 if entries else y - 6

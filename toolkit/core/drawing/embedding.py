@@ -22,11 +22,11 @@ def portable(html: str) -> str:
 
     Tooltips are lost: the table holds their text.
     """
-    return _PICTURE.sub(lambda found: _image(found[0]), html)
+    return _PICTURE.sub(lambda match: _image(match[0]), html)
 
 
 def _image(svg: str) -> str:
-    words = ". ".join(unescape(told) for _, told in _WORDS.findall(svg)[:2])
+    words = ". ".join(unescape(word) for _, word in _WORDS.findall(svg)[:2])
     box = _BOX.search(svg)
     # Both are known before it is decoded, so that a view which is redrawn twice a second does not jump.
     size = f'width="{box[1]}" height="{box[2]}" ' if box else ""

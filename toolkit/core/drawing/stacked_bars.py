@@ -59,11 +59,11 @@ def bars(
     near = limit is not None and limit <= 4 * highest
     ink = LIMIT if limit is not None and highest > limit else INK  # red is what does not fit
     top = max(highest, limit if limit is not None and near else 0.0) or 1.0
-    said = f"{limit_label or 'limit'} {spell(limit)}" if limit is not None else ""
+    limit_text = f"{limit_label or 'limit'} {spell(limit)}" if limit is not None else ""
     left = min(max((len(row.label) for row in rows), default=0) * LETTER + 14, 250.0)
     width = WIDTH - left - max((len(spell(total)) for total in totals), default=0) * (LETTER + 0.5) - 22
     body, y = _legend(rows, spell)
-    first = y + (24 if said else 6)
+    first = y + (24 if limit_text else 6)
     bottom = first + PITCH * len(rows)
     for tick in ticks(0.0, top, binary=spell is format_bytes):
         x = left + width * tick / top
@@ -75,15 +75,19 @@ def bars(
         x = left + width * limit / top
         body.append(line(x, first - 6, x, bottom, ink, ' stroke-width="2" stroke-dasharray="5 3"'))
         anchor = "end" if x > left + width / 2 else "start"
-        body.append(text(x, first - 11, said, size=12, colour=ink, anchor=anchor, weight=600))
+        body.append(text(x, first - 11, limit_text, size=12, colour=ink, anchor=anchor, weight=600))
     elif limit is not None:
         share = f"{highest / limit:.1%}" if highest >= limit / 1000 else "less than 0.1%"
-        beyond = f"{said}: beyond the picture, {share} of it is used"
+        beyond = f"{limit_text}: beyond the picture, {share} of it is used"
         body.append(text(left + width, first - 11, beyond, size=12, colour=ink, anchor="end", weight=600))
-    told = [f"{row.label}: {spell(total)} ({_in_words(row, spell)})" for row, total in zip(rows, totals, strict=True)]
+    descriptions = [
+        f"{row.label}: {spell(total)} ({_in_words(row, spell)})" for row, total in zip(rows, totals, strict=True)
+    ]
     if limit is not None:
-        told.append(f"The line marks the limit: {said}" if near else f"The limit is far above: {said}")
-    return svg(title, ". ".join(told) + ".", body, bottom + 26)
+        descriptions.append(
+            f"The line marks the limit: {limit_text}" if near else f"The limit is far above: {limit_text}"
+        )
+    return svg(title, ". ".join(descriptions) + ".", body, bottom + 26)
 
 
 def _bar(row: Bar, total: str, y: float, left: float, scale: float, spell: Callable[[float], str]) -> Iterator[str]:
@@ -94,10 +98,10 @@ def _bar(row: Bar, total: str, y: float, left: float, scale: float, spell: Calla
     for part, size in row.parts.items():
         if size <= 0:
             continue
-        wide, told = size * scale, f"{part}: {spell(size)}"
+        wide, tooltip = size * scale, f"{part}: {spell(size)}"
         yield (
             f'<rect x="{x:.1f}" y="{y + 1:.1f}" width="{max(wide - 1, 0.5):.1f}" height="25" fill="{colour(part)}">'
-            f"<title>{escape(told)}</title></rect>"
+            f"<title>{escape(tooltip)}</title></rect>"
         )
         if wide > len(spell(size)) * 6.2 + 8:
             yield text(x + wide / 2, y + 18, spell(size), size=11, colour=ink_on(colour(part)), anchor="middle")

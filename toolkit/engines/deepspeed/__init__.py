@@ -197,20 +197,20 @@ class DeepSpeed(Engine):
 
         Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
         """
-        found, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
         compute, weight = BYTES_OF[job.compute_dtype], BYTES_OF[job.weight_dtype]
-        trained = [state.elements for state in found if state.trainable]
+        trained = [state.elements for state in states if state.trainable]
         if _stage(job.strategy) < 3:
             flat = round_up(sum(trained), ALIGNMENT * ranks)
             shard = flat // ranks
-            trainable, frozen = flat * compute, sum(state.bytes for state in found if not state.trainable)
+            trainable, frozen = flat * compute, sum(state.bytes for state in states if not state.trainable)
         else:
             shard = sum(ceil_div(elements, ranks) for elements in trained)
             limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
-            small = [state for state in found if copies(job) and state.elements <= limit]
+            small = [state for state in states if copies(job) and state.elements <= limit]
             trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
             frozen = sum(state.bytes for state in small if not state.trainable) + sum(
-                ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable
+                ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable
             )
         return StateMemory(
             trainable=trainable,
@@ -244,10 +244,10 @@ class DeepSpeed(Engine):
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
-        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
+        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
         share, stage = (ranks - 1) / ranks, _stage(job.strategy)
         compute = BYTES_OF[job.compute_dtype]
-        trained = sum(state.elements for state in found if state.trainable)
+        trained = sum(state.elements for state in states if state.trainable)
         reduced = share * trained * BYTES_OF[job.precision.reduce]
         if stage < 3:
             sent = [
@@ -255,7 +255,7 @@ class DeepSpeed(Engine):
                 Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
             ]
         else:
-            whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in found)
+            whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
             sent = [
                 Transfer(share * whole, micro, phase, "ring", f"parameters, all-gathered for the {phase}")
                 for phase in ("forward", "backward")

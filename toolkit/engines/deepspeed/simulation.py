@@ -21,35 +21,35 @@ ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
 
 
-def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
+def simulate_load(job: Job, ledger: Ledger, state: StateMemory) -> None:
     """Load and prepare, until the parameters are partitioned or flattened."""
     if job.settings["zero_optimization"]["stage"] == 3:
-        partitioned(job, ledger, held)
+        partitioned(job, ledger, state)
     else:
-        loaded(ledger, job, held.parameters)
-        _flattened(job, ledger, held)
+        loaded(ledger, job, state.parameters)
+        _flattened(job, ledger, state)
 
 
 def simulate_training(
-    job: Job, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool
+    job: Job, step: Sequence[Segment], ledger: Ledger, state: StateMemory, *, checkpoints: bool
 ) -> None:
     """The masters, the moments, and one step of all micro-batches."""
     whole = job.settings["zero_optimization"]["stage"] == 3
     offload = job.strategy.offload != "none"
-    (ledger.offload if offload else ledger.hold)("master", held.master)
+    (ledger.offload if offload else ledger.hold)("master", state.master)
     moves = Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
-    moments(ledger, job, held, checkpoints, offload=offload)
+    moments(ledger, job, state, checkpoints, offload=offload)
     walk(ledger, job, step, moves)
     ledger.enter("step")
     moves.step()
 
 
-def _flattened(job: Job, ledger: Ledger, held: StateMemory) -> None:
+def _flattened(job: Job, ledger: Ledger, state: StateMemory) -> None:
     """Stages 1 and 2 copy what is trained into one tensor: on the device where it is free twice, else on the host."""
-    if job.device.kind == "cpu" or held.parameters + held.trainable <= job.device.free_bytes:
-        ledger.touch("parameters", held.trainable)
+    if job.device.kind == "cpu" or state.parameters + state.trainable <= job.device.free_bytes:
+        ledger.touch("parameters", state.trainable)
     else:
-        ledger.touch_host("parameters", 2 * held.trainable)
+        ledger.touch_host("parameters", 2 * state.trainable)
 
 
 class _Buckets:
@@ -150,11 +150,11 @@ def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dic
     """Elements of a rank's part of all parameters laid end to end, and of each parameter how many lie in which rank's."""
     shard = round_up(sum(elements.values()), ALIGNMENT * ranks) // ranks
     ends = itertools.accumulate(elements.values())
-    found = {}
+    parts = {}
     for (name, size), end in zip(elements.items(), ends, strict=True):
         inside = {rank: min(end, (rank + 1) * shard) - max(end - size, rank * shard) for rank in range(ranks)}
-        found[name] = {rank: count for rank, count in inside.items() if count > 0}
-    return shard, found
+        parts[name] = {rank: count for rank, count in inside.items() if count > 0}
+    return shard, parts
 
 
 def _fullest(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:

@@ -34,7 +34,7 @@ def check(prepared: Prepared) -> list[str]:
         ("parameter offload", _device(engine.zero_offload_param()), "cpu" if strategy.offload == "cpu" else "none"),
         ("gradient clipping", engine.gradient_clipping(), prepared.job.train_config.max_grad_norm),
     )
-    wrong = [f"{name} is {found}, expected {expected}" for name, found, expected in rows if found != expected]
+    wrong = [f"{name} is {actual}, expected {expected}" for name, actual, expected in rows if actual != expected]
     where = {master.device.type for master in masters_of(engine.optimizer)}
     expected_on = {"cpu"} if strategy.offload != "none" else {prepared.job.device.kind}
     return (
@@ -88,8 +88,8 @@ def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
     engine = prepared.model
     stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
     for name, parameter in engine.module.named_parameters():
-        found = _shards3(engine, name, parameter) if stage3 else _shards12(engine, name, parameter)
-        for shard, flat, offset in found:
+        local = _shards3(engine, name, parameter) if stage3 else _shards12(engine, name, parameter)
+        for shard, flat, offset in local:
             yield shard
             if flat is not None:
                 length = shard.tensor.numel()
@@ -113,12 +113,12 @@ def _shards12(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, A
 
 
 def _shards3(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, Any, int]]:
-    shape, held = tuple(parameter.ds_shape), parameter.ds_tensor
-    box, start = whole_box(shape), held.numel() * parameter.ds_zero_partition_rank
+    shape, local = tuple(parameter.ds_shape), parameter.ds_tensor
+    box, start = whole_box(shape), local.numel() * parameter.ds_zero_partition_rank
     # The last rank's shard is padded to the common size.
-    length = max(0, min(held.numel(), parameter.ds_numel - start))
+    length = max(0, min(local.numel(), parameter.ds_numel - start))
     if length:
-        yield Shard(name, PARAMETER, shape, box, start, held.detach().view(-1)[:length]), None, 0
+        yield Shard(name, PARAMETER, shape, box, start, local.detach().view(-1)[:length]), None, 0
     if length and parameter.requires_grad:
         group, offset, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
         flat = engine.optimizer.fp32_partitioned_groups_flat[group]

@@ -34,18 +34,18 @@ def copies(job: Job) -> bool:
     return job.parallelism.shard_size > 1 or (job.strategy.offload == "cpu" and job.device.kind == "cuda")
 
 
-def partitioned(job: Job, ledger: Ledger, held: StateMemory) -> None:
+def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
     """The parameters, from the checkpoint to shards.
 
     `zero.Init`: rank 0 reads each whole and broadcasts it before it is cut. transformers skips that for quantized models.
     """
-    found = list(parameters_of(job))
-    base = [state for state in found if not (state.trainable and job.strategy.adapter != "none")]
+    states = list(parameters_of(job))
+    base = [state for state in states if not (state.trainable and job.strategy.adapter != "none")]
     keep = ledger.offload if job.strategy.offload == "cpu" else ledger.hold
     if job.strategy.quantized:
-        read = sum(state.bytes for state in found)
+        read = sum(state.bytes for state in states)
         loaded(ledger, job, read)
-        ledger.touch("parameters", max(ceil_div(state.bytes, job.parallelism.shard_size) for state in found))
+        ledger.touch("parameters", max(ceil_div(state.bytes, job.parallelism.shard_size) for state in states))
         ledger.hold("parameters", -read)
     else:
         size = BYTES_OF[job.compute_dtype]
@@ -55,7 +55,7 @@ def partitioned(job: Job, ledger: Ledger, held: StateMemory) -> None:
         ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
         ledger.enter("prepare")
         keep("parameters", -read)
-    keep("parameters", held.parameters)
+    keep("parameters", memory.parameters)
 
 
 @dataclass(eq=False)
@@ -86,8 +86,8 @@ class Fetches:
         self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
         self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
         limit = zero["stage3_param_persistence_threshold"]
-        found = list(parameters_of(job))
-        self._elements = {state.name: state.elements for state in found}
+        states = list(parameters_of(job))
+        self._elements = {state.name: state.elements for state in states}
         self._known = {name: name for name in self._elements} | {
             other: names[0] for names in job.spec.tied for other in names[1:]
         }
@@ -106,7 +106,7 @@ class Fetches:
         self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
         for name, at in self._places:
             self._uses[name].append(at)
-        self._shard = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in found if state.trainable)
+        self._shard = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in states if state.trainable)
         self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
         self._offload = job.strategy.offload != "none"
         keep = ledger.offload if self._offload else ledger.hold
@@ -116,7 +116,7 @@ class Fetches:
         ledger.hold("buffers", self._room * self._reduced)
         # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own.
         largest = max(
-            (ceil_div(state.elements, job.parallelism.shard_size) for state in found if state.trainable), default=0
+            (ceil_div(state.elements, job.parallelism.shard_size) for state in states if state.trainable), default=0
         )
         copies = 2 if job.device.kind == "cpu" and job.parallelism.shard_size > 1 else 1
         ledger.touch("buffers", largest * job.parallelism.shard_size * self._size * copies)
@@ -152,8 +152,8 @@ class Fetches:
             self._ready(name)
         elif what == "end":
             self._reduce()
-            for held in [*self._whole]:
-                self._free(held)
+            for gathered in [*self._whole]:
+                self._free(gathered)
 
     def _fetch(self, module: str) -> None:
         """`_fetch_sub_module_impl`: what it owns, then what comes next, up to the bucket's size."""

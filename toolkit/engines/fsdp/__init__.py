@@ -95,18 +95,18 @@ class FSDP(Engine):
             cpu_ram_efficient_loading=not job.strategy.quantized,
             activation_checkpointing=False,
         )
-        found: dict[str, Any] = {
+        kwargs: dict[str, Any] = {
             "fsdp_plugin": chosen,
             "mixed_precision": job.precision.accelerate if job.precision.mixed else "no",
             "kwargs_handlers": handlers(timeout),
         }
         if ours["replicate"] > 1:
-            found["parallelism_config"] = ParallelismConfig(
+            kwargs["parallelism_config"] = ParallelismConfig(
                 dp_replicate_size=ours["replicate"], dp_shard_size=ours["shard"]
             )
         if job.device.kind == "cpu":
             cpu.shard_with_fsdp(timeout)
-        return found
+        return kwargs
 
     def environment(self, job: Job) -> dict[str, str | None]:
         """Accelerate adds gloo to the process group, for tensors on the host, only where it finds the offload (state.py:226).
@@ -130,15 +130,15 @@ class FSDP(Engine):
             "fsdp_reshard_after_forward": strategy.sharding != "fsdp_grad_op",
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-        found = base_yaml(strategy, ranks, nodes) | {"distributed_type": "FSDP", "fsdp_config": config}
+        content = base_yaml(strategy, ranks, nodes) | {"distributed_type": "FSDP", "fsdp_config": config}
         if strategy.dp_replicate > 1:
-            found["parallelism_config"] = {
+            content["parallelism_config"] = {
                 "parallelism_config_dp_replicate_size": strategy.dp_replicate,
                 "parallelism_config_dp_shard_size": ranks // strategy.dp_replicate,
                 "parallelism_config_tp_size": 1,
                 "parallelism_config_cp_size": 1,
             }
-        return found
+        return content
 
     def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Resharding, offload, groups and precision of a file with `distributed_type: FSDP`."""
@@ -174,11 +174,11 @@ class FSDP(Engine):
 
         torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
         """
-        found, ranks = list(parameters_of(job)), job.parallelism.shard_size
-        trained = sum(shard_elements(state, ranks) for state in found if state.trainable)
+        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        trained = sum(shard_elements(state, ranks) for state in states if state.trainable)
         return StateMemory(
             trainable=trained * BYTES_OF[job.weight_dtype],
-            frozen=sum(shard_elements(state, ranks) * BYTES_OF[state.dtype] for state in found if not state.trainable),
+            frozen=sum(shard_elements(state, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable),
             optimizer=optimizer_bytes(job, trained),
             dtypes={
                 **dict.fromkeys(("trainable", "gradients"), job.weight_dtype),
@@ -212,11 +212,11 @@ class FSDP(Engine):
 
         Source: Rajbhandari et al. 2020, section 7.
         """
-        found, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
+        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
         share = (ranks - 1) / ranks
         compute = BYTES_OF[job.compute_dtype]
-        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in found)
-        reduced = sum(state.elements for state in found if state.trainable) * BYTES_OF[reduce_dtype(job)]
+        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
+        reduced = sum(state.elements for state in states if state.trainable) * BYTES_OF[reduce_dtype(job)]
         sent = [Transfer(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
         if job.settings["reshard_after_forward"]:
             gathered = "parameters, all-gathered for the backward"
@@ -256,9 +256,9 @@ class FSDP(Engine):
         first: dict[int, torch.nn.Module] = {}
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Embedding):
-                kept = first.setdefault(id(module.weight), module)
-                if kept is not module:
-                    model.set_submodule(name, kept)
+                owner = first.setdefault(id(module.weight), module)
+                if owner is not module:
+                    model.set_submodule(name, owner)
         if not job.settings["wrap"]:
             model._no_split_modules = _blocks(model)  # type: ignore[assignment]
 
@@ -283,8 +283,8 @@ class FSDP(Engine):
 
 def _bound(reshard: str, offload: str, replicate: str, precision: str | None) -> dict[str, Any]:
     sharding = "hsdp" if int(replicate) > 1 else "fsdp" if reshard.lower() == "true" else "fsdp_grad_op"
-    found = {"sharding": sharding, "offload": "cpu" if offload.lower() == "true" else "none"}
-    return found | ({"dp_replicate": int(replicate)} if int(replicate) > 1 else {}) | read_precision(precision)
+    fields = {"sharding": sharding, "offload": "cpu" if offload.lower() == "true" else "none"}
+    return fields | ({"dp_replicate": int(replicate)} if int(replicate) > 1 else {}) | read_precision(precision)
 
 
 def _blocks(model: torch.nn.Module) -> list[str]:
@@ -293,8 +293,8 @@ def _blocks(model: torch.nn.Module) -> list[str]:
     Without one around the input embedding (BERT's): Accelerate shards the embedding itself, and a weight is sharded once.
     """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    said, found = set(getattr(model, "_no_split_modules", None) or ()), set()
+    class_names, blocks = set(getattr(model, "_no_split_modules", None) or ()), set()
     for module in model.modules():
-        if type(module).__name__ in said and all(part is not embedding for part in module.modules()):
-            found.add(type(module).__name__)
-    return sorted(found)
+        if type(module).__name__ in class_names and all(part is not embedding for part in module.modules()):
+            blocks.add(type(module).__name__)
+    return sorted(blocks)

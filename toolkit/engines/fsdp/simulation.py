@@ -29,15 +29,15 @@ def reduce_dtype(job: Job) -> str:
     return str(job.settings["reduce_dtype"] or job.weight_dtype)
 
 
-def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
+def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
     """Load and prepare, of rank 0, which reads the whole model and shares it out.
 
     Packed weights are read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
     """
-    found = parameters_of(job)
+    states = parameters_of(job)
     ledger.enter("load")
     # A GPU's are read into the host's memory, unless they are packed.
-    whole, beside = sum(state.bytes for state in found), joined(job)
+    whole, beside = sum(state.bytes for state in states), joined(job)
     read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
     ledger.hold("parameters", read)
     if read:
@@ -48,7 +48,7 @@ def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
     ledger.enter("prepare")
     keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
     if job.strategy.quantized:
-        keep("parameters", held.parameters)
+        keep("parameters", memory.parameters)
     else:
         _share_out(job, ledger, keep)
     ledger.hold("parameters", -read)
@@ -56,10 +56,10 @@ def simulate_load(job: Job, ledger: Ledger, held: StateMemory) -> None:
 
 
 def simulate_training(
-    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, held: StateMemory, *, checkpoints: bool
+    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, memory: StateMemory, *, checkpoints: bool
 ) -> None:
     """The moments, and one step of all micro-batches."""
-    moments(ledger, job, held, checkpoints, offload=job.strategy.offload != "none")
+    moments(ledger, job, memory, checkpoints, offload=job.strategy.offload != "none")
     walk(ledger, job, step, _Groups(job, trace, ledger))
     ledger.enter("step")
     trained = (state for state in parameters_of(job) if state.trainable)
@@ -74,10 +74,10 @@ def _share_out(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> No
     receives: it makes the next whole tensor while it has the last one.
     """
     assert job.spec is not None
-    found = {state.name: state for state in parameters_of(job)}
-    twins = [found[group[0]] for group in job.spec.tied for _ in group[1:]]
+    by_name = {state.name: state for state in parameters_of(job)}
+    twins = [by_name[group[0]] for group in job.spec.tied for _ in group[1:]]
     last = 0
-    for state in (*found.values(), *twins):
+    for state in (*by_name.values(), *twins):
         ledger.touch("workspace", last + state.bytes)
         keep("parameters", shard_bytes(job, state))
         ledger.touch("workspace", state.bytes)
@@ -233,7 +233,7 @@ class _Groups:
         self._ledger.hold("buffers", self._reducing)
         # A loop's variable keeps the last one until all is done (`foreach_reduce`).
         last = max(group.gradients, key=group.names.index)
-        kept = group.gradients.pop(last)
+        gradient = group.gradients.pop(last)
         self._ledger.hold("gradients", -sum(group.gradients.values()))
         shard = group.trained // self._ranks * self._reduce
         keep = self._ledger.offload if self._offload else self._ledger.hold
@@ -248,7 +248,7 @@ class _Groups:
                 self._ledger.touch("buffers", shard)
         if self._gloo:
             self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
-        self._ledger.hold("gradients", -kept)
+        self._ledger.hold("gradients", -gradient)
         group.gradients = {}
         if key in self._scattered:  # added to what earlier micro-batches left
             keep("gradients", -shard)
@@ -261,24 +261,24 @@ def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
     embedding, norm, head = trace.ends
     resharded = bool(job.settings["reshard_after_forward"])
     layers = [f"{stack.name}.{index}" for stack in trace.stacks for index in range(len(stack.kinds))]
-    found = {layer: _Group(resharded=resharded, first=layer, last=layer) for layer in layers}
+    groups = {layer: _Group(resharded=resharded, first=layer, last=layer) for layer in layers}
     tied = any(f"{embedding}.weight" in names and f"{head}.weight" in names for names in job.spec.tied)
     if embedding is not None and not tied:
-        found[embedding] = _Group(resharded=resharded, first=embedding, last=embedding)
+        groups[embedding] = _Group(resharded=resharded, first=embedding, last=embedding)
     tail = [name for name in (embedding if tied else None, norm, head) if name is not None]
     if tail:
-        found["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1])
-    found[""] = _Group(resharded=False)
+        groups["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1])
+    groups[""] = _Group(resharded=False)
     owner = {}
     for parameter in parameters_of(job):
         module = parameter.name.rpartition(".")[0]
         key = "tail" if module in tail else module
-        while key not in found:
+        while key not in groups:
             key = key.rpartition(".")[0]
         owner[parameter.name] = key
-        found[key].names.append(parameter.name)
+        groups[key].names.append(parameter.name)
         elements = shard_elements(parameter, job.parallelism.shard_size) * job.parallelism.shard_size
-        found[key].elements += elements
-        found[key].trained += elements if parameter.trainable else 0
-        found[key].cast += elements if parameter.dtype != job.compute_dtype else 0
-    return found, owner
+        groups[key].elements += elements
+        groups[key].trained += elements if parameter.trainable else 0
+        groups[key].cast += elements if parameter.dtype != job.compute_dtype else 0
+    return groups, owner

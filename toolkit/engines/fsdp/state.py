@@ -46,16 +46,16 @@ def _groups(prepared: Prepared) -> list[str]:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     ours = prepared.job.settings
-    asked = {name: getattr(torch, ours[name]) if ours[name] else None for name in ("param_dtype", "reduce_dtype")}
+    expected = {name: getattr(torch, ours[name]) if ours[name] else None for name in ("param_dtype", "reduce_dtype")}
     wrapped, wrong = set(), []
     for name, module in prepared.model.named_modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
         wrapped.add(type(module).__name__.removeprefix("FSDP"))
-        found = {key: getattr(group.mp_policy, key) for key in asked}
-        if found != asked:
-            wrong.append(f"{name or 'the root'} computes and reduces in {found}, expected {asked}")
+        actual = {key: getattr(group.mp_policy, key) for key in expected}
+        if actual != expected:
+            wrong.append(f"{name or 'the root'} computes and reduces in {actual}, expected {expected}")
         if isinstance(group.offload_policy, CPUOffloadPolicy) != ours["offload"]:
             wrong.append(f"{name or 'the root'} has offload {not ours['offload']}, expected {ours['offload']}")
         block = type(module).__name__.removeprefix("FSDP") in ours["wrap"]

@@ -52,35 +52,35 @@ class Mesh(Engine):
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         """The inner engine's, without what would shard or read the model again."""
-        found = self.inner.accelerator_kwargs(local_job(job), timeout)
-        found.pop("parallelism_config", None)
+        kwargs = self.inner.accelerator_kwargs(local_job(job), timeout)
+        kwargs.pop("parallelism_config", None)
         if self.sharded:
-            found["fsdp_plugin"].auto_wrap_policy = None
-            found["fsdp_plugin"].transformer_cls_names_to_wrap = None
-            found["fsdp_plugin"].cpu_ram_efficient_loading = False
-        return found
+            kwargs["fsdp_plugin"].auto_wrap_policy = None
+            kwargs["fsdp_plugin"].transformer_cls_names_to_wrap = None
+            kwargs["fsdp_plugin"].cpu_ram_efficient_loading = False
+        return kwargs
 
     def environment(self, job: Job) -> dict[str, str | None]:
         """The inner engine's; every rank reads its own part."""
-        found = self.inner.environment(local_job(job))
-        return {**found, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if self.sharded else found
+        environ = self.inner.environment(local_job(job))
+        return {**environ, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if self.sharded else environ
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """The inner engine's for several ranks. Accelerate's own tensor parallelism is not used, so the file does not name it."""
         sharding = strategy.sharding if self.sharded else "ddp"
         plain = dataclasses.replace(strategy, tp=1, sharding=sharding)
-        found = self.inner.to_yaml(plain, ranks, nodes)
-        found.pop("parallelism_config", None)
+        content = self.inner.to_yaml(plain, ranks, nodes)
+        content.pop("parallelism_config", None)
         if self.sharded:
-            found["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
-        return found
+            content["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
+        return content
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
         """The inner engine's. The launcher knows no groups, so neither `none` nor `hsdp` is told from the others."""
-        found = self.inner.from_env(environ)
-        if found is None:
+        fields = self.inner.from_env(environ)
+        if fields is None:
             return None
-        left = {name: value for name, value in found.items() if name not in ("sharding", "dp_replicate")}
+        left = {name: value for name, value in fields.items() if name not in ("sharding", "dp_replicate")}
         return left if self.sharded else {"sharding": "none", **left}
 
     # Forecast ---------------------------------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ class Mesh(Engine):
 
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
         """The inner engine's, of one rank of a group."""
-        found = self.inner.trace_config(job, masked=masked)
-        return dataclasses.replace(found, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
+        config = self.inner.trace_config(job, masked=masked)
+        return dataclasses.replace(config, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
         """The inner engine's."""
@@ -170,10 +170,10 @@ class Mesh(Engine):
             tensor = named.get(parameter.name)
             mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
             names = mesh.mesh_dim_names or () if mesh is not None else ()
-            found = mesh.size(names.index("tp")) if mesh is not None and "tp" in names else 1
+            tp = mesh.size(names.index("tp")) if mesh is not None and "tp" in names else 1
             expected = 1 if split_dimension(parameter, job.spec.tp_plan) is None else job.parallelism.tp
-            if tensor is not None and found != expected:
-                wrong.append(f"{parameter.name} is split over {found} tp ranks, expected {expected}")
+            if tensor is not None and tp != expected:
+                wrong.append(f"{parameter.name} is split over {tp} tp ranks, expected {expected}")
         return wrong[:3]
 
     def measure_state(self, prepared: Prepared) -> StateMemory:

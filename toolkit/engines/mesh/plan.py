@@ -122,15 +122,15 @@ def local_job(job: Job, rank: int = 0) -> Job:
 
 def _local_spec(spec: ModelSpec, tp: int, tp_rank: int) -> ModelSpec:
     # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan.
-    kept: dict[Any, ModelSpec] = vars(spec).setdefault("_local_specs", {})
-    if (tp, tp_rank) not in kept:
+    cache: dict[Any, ModelSpec] = vars(spec).setdefault("_local_specs", {})
+    if (tp, tp_rank) not in cache:
         shapes = (local_shape(parameter, spec.tp_plan, tp, tp_rank) for parameter in spec.parameters)
         parameters = (
             dataclasses.replace(parameter, shape=shape)
             for parameter, shape in zip(spec.parameters, shapes, strict=True)
         )
-        kept[tp, tp_rank] = dataclasses.replace(spec, parameters=tuple(parameters))
-    return kept[tp, tp_rank]
+        cache[tp, tp_rank] = dataclasses.replace(spec, parameters=tuple(parameters))
+    return cache[tp, tp_rank]
 
 
 def is_even(spec: ModelSpec, tp: int) -> bool:
