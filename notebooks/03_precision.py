@@ -345,7 +345,7 @@ for word in WORDS:
     run = tk.launch("toolkit.finetune", strategy, processes=RANKS, steps=STEPS, save=False, save_seconds=0)
     runs[word] = run.wait(progress=word == WORDS[0])  # the first one is shown live
 
-audits = {word: run.memory["audits"][0]["held"] for word, run in runs.items()}
+audits = {word: run.memory["audits"][0]["measured"] for word, run in runs.items()}
 KEPT = ("trainable", "master", "gradients", "reduce", "optimizer")
 rows = [(word, *(audit["dtypes"].get(part, "none apart") for part in KEPT)) for word, audit in audits.items()]
 columns = ("sharding", "parameters", "masters", "gradients", "reduced in", "optimizer")
@@ -443,7 +443,7 @@ def look(folder, out):
     seen["masters off, upstream"] = rounded()
     restore_masters(ours)  # what prepare adds
     seen["masters off, toolkit"] = rounded()
-    held = audit(ours).held.dtypes
+    held = audit(ours).measured.dtypes
     seen["preparation"] = held["trainable"] + (f", masters {held['master']}" if "master" in held else "")
 
     head = accelerator.unwrap_model(model).lm_head
@@ -455,7 +455,7 @@ def look(folder, out):
     ids = torch.randint(3, spec.vocab, (2, 64), generator=torch.Generator().manual_seed(0))
     for step in tk.train(ours, [{"input_ids": ids, "labels": ids}] * 2, schedule):
         seen["gradients"] = step.gradients
-    seen["optimizer"] = audit(ours, gradients=step.gradients).held.dtypes["optimizer"]
+    seen["optimizer"] = audit(ours, gradients=step.gradients).measured.dtypes["optimizer"]
     if accelerator.is_main_process:
         with open(out, "w") as file:
             json.dump(seen, file)
@@ -506,9 +506,9 @@ table("Largest relative distance of a master from the checkpoint", columns, rows
 
 # %%
 panel = tk.explore("precision", run=runs[WORDS[-1]])
-beside = [column for column in panel.value.columns if column.found]
+beside = [column for column in panel.value.columns if column.measured]
 assert [column.label for column in beside] == [WORDS[-1]]
-assert all(beside[0].dtypes[place] == name for place, name in beside[0].found.items())
+assert all(beside[0].dtypes[place] == name for place, name in beside[0].measured.items())
 panel
 
 # %% [markdown]

@@ -354,7 +354,7 @@ first
 # %%
 rows = []
 for way, trial in trials.items():
-    held = trial.audit.held
+    held = trial.audit.measured
     sizes = (held.trainable, held.frozen, held.optimizer, trial.peak_bytes)
     rows.append((way, *map(format_bytes, sizes), f"{trial.ratio:.3f}"))
 table = Table(
@@ -373,7 +373,7 @@ HTML(
 )
 
 # %%
-held = {way: trial.audit.held for way, trial in trials.items()}
+held = {way: trial.audit.measured for way, trial in trials.items()}
 assert {way: one.trainable // 4 for way, one in held.items()} == {
     "all weights": spec.elements,
     "LoRA": counted,

@@ -69,7 +69,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         "training": all(module.training for module in ours.model.modules()),
         "exact": exact,
         "pad": tokenizer.pad_token_id,
-        "held": {**held.to_dict(), "dtypes": dict(held.dtypes)},
+        "measured": {**held.to_dict(), "dtypes": dict(held.dtypes)},
         "expected": {**expected.to_dict(), "dtypes": dict(expected.dtypes)},
     }
 

@@ -56,7 +56,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     assert run.progress.tokens_per_second
     assert "sharding ddp on 2 cpu rank(s)" in run.logs(0)
     assert "running" in run._repr_html_()
-    assert [one["status"] for one in tk.runs(tmp_path).found] == ["running"]
+    assert [one["status"] for one in tk.runs(tmp_path).entries] == ["running"]
     with pytest.raises(RunError, match="holds a run already"):
         tk.launch("toolkit.finetune", "zero2", processes=2, run_dir=folder, steps=1)
     with pytest.raises(RunError, match=r"still runs after 0.3 s"):
@@ -64,7 +64,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
 
     run.stop()
     assert run.status == "stopped"
-    assert "stopped by SIGTERM. Published" in run.said
+    assert "stopped by SIGTERM. Published" in run.message
     assert not left_of(folder)
     steps = run.progress.step
     assert (folder / f"checkpoints/step-{steps:08d}/manifest.json").exists()
@@ -72,7 +72,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     again = tk.resume(run, steps=steps + 2).wait()
     assert again.status == "finished"
     assert list(again.metrics["step"] if hasattr(again.metrics, "columns") else []) == list(range(1, steps + 3))
-    assert again.said == ""
+    assert again.message == ""
     assert tk.attach(folder).status == "finished"
 
 
@@ -107,8 +107,8 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run.stop(timeout=30)
     assert run.status == run.report().status == "stopped"
     assert "stopped ddp lora" in run.logs(0), "it was heard between two steps, and the function came to its end"
-    assert "toolkit resume" in run.said
-    assert "runs it again" in run.said
+    assert "toolkit resume" in run.message
+    assert "runs it again" in run.message
 
     run = tk.resume(run, hosted, args=(words,)).wait()
     assert run.status == run.report().status == "finished"

@@ -127,9 +127,9 @@ def test_linear_modules_that_transformers_keeps_are_no_surprise(
     """T5's `wo` is never quantized, and gets an adapter all the same."""
     reference, result = found["t5 nf4 ddp lora fp32"], found[f"t5 {sharding} qlora fp32"]
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
-    assert result["held"]["frozen"] == pytest.approx(result["expected"]["frozen"], rel=0.02)
-    assert result["held"]["trainable"] == pytest.approx(
-        reference["held"]["trainable"] / (2 if sharding != "ddp" else 1), rel=0.1
+    assert result["measured"]["frozen"] == pytest.approx(result["expected"]["frozen"], rel=0.02)
+    assert result["measured"]["trainable"] == pytest.approx(
+        reference["measured"]["trainable"] / (2 if sharding != "ddp" else 1), rel=0.1
     )
 
 
@@ -166,7 +166,7 @@ def test_fused_experts_are_not_adapted_behind_ones_back(found: dict[str, dict[st
 
 
 def test_adapters_below_the_threshold_of_zero3_stay_whole(found: dict[str, dict[str, Any]]) -> None:
-    held, expected = (found["llama zero3 lora fp32"][which] for which in ("held", "expected"))
+    held, expected = (found["llama zero3 lora fp32"][which] for which in ("measured", "expected"))
     assert held["trainable"] == expected["trainable"] > 1.9 * held["master"]
 
 
@@ -180,7 +180,7 @@ def test_every_kind_of_model_trains_alike(found: dict[str, dict[str, Any]], kind
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), sharding
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), sharding
         for part in ("trainable", "frozen", "master", "optimizer"):
-            assert result["held"][part] == pytest.approx(result["expected"][part], rel=0.02), (sharding, part)
+            assert result["measured"][part] == pytest.approx(result["expected"][part], rel=0.02), (sharding, part)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])

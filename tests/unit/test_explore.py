@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
         "measured": measured,
         "reason": None,
         "forecast": found.to_dict(),
-        "audits": [{"held": {"dtypes": dtypes}}],
+        "audits": [{"measured": {"dtypes": dtypes}}],
     }
     (folder / "memory.json").write_text(json.dumps(memory))
     return folder
@@ -106,7 +106,7 @@ def test_every_choice_says_what_it_does(
 
 def test_equal_forecasts_differ_in_nothing(spec: ModelSpec) -> None:
     found = diff_forecasts(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
-    assert (found.why, found.asked) == ((), {})
+    assert (found.why, found.fields) == ((), {})
     assert all(row.ratio in (1.0, None) for row in found.differences)
     assert json.loads(found.to_json())["one"]["device"]["peak_bytes"] == found.one.peak_bytes
 
@@ -200,7 +200,7 @@ def test_packed_weights_say_what_they_lie_in(spec: ModelSpec) -> None:
 def test_an_audit_that_found_otherwise_is_said(run: Path) -> None:
     found = dtype_report(run=run)
     (one,) = found.columns
-    assert one.found["optimizer", "moments"] == one.dtypes["optimizer", "moments"]
+    assert one.measured["optimizer", "moments"] == one.dtypes["optimizer", "moments"]
     assert "found otherwise: gradients, added up at compute" in found.reason
 
 
@@ -213,7 +213,7 @@ def test_the_shell_asks_the_same(run: Path, capsys: pytest.CaptureFixture[str]) 
         main(["forecast", "--sharding", "zero3", *batch, "--against", "sharding=fsdp,micro-batch=1", "--json", "-"])
         == 0
     )
-    asked = json.loads(capsys.readouterr().out)["asked"]
+    asked = json.loads(capsys.readouterr().out)["fields"]
     assert (asked["sharding"], asked["micro_batch"]) == (["zero3", "fsdp"], [2, 1])
     assert main(["timeline", "--run", str(run)]) == 0
     assert "The run measured" in capsys.readouterr().out
@@ -357,23 +357,23 @@ def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.M
     there = dataclasses.replace(known, device=dataclasses.replace(known.device, name="NVIDIA H100 80GB HBM3"))
     monkeypatch.setattr(explorer_state, "hardware", lambda name=None: there if name is None else tk.hardware(name))
     panel = tk.explore("memory", spec, None, tk.Strategy(sharding="zero3"), LOOP)
-    assert "--hardware" not in command("memory", panel.asked)
+    assert "--hardware" not in command("memory", panel.state)
     panel.set(devices=4)
-    assert "--hardware '4x H100-80GB'" in command("memory", panel.asked)
+    assert "--hardware '4x H100-80GB'" in command("memory", panel.state)
     panel.set(devices=2, device="L4")
-    assert "--hardware '2x L4'" in command("memory", panel.asked)
-    words = made("memory", spec, hardware=there).asked.machine_words
+    assert "--hardware '2x L4'" in command("memory", panel.state)
+    words = made("memory", spec, hardware=there).state.machine_words
     assert (words, tk.hardware(words).device.name) == ("2x H100-80GB", "H100-80GB")
     unknown = dataclasses.replace(there, device=dataclasses.replace(there.device, name="NVIDIA X1", card=None))
     assert "'2x <NVIDIA X1, which the catalog lacks>'" in command(
-        "memory", made("memory", spec, hardware=unknown).asked
+        "memory", made("memory", spec, hardware=unknown).state
     )
 
 
 def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
     from transformers import GPT2Config
 
-    asked = made("memory", tk.describe(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512))).asked
+    asked = made("memory", tk.describe(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512))).state
     assert "toolkit forecast '<where its config is saved>'" in command("memory", asked)
 
 
@@ -382,7 +382,7 @@ def test_two_strategies_have_controls_of_their_own(spec: ModelSpec) -> None:
     panel.controls["against_sharding"].value = "fsdp"
     panel.controls["against_offload"].value = "cpu"
     assert isinstance(panel.value, ForecastDiff)
-    assert panel.value.asked["offload"] == ("none", "cpu")
+    assert panel.value.fields["offload"] == ("none", "cpu")
     assert "--against sharding=fsdp,offload=cpu" in panel.static_html()
 
 

@@ -93,7 +93,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
         assert len(tk.runs(tmp_path)) == 1
-        assert [one["status"] for one in tk.runs(tmp_path).found] == ["starting"]
+        assert [one["status"] for one in tk.runs(tmp_path).entries] == ["starting"]
         assert tk.attach(begins.path).stop(timeout=20).status == "failed"
         assert process.wait(20) == -15
 
@@ -131,7 +131,7 @@ def test_a_refused_resume_is_no_success(
 def test_a_run_that_is_stopped_at_once_was_stopped(tmp_path: Path) -> None:
     run = tk.launch(nothing, run_dir=tmp_path / "run").stop(timeout=60)
     assert run.status == "stopped"
-    assert "stopped" in run.wait(progress=False).said
+    assert "stopped" in run.wait(progress=False).message
 
 
 def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
     for how in ("stopped", "failed"):
         run.record_end(how, f"{how} as it went")
         found = tk.attach(run.path)
-        assert (found.status, found.said) == (how, f"{how} as it went") == (how, found.report().run.words)
+        assert (found.status, found.message) == (how, f"{how} as it went") == (how, found.report().run.words)
     run.memory.write_text("{}")
     os.utime(run.memory, (1, 1))
     assert found.memory is None, "it is an older attempt's"
@@ -204,7 +204,7 @@ def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     about["strategy"]["of_another_version"] = 1
     runs.write(tmp_path / "other", [], found=about)
     found = tk.runs(tmp_path)
-    assert {Path(one["folder"]).name: one["status"] for one in found.found} == {
+    assert {Path(one["folder"]).name: one["status"] for one in found.entries} == {
         "mine": "finished",
         "other": "unreadable",
     }
@@ -338,4 +338,4 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
 
 def test_json_of_a_row_is_json(tmp_path: Path) -> None:
     own(tmp_path / "mine")
-    assert json.loads(tk.runs(tmp_path).to_json())["found"][0]["status"] == "finished"
+    assert json.loads(tk.runs(tmp_path).to_json())["entries"][0]["status"] == "finished"

@@ -382,7 +382,7 @@ def _check_schedule(schedule: Any) -> None:
 
 def _remove(path: Path) -> None:
     """Out of sight in one step, then from the disk: what is half-removed is never taken for a checkpoint."""
-    gone = path.with_name(f".{path.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
-    shutil.rmtree(gone)
+    renamed = path.with_name(f".{path.name}.old")
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.rename(renamed)
+    shutil.rmtree(renamed)

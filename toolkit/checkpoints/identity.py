@@ -121,12 +121,12 @@ def _base(spec: ModelSpec) -> dict[str, Any]:
     files = local_weights(spec.source or spec.name)
     blobs = {path: path.resolve() for path in files}
     # The Hub's cache names a weight file by its sha256, and the folder of a snapshot by its revision.
-    known = {
+    fields = {
         path: blob.name for path, blob in blobs.items() if _BLOB.fullmatch(blob.name) and blob.parent.name == "blobs"
     }
     parent = files[0].parent
     revision = parent.name if parent.parent.name == "snapshots" else None
-    digests = {**known, **_remembered([path for path in files if path not in known])}
+    digests = {**fields, **_remembered([path for path in files if path not in fields])}
     return {"revision": revision, "files": {path.name: digests[path] for path in files}}
 
 

@@ -48,10 +48,10 @@ class ResumePoint:
 
     def __str__(self) -> str:
         """What is said to the user."""
-        taken = (
+        source = (
             f"resuming from {self.path}, after step {self.step}" if self.path else "no checkpoint: starting from step 0"
         )
-        return "\n".join([*self.skipped, taken])
+        return "\n".join([*self.skipped, source])
 
 
 def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoint:

@@ -42,13 +42,15 @@ def forecast(flags: argparse.Namespace) -> Result:
         from_dict(Strategy, given(flags, Strategy)),
         from_dict(TrainConfig, given(flags, TrainConfig)),
     )
-    beside = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {"ranks": flags.processes}
+    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {
+        "ranks": flags.processes
+    }
     change = read_assignments(flags.against or "", Strategy, TrainConfig, alone="sharding")
     other, batch = changed(strategy, train_config, change)
-    result = forecast(spec, strategy, flags.hardware, train_config, **beside)
+    result = forecast(spec, strategy, flags.hardware, train_config, **options)
     if not flags.against:
         return result
-    return diff_forecasts(result, forecast(spec, other, flags.hardware, batch, **beside))
+    return diff_forecasts(result, forecast(spec, other, flags.hardware, batch, **options))
 
 
 def timeline(flags: argparse.Namespace) -> Result:

@@ -34,9 +34,9 @@ def check_choices(owner: Any) -> None:
         StrategyError: with the nearest known value.
     """
     for f in dataclasses.fields(owner):
-        known, value = f.metadata.get("values"), getattr(owner, f.name)
-        if known and value not in known:
-            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, known)} Known: {', '.join(known)}.")
+        allowed, value = f.metadata.get("values"), getattr(owner, f.name)
+        if allowed and value not in allowed:
+            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, allowed)} Known: {', '.join(allowed)}.")
         if value in f.metadata.get("later", ()):
             raise StrategyError(f"{f.name} {value!r} is not available yet.")
 
@@ -90,10 +90,10 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Of a word that has to be one of several, the nearest is named."""
         if action.choices is not None and value not in action.choices:
-            known = ", ".join(map(str, action.choices))
+            choices = ", ".join(map(str, action.choices))
             what = action.metavar or action.dest
             near = nearest(value, action.choices)
-            raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {known}. See `{self.prog} --help`.")
+            raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {choices}. See `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
@@ -204,12 +204,12 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     Raises:
         StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
     """
-    known = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
+    names = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
     kinds = typing.get_type_hints(owner)
     for name, value in values.items():
-        if name not in known:
+        if name not in names:
             raise StrategyError(
-                f"{owner.__name__} has no field {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
+                f"{owner.__name__} has no field {name!r}.{nearest(name, names)} Known: {', '.join(names)}."
             )
         kind = _plain(kinds[name])
         right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)

@@ -106,10 +106,10 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
     """Refuse a number of data-parallel ranks that the sharding cannot divide; `product`: ranks of each of them."""
     word, ranks = strategy.sharding, _count(data * product)
     if kind == "none" and data != 1:
-        one = "one process" if product == 1 else _count(product)
+        count = "one process" if product == 1 else _count(product)
         choose = "1 process" if product == 1 else f"{product} processes"
         other = "ddp" if product == 1 else "fsdp"
-        raise StrategyError(f"sharding {word!r} is {one}; got {ranks}. Choose sharding {other!r}, or {choose}.")
+        raise StrategyError(f"sharding {word!r} is {count}; got {ranks}. Choose sharding {other!r}, or {choose}.")
     if kind == "replicate" and data < 2:
         raise StrategyError(
             f"sharding {word!r} needs at least {_count(2 * product)}; got {data * product}. "

@@ -67,9 +67,9 @@ def open_regular(path: Path) -> IO[bytes]:
 
 def leads_out(path: Path, folder: Path) -> Path | None:
     """Where a link leads that leaves its folder; None of any other. The Hub's cache links into the repository's own blobs."""
-    real, inside = (Path(os.path.realpath(one)) for one in (path, folder))  # `resolve` raises for links in a circle
-    above = [one for one in (inside, *inside.parents) if one.parent.name == "snapshots"]
-    roots = [inside, *(one.parents[1] / "blobs" for one in above)]
+    real, inside = (Path(os.path.realpath(item)) for item in (path, folder))  # `resolve` raises for links in a circle
+    above = [item for item in (inside, *inside.parents) if item.parent.name == "snapshots"]
+    roots = [inside, *(item.parents[1] / "blobs" for item in above)]
     return None if any(root in real.parents for root in roots) else real
 
 
@@ -127,8 +127,8 @@ def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
         raise ValueError(f"expected a JSON object, found {spelled(record)}")
     for name, kind in kinds.items():
         if name in record and (not isinstance(record[name], kind) or isinstance(record[name], bool) > (kind is bool)):
-            wanted = getattr(kind, "__name__", str(kind))
-            raise ValueError(f"{name} is {spelled(record[name])}, expected {wanted}")
+            expected = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"{name} is {spelled(record[name])}, expected {expected}")
 
 
 def spelled(value: Any) -> str:

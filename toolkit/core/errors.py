@@ -32,8 +32,10 @@ class ToolkitError(Exception):
     def _render_traceback_(self) -> list[str]:
         """In IPython: the line that asked, and the message. What would stand between are frames of this package."""
         cells = ("<ipython-input", "ipykernel_")
-        asked = [one for one in traceback.extract_tb(self.__traceback__) if any(mark in one.filename for mark in cells)]
-        line = [f"----> {asked[-1].line}"] if asked and asked[-1].line else []
+        frames = [
+            frame for frame in traceback.extract_tb(self.__traceback__) if any(mark in frame.filename for mark in cells)
+        ]
+        line = [f"----> {frames[-1].line}"] if frames and frames[-1].line else []
         return [*line, f"{type(self).__name__}: {self}"]
 
 
@@ -83,9 +85,9 @@ class MissingLibrary(ToolkitError):
     """A library or kernel that was asked for and is not installed, or does not work here."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str:
     """`" Did you mean 'zero3'?"`, or nothing where no known word is near."""
-    spelled = {str(one).lower(): one for one in known}
+    spelled = {str(candidate).lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(str(word).lower(), spelled, n=1, cutoff=0.5)
     return f" Did you mean {spelled[matches[0]]!r}?" if matches else ""
 
@@ -101,14 +103,14 @@ def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one that it came from, says that an allocation failed, on a device or on the host."""
     chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return any(
-        isinstance(one, MemoryError)
-        or type(one).__name__ == "OutOfMemoryError"  # torch's
-        or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
-        or (isinstance(one, RuntimeError) and bool(_MEMORY_MESSAGES.search(str(one))))
-        for one in chain
+        isinstance(cause, MemoryError)
+        or type(cause).__name__ == "OutOfMemoryError"  # torch's
+        or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+        or (isinstance(cause, RuntimeError) and bool(_MEMORY_MESSAGES.search(str(cause))))
+        for cause in chain
     )

@@ -67,14 +67,14 @@ def visible(text: str, *, moves: bool = False) -> str:
     """
     if not moves:
         return _OBEYED.sub(_spelled, _MOVES.sub("", text)).replace("\r", "\\r")
-    texts, moves = _MOVES.split(text), _MOVES.findall(text)
+    texts, sequences = _MOVES.split(text), _MOVES.findall(text)
     # Above are bytes of other encodings than UTF-8, which no terminal obeys.
-    parts = [_OBEYED.sub(lambda one: one[0] if one[0] >= "\udca0" else _spelled(one), part) for part in texts]
-    return "".join(part + move for part, move in zip(parts, [*moves, ""], strict=True))
+    parts = [_OBEYED.sub(lambda match: match[0] if match[0] >= "\udca0" else _spelled(match), part) for part in texts]
+    return "".join(part + move for part, move in zip(parts, [*sequences, ""], strict=True))
 
 
-def _spelled(one: re.Match[str]) -> str:
-    return one[0].encode("unicode_escape").decode()
+def _spelled(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def redact(text: str) -> str:
@@ -117,20 +117,20 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-def _redacted(text: str, known: re.Pattern[str] | None) -> str:
-    if known is not None:
-        text = known.sub(MARK, text)
-    for pattern, shown in _SHAPES:
-        text = pattern.sub(shown, text)
+def _redacted(text: str, secrets: re.Pattern[str] | None) -> str:
+    if secrets is not None:
+        text = secrets.sub(MARK, text)
+    for pattern, replacement in _SHAPES:
+        text = pattern.sub(replacement, text)
     return text
 
 
-def _walk(value: Any, known: re.Pattern[str] | None) -> Any:
+def _walk(value: Any, secrets: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
-        return _redacted(value, known)
+        return _redacted(value, secrets)
     if isinstance(value, Mapping):
-        return {key: _walk(item, known) for key, item in value.items()}
-    return [_walk(item, known) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _walk(item, secrets) for key, item in value.items()}
+    return [_walk(item, secrets) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _known() -> re.Pattern[str] | None:
@@ -164,7 +164,7 @@ def _in_file(path: str, pattern: str) -> tuple[str, ...]:
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
     """Longest first, line by line, and as JSON, HTML and addresses spell them."""
     lines = {line.strip() for value in values for line in value.splitlines()}
-    secrets = {spelt for line in lines if len(line) >= LEAST for spelt in (line, *_spellings(line))}
+    secrets = {spelling for line in lines if len(line) >= LEAST for spelling in (line, *_spellings(line))}
     ordered = sorted(secrets, key=lambda word: (-len(word), word))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -192,11 +192,11 @@ def _copy(source: int, targets: Sequence[int]) -> None:
     """From one file descriptor to others until it ends, line by line; one that cannot be written stops no other."""
     import select
 
-    known, pending = _known(), b""
+    secrets, pending = _known(), b""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # keeps a character that comes in two parts
 
     def pass_on(data: bytes) -> None:
-        text = visible(_redacted(decoder.decode(data), known), moves=True)
+        text = visible(_redacted(decoder.decode(data), secrets), moves=True)
         for target in targets:
             with contextlib.suppress(OSError):
                 _write(target, text.encode("utf-8", "surrogateescape"))

@@ -70,9 +70,9 @@ def documents(
         hashes[ROWS] = digest.hexdigest()
         return
     for file, path in enumerate(source.files):
-        known = str(path) in hashes
+        hashed = str(path) in hashes
         digest = hashlib.sha256()
-        update = _ignore if known else digest.update
+        update = _ignore if hashed else digest.update
         with _read_errors(path):
             if path.suffix.lower() in JSONL:
                 yield from _rows(_json_lines(path, update), file, source, text_column, str(path))
@@ -85,7 +85,7 @@ def documents(
                 update(data)
                 text = _filled(_decoded(data, where), where, "the file")
                 yield Document(kind="text", content={"text": text}, where=where, size=len(data), file=file)
-        if not known:
+        if not hashed:
             hashes[str(path)] = digest.hexdigest()
 
 
@@ -189,8 +189,8 @@ def _rows(
                 " Correct or remove it."
             )
         kind = kind or _kind(row, text_column, where)
-        wanted = COLUMNS.get(kind, (text_column,))
-        missing = [name for name in wanted if name not in row]
+        columns = COLUMNS.get(kind, (text_column,))
+        missing = [name for name in columns if name not in row]
         if missing:
             raise DataError(
                 f"{where}: lacks the column {missing[0]!r}, which the rows before have. It has {_names(row)}. Add"
@@ -199,8 +199,8 @@ def _rows(
         if kind == "messages":
             content: dict[str, Any] = {"messages": _conversation(row["messages"], where)}
         else:
-            names = ("text",) if kind == "text" else wanted
-            pairs = zip(names, wanted, strict=True)
+            names = ("text",) if kind == "text" else columns
+            pairs = zip(names, columns, strict=True)
             content = {name: _filled(row[column], where, f"column {column!r}") for name, column in pairs}
         yield Document(kind=kind, content=content, where=where, size=size, file=file, line=line)
     if not kind:

@@ -86,8 +86,10 @@ def _masks_by_position(source: str) -> bool:
     chosen = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp | ast.Name)]
     names = {ast.unparse(node.targets[0]) for node in chosen if _MASKS.search(ast.unparse(node.value))}
     calls = [(ast.unparse(node.func), node) for node in nodes if isinstance(node, ast.Call)]
-    given = [{word.arg for word in call.keywords} for name, call in calls if _MASKS.fullmatch(name) or name in names]
-    return bool(given) and all("position_ids" in names or (None in names and written) for names in given)
+    arguments = [
+        {word.arg for word in call.keywords} for name, call in calls if _MASKS.fullmatch(name) or name in names
+    ]
+    return bool(arguments) and all("position_ids" in names or (None in names and written) for names in arguments)
 
 
 def arrange(

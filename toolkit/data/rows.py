@@ -80,8 +80,8 @@ class Rows(Result):
         import torch
 
         index = np.asarray(ids, np.int64)
-        taken = {name: column[np.maximum(index, 0)].astype(np.int64) for name, column in self.columns.items()}
-        batch = {name: torch.from_numpy(values) for name, values in taken.items()}
+        arrays = {name: column[np.maximum(index, 0)].astype(np.int64) for name, column in self.columns.items()}
+        batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
         batch["labels"][torch.from_numpy(index < 0)] = IGNORED
         if self.packed and ATTENTIONS[attention].joins_rows:
             return {name: column.reshape(1, -1) for name, column in batch.items()}

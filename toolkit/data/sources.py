@@ -144,19 +144,19 @@ def _folder(name: str, path: Path) -> Source:
             f"data {name}: the folder holds tables ({_listed(tables)}) and text ({_listed(set(read) - set(tables))})."
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
-    taken, split = (read, "train") if configured else _training_split(name, read)
-    for n in taken:
+    picked, split = (read, "train") if configured else _training_split(name, read)
+    for n in picked:
         if leads := leads_out(path / n, path):
             raise DataError(
                 f"data {path / n} is a link that leaves its folder, to {leads}, and a folder from elsewhere could bring any file "
                 "of yours into a model. Copy the file there in its place, or name it itself."
             )
-    others = {n for n in data if _suffix(n) in READ} - set(taken)
+    others = {n for n in data if _suffix(n) in READ} - set(picked)
     return Source(
         name=name,
-        files=tuple(path / n for n in taken),
+        files=tuple(path / n for n in picked),
         kind="tables" if tables else "files",
-        summary=_summary(taken, split, sorted(others), sorted(set(every) - set(taken) - others)),
+        summary=_summary(picked, split, sorted(others), sorted(set(every) - set(picked) - others)),
     )
 
 
@@ -209,9 +209,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
 
-def _summary(taken: Sequence[str], split: str, other_splits: Sequence[str], left_out: Sequence[str]) -> str:
+def _summary(chosen: Sequence[str], split: str, other_splits: Sequence[str], left_out: Sequence[str]) -> str:
     """Such as `12 parquet files; left out: README.md, 2 .yaml files`."""
-    kinds = Counter(Path(n).suffix.lower().lstrip(".") for n in taken)
+    kinds = Counter(Path(n).suffix.lower().lstrip(".") for n in chosen)
     text = ", ".join(f"{count:,} {kind} file{'s' * (count > 1)}" for kind, count in sorted(kinds.items()))
     text += f" of the split {split}" if split else ""
     groups: dict[str, list[str]] = {}

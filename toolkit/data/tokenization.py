@@ -81,14 +81,14 @@ def _documents(columns: Mapping[str, Sequence[Any]], source: Source) -> Iterator
     names = ("text", "prompt", "completion", "messages")
     for file, line, *values in zip(columns["file"], columns["line"], *(columns[name] for name in names), strict=True):
         content = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        kind = next((kind for kind, wanted in COLUMNS.items() if wanted[0] in content), "text")
+        kind = next((kind for kind, needed in COLUMNS.items() if needed[0] in content), "text")
         yield Document(kind=kind, content=content, where=source.where(file, line), size=0)
 
 
 def _encode(columns: Mapping[str, Sequence[Any]], encoder: Encoder, source: Source) -> dict[str, list[Any]]:
     """A batch of documents as columns of tokens."""
     encoded = list(encoder.encode(_documents(columns, source)))
-    return {name: [getattr(one, name) for one in encoded] for name in ("ids", "trained", "whole", "split")}
+    return {name: [getattr(document, name) for document in encoded] for name in ("ids", "trained", "whole", "split")}
 
 
 def _encoded(records: Any) -> Iterator[Encoded]:

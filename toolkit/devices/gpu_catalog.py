@@ -73,8 +73,8 @@ def card_key(name: str, word: str) -> str:
     """
     plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct)[\s-]+", "", word.strip(), flags=re.IGNORECASE)
     plain = re.sub(r"[\s_]+", "-", plain).lower()
-    known = {key.lower(): key for key in CARDS}
-    matching = [key for low, key in known.items() if low == plain or low.startswith(f"{plain}-")]
+    keys = {key.lower(): key for key in CARDS}
+    matching = [key for low, key in keys.items() if low == plain or low.startswith(f"{plain}-")]
     if len(matching) > 1:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
     if not matching:

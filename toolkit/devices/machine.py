@@ -182,28 +182,28 @@ def _gpus() -> list[Device]:
         ToolkitError: where there is a GPU and the driver does not answer.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = Path("/dev/nvidia0").exists()
+    present = Path("/dev/nvidia0").exists()
     if chosen == "":
         return []
     try:
         import pynvml
     except ImportError:
-        if there:
+        if present:
             raise MissingLibrary("GPUs cannot be counted without nvidia-ml-py: `pip install nvidia-ml-py`.") from None
         return []
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        if there:
+        if present:
             raise ToolkitError(_driver(error)) from None
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        known = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        by_uuid = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
         devices = []
-        for uuid in visible(list(known), chosen):
-            part = known[uuid] if uuid in known else pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            whole = part if uuid in known else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+        for uuid in visible(list(by_uuid), chosen):
+            part = by_uuid[uuid] if uuid in by_uuid else pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            whole = part if uuid in by_uuid else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
             memory, name = pynvml.nvmlDeviceGetMemoryInfo(part), _text(pynvml.nvmlDeviceGetName(part))
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
             total, free = int(memory.total), int(memory.free)

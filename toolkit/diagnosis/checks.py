@@ -43,7 +43,7 @@ class Diagnosis(Result):
 
     def ability(self, field: str, value: str) -> Ability:
         """Whether a value of a Strategy's field can run here."""
-        return next(one for one in self.abilities if (one.field, one.value) == (field, value))
+        return next(ability for ability in self.abilities if (ability.field, ability.value) == (field, value))
 
     def headline(self) -> str:
         """Return how many checks failed, and the shardings that run here."""
@@ -61,7 +61,10 @@ class Diagnosis(Result):
         """Return the checks with their fixes, and the values of a Strategy that run here."""
         checks = [(finding.check, finding.status, finding.detail) for finding in self.findings]
         fixes = [f"{finding.check}: {finding.fix}" for finding in self.findings if finding.fix]
-        values = [(one.field, one.value, "yes" if one.runs else "no", one.reason) for one in self.abilities]
+        values = [
+            (ability.field, ability.value, "yes" if ability.runs else "no", ability.reason)
+            for ability in self.abilities
+        ]
         return [
             Table(title="This machine", columns=("check", "status", "detail"), rows=checks, notes=fixes),
             Table(title="What a Strategy can ask for here", columns=("field", "value", "runs", "why"), rows=values),

@@ -174,8 +174,8 @@ def _lacking(built: bool) -> dict[str, str]:
 
     lacks = {}
     if not is_ninja_available():
-        beside = Path(sys.executable).with_name("ninja")
-        here = f"`export PATH={beside.parent}:$PATH`." if beside.is_file() else "`pip install ninja`."
+        ninja = Path(sys.executable).with_name("ninja")
+        here = f"`export PATH={ninja.parent}:$PATH`." if ninja.is_file() else "`pip install ninja`."
         lacks["ninja on the PATH"] = here
     if not built and shutil.which(get_cxx_compiler()) is None:  # type: ignore[no-untyped-call]
         lacks["a C++ compiler"] = "`apt-get install g++`."

@@ -52,8 +52,10 @@ Found = dict[str, Finding]
 
 def _lacking(by_check: Found, *checks: str) -> str:
     """The first of these checks that failed, as a reason."""
-    known = (by_check[check] for check in checks if check in by_check)
-    return next((f"{one.check}: {one.detail}" for one in known if one.status in ("missing", "broken")), "")
+    relevant = (by_check[check] for check in checks if check in by_check)
+    return next(
+        (f"{finding.check}: {finding.detail}" for finding in relevant if finding.status in ("missing", "broken")), ""
+    )
 
 
 def _sharding(word: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:

@@ -89,14 +89,14 @@ def import_bitsandbytes() -> None:
     if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
         return
     modules: dict[str, Any] = sys.modules
-    known = modules.get("kernels")
+    kernels = modules.get("kernels")
     modules["kernels"] = None  # importing it raises ImportError, which bitsandbytes bears
     try:
         importlib.import_module("bitsandbytes")
     finally:
         del modules["kernels"]
-        if known is not None:
-            modules["kernels"] = known
+        if kernels is not None:
+            modules["kernels"] = kernels
 
 
 def quantization(job: Job) -> BitsAndBytesConfig | None:
@@ -142,12 +142,12 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     targets = adapted(spec, strategy.lora_targets)
     with _seeded_by_name(model, job.train_config.seed):
-        made = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets)
+        peft_model = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets)
     compute, storage = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
-    for parameter in made.parameters():
+    for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(compute).to(storage)
-    return made
+    return peft_model
 
 
 @contextlib.contextmanager
@@ -200,14 +200,14 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
         # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            made = cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
+            peft_model = cast("PeftModel", get_peft_model(cast("Any", model), config, autocast_adapter_dtype=False))
         except ValueError as error:
             leaves = ",".join(sorted({name.rpartition(".")[2] for name in targets}))
             raise StrategyError(
                 f"lora_targets: PEFT takes not all of {leaves}: {error} Choose --lora-targets among the others."
             ) from error
-    _check_adapted(made, targets)
-    return made
+    _check_adapted(peft_model, targets)
+    return peft_model
 
 
 def _check_adapted(model: nn.Module, targets: list[str]) -> None:
@@ -222,10 +222,10 @@ def _check_adapted(model: nn.Module, targets: list[str]) -> None:
         if len(getattr(child, "lora_A", ()))
     }
     if adapted_modules != set(targets):
-        lost = sorted({name.rpartition(".")[2] for name in set(targets) - adapted_modules})
-        left = sorted({name.rpartition(".")[2] for name in targets} - set(lost))
+        missing = sorted({name.rpartition(".")[2] for name in set(targets) - adapted_modules})
+        left = sorted({name.rpartition(".")[2] for name in targets} - set(missing))
         raise StrategyError(
-            f"lora_targets: PEFT adapts fused experts in the place of {', '.join(lost)}. "
+            f"lora_targets: PEFT adapts fused experts in the place of {', '.join(missing)}. "
             f"Choose --lora-targets {','.join(left)}."
         )
 

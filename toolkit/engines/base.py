@@ -314,9 +314,9 @@ def register(row: Sharding, engine: Engine) -> None:
         StrategyError: for a sharding or an engine that exists already.
     """
     module = type(engine).__module__
-    known = SHARDINGS.get(row.word)
+    registered = SHARDINGS.get(row.word)
     other = type(_ENGINES.get(row.engine, engine)) is not type(engine)
-    if (known is not None and known != row) or row.engine in BUILT_IN or other:
+    if (registered is not None and registered != row) or row.engine in BUILT_IN or other:
         raise StrategyError(
             f"sharding {row.word!r} with engine {row.engine!r} cannot be registered: one of the two exists already. "
             "Choose other names."

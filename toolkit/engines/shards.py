@@ -57,10 +57,10 @@ def box_elements(box: Box) -> int:
     return math.prod(box_shape(box))
 
 
-def intersect(one: Box, other: Box) -> Box | None:
+def intersect(first: Box, second: Box) -> Box | None:
     """Return the box that two boxes share, or None if they share no element."""
     shared = []
-    for (a, n), (b, m) in zip(one, other, strict=True):
+    for (a, n), (b, m) in zip(first, second, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if low >= high:
             return None
@@ -107,13 +107,13 @@ def flat_boxes(box: Box, start: int, length: int) -> Iterator[tuple[Box, int]]:
         first, inside = divmod(start + done, row)
         rows = (length - done) // row
         if inside or not rows:
-            taken = min(row - inside, length - done)
-            for part, offset in flat_boxes(rest, inside, taken):
+            length_ = min(row - inside, length - done)
+            for part, offset in flat_boxes(rest, inside, length_):
                 yield ((origin + first, 1), *part), done + offset
         else:
-            taken = rows * row
+            length_ = rows * row
             yield ((origin + first, rows), *rest), done
-        done += taken
+        done += length_
 
 
 def parts(shard: Shard) -> Iterator[Part]:

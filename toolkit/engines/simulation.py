@@ -87,7 +87,7 @@ def joined(job: Job) -> int:
     dtype = job.compute_dtype if adapter else kept_dtype(job)
     if job.spec.config.get("dtype") in (None, dtype):
         return 0
-    largest = max(one.elements for one in job.spec.parameters if one.role == "expert")
+    largest = max(parameter.elements for parameter in job.spec.parameters if parameter.role == "expert")
     added = sum(state.bytes for state in parameters_of(job) if state.trainable) if adapter else 0
     return max(0, largest * BYTES_OF[dtype] - added)
 
@@ -101,7 +101,7 @@ def constants(job: Job) -> int:
         return 0
     assert job.spec is not None
     packed = {f"{name}.weight" for name in quantizable(job.spec)}
-    scales = [ceil_div(one.elements, 64) for one in job.spec.parameters if one.name in packed]
+    scales = [ceil_div(parameter.elements, 64) for parameter in job.spec.parameters if parameter.name in packed]
     codes = 4 * (16 + 256 + 1)
     return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 

@@ -51,8 +51,8 @@ def adapted(spec: ModelSpec, targets: str) -> list[str]:
     text = [name for name in spec.linears if spec.trains(name)]
     if targets == "all-linear":
         return [name for name in text if name not in set(spec.unadapted)]
-    wanted = [word.strip() for word in targets.split(",")]
-    return [name for name in text if any(name == word or name.endswith("." + word) for word in wanted)]
+    names = [word.strip() for word in targets.split(",")]
+    return [name for name in text if any(name == word or name.endswith("." + word) for word in names)]
 
 
 def quantizable(spec: ModelSpec) -> list[str]:

@@ -131,13 +131,14 @@ class Trace:
     def scaled(self, other: Trace, times: int) -> Trace | None:
         """This trace with `times` the difference from here to `other`'s sizes added; None where the two differ in more."""
         same = len(self.events) == len(other.events) and all(
-            one[0] == two[0] and one[2] == two[2] for one, two in zip(self.events, other.events, strict=True)
+            first[0] == second[0] and first[2] == second[2]
+            for first, second in zip(self.events, other.events, strict=True)
         )
         if not same:
             return None
         events = tuple(
-            (what, size + times * (two - size), name)
-            for (what, size, name), (_, two, _) in zip(self.events, other.events, strict=True)
+            (what, size + times * (second - size), name)
+            for (what, size, name), (_, second, _) in zip(self.events, other.events, strict=True)
         )
         return replace(self, events=events)
 

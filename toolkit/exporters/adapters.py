@@ -86,9 +86,9 @@ def planned_adapter(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, 
     }
 
 
-def compare_adapter(base: Any, wanted: torch.Tensor, folder: Path, spec: ModelSpec) -> float:
+def compare_adapter(base: Any, expected: torch.Tensor, folder: Path, spec: ModelSpec) -> float:
     """The logits' error of a saved adapter, opened by PEFT over the base again."""
-    return relative_error(logits(reopen_adapter(base, folder), spec), wanted)
+    return relative_error(logits(reopen_adapter(base, folder), spec), expected)
 
 
 def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:

@@ -56,17 +56,17 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     module = prepared.accelerator.unwrap_model(prepared.model)
     adapter = prepared.job.strategy.adapter != "none"
     spec = prepared.job.spec
-    wanted = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
-    state = {name: tensor for name, tensor in gathered(prepared, wanted) if tensor is not None}
+    names = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
+    state = {name: tensor for name, tensor in gathered(prepared, names) if tensor is not None}
     if not adapter:
-        known = set(module.state_dict())
-        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in known}
+        state_names = set(module.state_dict())
+        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in state_names}
     planned: dict[str, SavedTensor] = {}
 
     def write() -> None:
         if spec is not None and not adapter:
             origin = BaseWeights(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
-            state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in wanted})
+            state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in names})
         with quiet_bars(True, shown=False):
             planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
             _write(prepared, module, tokenizer, state, folder)
@@ -93,7 +93,7 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
             copy_processor(spec, draft)
 
 
-def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+def gathered(prepared: Prepared, names: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Whole tensors by name, on rank 0's host memory; None on other ranks, which send what they hold. A collective.
 
     Masters where an engine keeps them, else parameters. One tensor is in flight at a time.
@@ -102,16 +102,16 @@ def gathered(prepared: Prepared, wanted: set[str]) -> Iterator[tuple[str, torch.
 
     mine: dict[tuple[str, str], list[Shard]] = {}
     for shard in engine_of(prepared.job.strategy).shards(prepared):
-        if shard.name in wanted:
+        if shard.name in names:
             mine.setdefault((shard.name, shard.kind), []).append(shard)
     regions = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in mine.items()}
     about = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in mine.items()}
     every: list[tuple[dict[Any, list[Region]], dict[Any, Any]]] = gather_object([(regions, about)])
-    known = {key: value for _, part in every for key, value in part.items()}
+    by_key = {key: value for _, part in every for key, value in part.items()}
     module = prepared.accelerator.unwrap_model(prepared.model)
-    for name in (name for name, _ in module.named_parameters() if name in wanted):
-        key = (name, MASTER if (name, MASTER) in known else PARAMETER)
-        yield name, _assemble(prepared, mine.get(key, []), [regions.get(key, []) for regions, _ in every], *known[key])
+    for name in (name for name, _ in module.named_parameters() if name in names):
+        key = (name, MASTER if (name, MASTER) in by_key else PARAMETER)
+        yield name, _assemble(prepared, mine.get(key, []), [regions.get(key, []) for regions, _ in every], *by_key[key])
 
 
 def _assemble(

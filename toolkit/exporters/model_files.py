@@ -61,11 +61,11 @@ class FullStateDict:
         tied = {group[0]: group for group in spec.tied}
         # Of our checkpoints; some are a script's own, which the model does not know.
         saved: frozenset[str] = getattr(weights, "buffers", frozenset())
-        known = {*parameters, *buffers, *saved}
-        wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in known]
+        names = {*parameters, *buffers, *saved}
+        wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in names]
         for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
             meta = parameters[name] if name in parameters else buffers[name]
-            source = next((known for known in tied.get(name, (name,)) if known in weights.shapes), None)
+            source = next((names for names in tied.get(name, (name,)) if names in weights.shapes), None)
             if source is None and name in parameters and meta.requires_grad:
                 wrong.append(f"{name} is missing")
             elif source is None:
@@ -135,7 +135,7 @@ def saved_dtypes(model: PreTrainedModel, weights: FullStateDict, dtype: str | No
 def saved_bytes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> int:
     """What the weights will take on the disk."""
     dtypes = saved_dtypes(model, weights, dtype).items()
-    return sum(math.prod(weights.shapes[name]) * BYTES_OF[one] for name, one in dtypes)
+    return sum(math.prod(weights.shapes[name]) * BYTES_OF[saved_dtype] for name, saved_dtype in dtypes)
 
 
 def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
@@ -171,7 +171,9 @@ def write_model(
     from tqdm import tqdm
     from transformers.dynamic_module_utils import custom_object_save
 
-    dtypes = {name: getattr(torch, one) for name, one in saved_dtypes(model, weights, dtype).items()}
+    dtypes = {
+        name: getattr(torch, name_of_dtype) for name, name_of_dtype in saved_dtypes(model, weights, dtype).items()
+    }
     metas = {
         name: torch.empty(weights.shapes[name], dtype=dtypes[name], device="meta") for name in _saved(model, weights)
     }
@@ -180,13 +182,13 @@ def write_model(
     # Of a view the size of its whole storage would be counted.
     shapes = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
     layout = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
-    made: dict[str, torch.Tensor] = {}
+    converted: dict[str, torch.Tensor] = {}
     written: dict[str, SavedTensor] = {}
     waiting = iter(tqdm(groups, desc="writing", unit="layer", disable=model.num_parameters() < LONG))
     for file, names in layout.filename_to_tensors.items():
-        while not made.keys() >= set(names):
-            made |= _on_disk(model, {name: weights.tensor(name).to(dtypes[name]) for name in next(waiting)})
-        tensors = {name: made.pop(name).contiguous() for name in names}
+        while not converted.keys() >= set(names):
+            converted |= _on_disk(model, {name: weights.tensor(name).to(dtypes[name]) for name in next(waiting)})
+        tensors = {name: converted.pop(name).contiguous() for name in names}
         written |= {name: SavedTensor.of(tensor) for name, tensor in tensors.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         del tensors

@@ -94,29 +94,35 @@ def export(
         )
         make = _whole if opened.adapter == "none" else _merged if merge else _adapter
         with atomic_dir(folder) as draft:
-            made = make(request, draft)
+            written = make(request, draft)
             rows = told_of(opened.manifest) if opened.manifest else {"checkpoint": opened.weights.kind}
             trained = opened.adapter
             write_card(
-                draft, request.spec, what=made.what, trained=trained, rows=rows, notes=made.notes, error=made.error
+                draft,
+                request.spec,
+                what=written.what,
+                trained=trained,
+                rows=rows,
+                notes=written.notes,
+                error=written.error,
             )
-    return _result(request, made, folder)
+    return _result(request, written, folder)
 
 
-def _result(request: _Asked, made: _Made, folder: Path) -> Export:
-    saved, adapter = headers(folder), made.what == "adapter"
+def _result(request: _Asked, written: _Made, folder: Path) -> Export:
+    saved, adapter = headers(folder), written.what == "adapter"
     return Export(
         folder=str(folder),
         adapter=adapter,
         tensors=len(saved),
         size_bytes=sum(BYTES_OF[dtype] * elements for _, dtype, elements in saved),
-        logits_error=made.error,
+        logits_error=written.error,
         load=load_line(
             request.spec, request.spec.source, str(folder), adapter=request.source.adapter if adapter else "none"
         ),
         checkpoint=str(request.source.path),
         step=request.source.manifest.step if request.source.manifest else None,
-        notes=(*request.source.skipped, *made.notes),
+        notes=(*request.source.skipped, *written.notes),
     )
 
 
@@ -189,19 +195,19 @@ def _merged(request: _Asked, draft: Path) -> _Made:
     spec, source = request.spec, request.source
     job = job_of(source, spec)
     dtype = request.dtype or job.compute_dtype
-    wide = max(dtype, job.compute_dtype, key=lambda one: BYTES_OF[one])
+    wide = max(dtype, job.compute_dtype, key=lambda name: BYTES_OF[name])
     if not fits(spec, wide):
         raise RunError(
             f"merging needs memory for {spec.name} in {wide}, {format_bytes(1.2 * BYTES_OF[wide] * spec.elements)}, and "
             "there is less. Export the adapter without --merge, or merge on a larger machine."
         )
     model = trained_over(read_base(job, on_host=True), job, source, None)
-    wanted = logits(model, spec)
+    expected = logits(model, spec)
     _write(request, merged(model, job, source, dtype), dtype, draft)
     del model
     actual, _ = logits_of(spec, draft, dtype)
-    error = relative_error(actual, wanted)
-    coarse = min(dtype, job.compute_dtype, key=lambda one: (BYTES_OF[one], one != "bfloat16"))
+    error = relative_error(actual, expected)
+    coarse = min(dtype, job.compute_dtype, key=lambda name: (BYTES_OF[name], name != "bfloat16"))
     limit = INT8 if source.adapter == "qlora8" else TOLERANCE[coarse]
     if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
         raise RunError(
@@ -224,11 +230,11 @@ def _adapter(request: _Asked, draft: Path) -> _Made:
     real = fits(spec, job.compute_dtype)
     base = read_base(job, on_host=True) if real else skeleton(spec, tokenizer)
     model = trained_over(base, job, source, request.dtype)
-    wanted = logits(model, spec) if real else None
+    expected = logits(model, spec) if real else None
     planned = write_adapter(model, source, request.dtype, draft)
     tokenizer.save_pretrained(draft)
     check_files(draft, planned)
-    error = None if wanted is None else compare_adapter(model.unload(), wanted, draft, spec)
+    error = None if expected is None else compare_adapter(model.unload(), expected, draft, spec)
     return _Made(what="adapter", error=error, notes=_second(error, TOLERANCE[job.compute_dtype]))
 
 

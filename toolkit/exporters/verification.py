@@ -116,9 +116,9 @@ def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
     return values
 
 
-def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """‖found − wanted‖ / ‖wanted‖."""
-    return float((actual - wanted).norm() / wanted.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
 def attention_of(spec: ModelSpec) -> str:

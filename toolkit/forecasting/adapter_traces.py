@@ -28,11 +28,11 @@ def put_on(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec
             _replace(model, name)
     targets = list(_kept(stacks, adapted(spec, adapter.targets)))
     with torch.device("meta"):
-        made = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
-    for parameter in made.parameters():
+        peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
+    for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, adapter.dtype))
-    return made
+    return peft_model
 
 
 def pack(model: PreTrainedModel) -> None:
@@ -54,7 +54,7 @@ def pack(model: PreTrainedModel) -> None:
 def _kept(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
     """The names that the shallow model has, as it spells them."""
     for name in names:
-        stack = next((one for one in stacks if name.startswith(f"{one.name}.")), None)
+        stack = next((candidate for candidate in stacks if name.startswith(f"{candidate.name}.")), None)
         if stack is None:
             yield name
             continue
@@ -72,8 +72,8 @@ def _replace(model: PreTrainedModel, name: str) -> None:
     # GPT-2's `Conv1D` keeps its weight the other way round.
     weight = plain.weight.data if hasattr(plain, "out_features") else plain.weight.data.t()
     dtype = weight.dtype
-    made = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
-    (made.out_features, made.in_features), made.bias = weight.shape, plain.bias
-    made.weight = Params4bit(weight, requires_grad=False)
+    packed = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+    (packed.out_features, packed.in_features), packed.bias = weight.shape, plain.bias
+    packed.weight = Params4bit(weight, requires_grad=False)
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, made)
+    setattr(model.get_submodule(owner), leaf, packed)

@@ -51,7 +51,7 @@ class ForecastDiff(Result):
     other: Forecast
     labels: tuple[str, str]
     """What each is called: what it was asked that the other was not."""
-    asked: Mapping[str, tuple[Any, Any]]
+    fields: Mapping[str, tuple[Any, Any]]
     """Every field of strategy, loop and machine that differs."""
     differences: tuple[Difference, ...]
     why: tuple[tuple[str, str], ...]
@@ -78,11 +78,11 @@ class ForecastDiff(Result):
             "labels": list(self.labels),
             "one": self.one.to_dict(),
             "other": self.other.to_dict(),
-            "asked": {name: list(values) for name, values in self.asked.items()},
+            "fields": {name: list(values) for name, values in self.fields.items()},
             "differences": [
                 {**dataclasses.asdict(difference), "ratio": difference.ratio} for difference in self.differences
             ],
-            "why": [list(one) for one in self.why],
+            "why": [list(cause) for cause in self.why],
         }
 
     def pictures(self) -> Sequence[str]:
@@ -95,16 +95,16 @@ class ForecastDiff(Result):
         sent = [Bar(label=label, parts=_sent(forecast)) for label, forecast in both]
         same = self.one.limit_bytes == self.other.limit_bytes
         limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
-        drawn = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
+        pictures = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
         return (
-            [*drawn, bars(sent, title="What a rank sends to others in a step")]
+            [*pictures, bars(sent, title="What a rank sends to others in a step")]
             if any(sum(bar.parts.values()) for bar in sent)
-            else drawn
+            else pictures
         )
 
     def tables(self) -> list[Table]:
         """What was asked, the figures, and why they differ."""
-        fields = [(name, *(str(value) for value in values)) for name, values in self.asked.items()]
+        fields = [(name, *(str(value) for value in values)) for name, values in self.fields.items()]
         rows = [
             (
                 difference.what,
@@ -115,7 +115,7 @@ class ForecastDiff(Result):
             for difference in self.differences
         ]
         title = f"{self.one.model}: {self.labels[0]} against {self.labels[1]}"
-        first = [Table(title=title, columns=("asked", *self.labels), rows=fields)] if fields else []
+        first = [Table(title=title, columns=("field", *self.labels), rows=fields)] if fields else []
         figures = Table(
             title="" if first else title, columns=("a rank", *self.labels, "ratio"), rows=rows, notes=(self.reason,)
         )
@@ -138,7 +138,7 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
         one: the first.
         other: what it is held against, of the same model or of another.
     """
-    fields = _asked(one, other)
+    fields = _differing(one, other)
     labels = _label(one, fields, 0), _label(other, fields, 1)
     if labels[0] == labels[1]:
         labels = (f"{labels[0]} (1)", f"{labels[1]} (2)")
@@ -146,13 +146,13 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
         one=one,
         other=other,
         labels=labels,
-        asked=fields,
+        fields=fields,
         differences=tuple(_differences(one, other)),
         why=tuple(explain(one, other, labels)),
     )
 
 
-def _asked(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
+def _differing(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
     def fields(forecast: Forecast) -> dict[str, Any]:
         machine = {"model": forecast.model, "hardware": forecast.hardware.device.name, "ranks": forecast.ranks}
         return {**dataclasses.asdict(forecast.strategy), **dataclasses.asdict(forecast.train_config), **machine}

@@ -45,7 +45,7 @@ class DtypeColumn:
     """How the forward gets its dtype."""
     element_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes for each trained weight, over all ranks that share it: parameters, master, gradients, optimizer."""
-    found: Mapping[Place, str] = field(default_factory=dict)
+    measured: Mapping[Place, str] = field(default_factory=dict)
     """What a run's audit found at the same places."""
     refused: str = ""
     """Why it cannot run, in a sentence; empty where it can."""
@@ -72,19 +72,19 @@ class DtypeReport(Result):
     def reason(self) -> str:
         """Bytes of a trained weight under each, in a sentence; and whether the run's audit found the same."""
         by_bytes: dict[float, list[str]] = {}
-        for one in self.columns:
-            if not one.refused:
-                by_bytes.setdefault(sum(one.element_bytes.values()), []).append(one.label)
+        for column in self.columns:
+            if not column.refused:
+                by_bytes.setdefault(sum(column.element_bytes.values()), []).append(column.label)
         sentences = [
             f"{', '.join(labels)} {'keep' if len(labels) > 1 else 'keeps'} {size:g} bytes"
             for size, labels in by_bytes.items()
         ]
         words = [f"{'; '.join(sentences)} for each trained weight, before anything is sharded."] if sentences else []
-        if refused := [one.label for one in self.columns if one.refused]:
+        if refused := [column.label for column in self.columns if column.refused]:
             words.append(f"Refused: {', '.join(refused)}.")
-        for one in self.columns:
-            if one.found:
-                wrong = [place for place, name in one.found.items() if one.dtypes.get(place, name) != name]
+        for column in self.columns:
+            if column.measured:
+                wrong = [place for place, name in column.measured.items() if column.dtypes.get(place, name) != name]
                 odd = ", ".join(f"{what} at {stage}" for stage, what in wrong)
                 words.append(f"The audit of {self.run} found {'otherwise: ' + odd if wrong else 'the same'}.")
         return " ".join(words)
@@ -92,35 +92,35 @@ class DtypeReport(Result):
     def to_dict(self) -> dict[str, Any]:
         """Each column, its places as stage → part → dtype."""
         columns = []
-        for one in self.columns:
-            nested = {name: _nested(getattr(one, name)) for name in ("dtypes", "found")}
+        for column in self.columns:
+            nested = {name: _nested(getattr(column, name)) for name in ("dtypes", "measured")}
             plain = {
-                **vars(one),
-                "strategy": dataclasses.asdict(one.strategy),
-                "element_bytes": dict(one.element_bytes),
+                **vars(column),
+                "strategy": dataclasses.asdict(column.strategy),
+                "element_bytes": dict(column.element_bytes),
             }
             columns.append({**plain, **nested})
         return {**vars(self), "columns": columns}
 
     def pictures(self) -> Sequence[str]:
         """Bytes for each trained weight."""
-        rows = [Bar(label=one.label, parts=one.element_bytes) for one in self.columns if not one.refused]
+        rows = [Bar(label=column.label, parts=column.element_bytes) for column in self.columns if not column.refused]
         title = f"{self.precision}: bytes for each trained weight, before anything is sharded"
         return [bars(rows, title=title, spell=lambda size: f"{size:g} B")] if rows else []
 
     def tables(self) -> list[Table]:
         """Dtypes by stage, then how weights are read and cast."""
-        able = [one for one in self.columns if not one.refused]
-        refused = [(one.label, one.refused) for one in self.columns if one.refused]
+        able = [column for column in self.columns if not column.refused]
+        refused = [(column.label, column.refused) for column in self.columns if column.refused]
         places = sorted(
-            dict.fromkeys(place for one in able for place in one.dtypes), key=lambda place: STAGES.index(place[0])
+            dict.fromkeys(place for column in able for place in column.dtypes), key=lambda place: STAGES.index(place[0])
         )
         columns: list[str] = []
-        for one in able:
-            columns += [one.label, f"{one.label}, found"] if one.found else [one.label]
+        for column in able:
+            columns += [column.label, f"{column.label}, measured"] if column.measured else [column.label]
         rows = [[f"{stage}: {what}", *_cells(able, (stage, what))] for stage, what in places]
         title = f"{self.model} in {self.precision} on {self.device}: dtypes, stage by stage"
-        ways = [(one.label, one.loading, one.computing) for one in able]
+        ways = [(column.label, column.loading, column.computing) for column in able]
         found = [
             Table(title=title, columns=("stage", *columns), rows=rows, notes=(self.reason,)),
             Table(
@@ -132,10 +132,10 @@ class DtypeReport(Result):
 
 
 def _cells(able: Iterable[DtypeColumn], place: Place) -> Iterator[str]:
-    for one in able:
-        yield one.dtypes.get(place, "–")
-        if one.found:
-            yield one.found.get(place, "–")
+    for column in able:
+        yield column.dtypes.get(place, "–")
+        if column.measured:
+            yield column.measured.get(place, "–")
 
 
 def _nested(places: Mapping[Place, str]) -> dict[str, dict[str, str]]:
@@ -175,7 +175,7 @@ def dtype_report(
             on, ranks = finished.hardware, finished.ranks if ranks is None else ranks
         strategies = [
             finished.strategy,
-            *(one for one in strategies or () if one.sharding != finished.strategy.sharding),
+            *(column for column in strategies or () if column.sharding != finished.strategy.sharding),
         ]
     chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
     # Dtypes do not depend on how many there are: where the machine has one device, sharding is asked of two.
@@ -185,13 +185,13 @@ def dtype_report(
     for strategy in chosen:
         many = 1 if strategy.single_process else max(count, strategy.least_ranks)
         try:
-            one = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=many)[0])
+            column = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=many)[0])
         except StrategyError as error:
-            one = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
+            column = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
         if finished is not None and strategy is finished.strategy:
-            one = dataclasses.replace(one, found=_found(finished))
-        columns.append(one)
-    words = list(dict.fromkeys(one.strategy.precision for one in columns))
+            column = dataclasses.replace(column, measured=_measured(finished))
+        columns.append(column)
+    words = list(dict.fromkeys(column.strategy.precision for column in columns))
     assert job.spec is not None
     return DtypeReport(
         model=job.spec.name,
@@ -243,7 +243,7 @@ def _frozen(job: Job) -> str:
     return f"4 bits in {kinds}" if job.strategy.adapter == "qlora" else kinds
 
 
-def _found(finished: FinishedRun) -> dict[Place, str]:
+def _measured(finished: FinishedRun) -> dict[Place, str]:
     """Where a run's audit looked, and what it found."""
     weights = "weights" if finished.strategy.adapter == "none" else "the adapter's weights"
     places = {

@@ -76,7 +76,7 @@ def read_seen(run: str | Path) -> FinishedRun:
             checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "it does not say why",
-            dtypes=audits[0]["held"]["dtypes"],
+            dtypes=audits[0]["measured"]["dtypes"],
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error

@@ -44,10 +44,10 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     require_adapter(strategy)
     engine, train_config = engine_of(strategy), job.train_config
     configs = [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
-    beside = tuple(_other_configs(job, configs[0], masked)) if others else ()
+    other_configs = tuple(_other_configs(job, configs[0], masked)) if others else ()
     first, *rest = dict.fromkeys(configs)  # ranks of one kind share a configuration
     batch, length = train_config.micro_batch, train_config.seq_len
-    own = trace_of(job.spec, first, batch=batch, seq_len=length, beside=(*rest, *beside))
+    own = trace_of(job.spec, first, batch=batch, seq_len=length, others=(*rest, *other_configs))
     if not rest:
         return own
     traces = {first: own, **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest}}

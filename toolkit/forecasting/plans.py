@@ -91,8 +91,8 @@ class Plan(Result):
             "model": self.model,
             "hardware": dataclasses.asdict(self.hardware),
             "global_batch": self.global_batch,
-            "ranked": [_spelled(one) for one in self.ranked],
-            "rejected": [_spelled(one) for one in self.rejected],
+            "ranked": [_spelled(candidate) for candidate in self.ranked],
+            "rejected": [_spelled(candidate) for candidate in self.rejected],
         }
 
     def headline(self) -> str:
@@ -171,11 +171,11 @@ def plan(
     request = dataclasses.replace(request, seq_len=seq_len or request.seq_len)
     ranked: list[Candidate] = []
     rejected: list[Candidate] = []
-    for made in _strategies(base, machine):
+    for strategy_ in _strategies(base, machine):
         for sized in _loops(request, global_batch // data):
-            one = _judge(spec, made, sized, machine, one_document)
-            (rejected if one.reason else ranked).append(one)
-            if one.forecast is not None and one.reason:
+            candidate = _judge(spec, strategy_, sized, machine, one_document)
+            (rejected if candidate.reason else ranked).append(candidate)
+            if candidate.forecast is not None and candidate.reason:
                 break  # a larger micro-batch takes more still
     ranked.sort(key=_order)
     return Plan(
@@ -222,10 +222,10 @@ def _judge(
     return Candidate(strategy=forecast.strategy, train_config=forecast.train_config, forecast=forecast, reason=reason)
 
 
-def _order(one: Candidate) -> tuple[float, int]:
-    assert one.forecast is not None
-    timing = one.forecast.timing
-    return (-timing.tokens_per_second if timing else 0.0, one.forecast.peak_bytes)
+def _order(candidate: Candidate) -> tuple[float, int]:
+    assert candidate.forecast is not None
+    timing = candidate.forecast.timing
+    return (-timing.tokens_per_second if timing else 0.0, candidate.forecast.peak_bytes)
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
@@ -234,10 +234,10 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
     return strategy.sharding, strategy.offload, strategy.activation_checkpointing, batch
 
 
-def _spelled(one: Candidate) -> dict[str, Any]:
+def _spelled(candidate: Candidate) -> dict[str, Any]:
     return {
-        "strategy": dataclasses.asdict(one.strategy),
-        "train_config": dataclasses.asdict(one.train_config),
-        "forecast": one.forecast.to_dict() if one.forecast else None,
-        "reason": one.reason,
+        "strategy": dataclasses.asdict(candidate.strategy),
+        "train_config": dataclasses.asdict(candidate.train_config),
+        "forecast": candidate.forecast.to_dict() if candidate.forecast else None,
+        "reason": candidate.reason,
     }

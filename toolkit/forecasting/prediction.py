@@ -100,11 +100,11 @@ def _advised(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
                 check_quantized(job.spec, allow_unquantized=False)
             if _states(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
-            made = forecast_job(other, forecast.hardware, one_document=one_document)
+            changed = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
             continue
-        if made.fits:
-            return dataclasses.replace(forecast, change=change, changed_bytes=made.peak_bytes)
+        if changed.fits:
+            return dataclasses.replace(forecast, change=change, changed_bytes=changed.peak_bytes)
     return forecast
 
 

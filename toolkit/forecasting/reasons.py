@@ -22,11 +22,11 @@ class _Side:
     """One of the two, and what its engine says of it."""
 
     label: str
-    found: Forecast
+    forecast: Forecast
 
     @property
     def job(self) -> Job:
-        return self.found.job
+        return self.forecast.job
 
     @property
     def account(self) -> StateMemory:
@@ -61,9 +61,9 @@ class _Side:
         return bool(getattr(self.account, part)) and not getattr(self.held, part)
 
 
-def explain(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
+def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
     """What holds, sends and computes otherwise: parameters, masters, moments; what a step makes; communication; time."""
-    sides = _Side(label=labels[0], found=one), _Side(label=labels[1], found=other)
+    sides = _Side(label=labels[0], forecast=first), _Side(label=labels[1], forecast=second)
     for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
         for sentence in _state(sides, part, words):
             yield part, sentence
@@ -72,10 +72,10 @@ def explain(one: Forecast, other: Forecast, labels: tuple[str, str]) -> Iterator
         yield "communication", sentence
     for sentence in _time(sides):
         yield "time", sentence
-    if one.peak_phase != other.peak_phase:
+    if first.peak_phase != second.peak_phase:
         yield (
             "peak",
-            f"The highest moment of {labels[0]} lies in {one.peak_phase}, that of {labels[1]} in {other.peak_phase}: "
+            f"The highest moment of {labels[0]} lies in {first.peak_phase}, that of {labels[1]} in {second.peak_phase}: "
             "their parts are not of the same moment.",
         )
 
@@ -143,8 +143,8 @@ CAUSES = {
 def _made(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
     """What a step makes and lets go: of each part, at the two peaks."""
     for part in ("activations", "logits", "gradients", "buffers"):
-        pair = _lesser(sides, (sides[0].found.parts.get(part, 0), sides[1].found.parts.get(part, 0)))
-        if pair is None or pair[3] < EQUAL * max(side.found.peak_bytes for side in sides):
+        pair = _lesser(sides, (sides[0].forecast.parts.get(part, 0), sides[1].forecast.parts.get(part, 0)))
+        if pair is None or pair[3] < EQUAL * max(side.forecast.peak_bytes for side in sides):
             continue
         less, more, few, many = pair
         causes = list(_causes(less, more)) if part in ("activations", "logits") else []
@@ -184,28 +184,28 @@ def _causes(less: _Side, more: _Side) -> Iterator[str]:
 
 def _sent(sides: tuple[_Side, _Side]) -> Iterator[str]:
     """Communication among the ranks, and with the host."""
-    pair = _lesser(sides, (sides[0].found.communication_bytes, sides[1].found.communication_bytes))
+    pair = _lesser(sides, (sides[0].forecast.communication_bytes, sides[1].forecast.communication_bytes))
     if pair is not None:
         yield " ".join(f"{side.label} sends {_listed(side)}." for side in pair[:2])
-    for side, beside in (sides, sides[::-1]):
-        if (moved := offloads(side.job)) and not offloads(beside.job):
+    for side, opposite in (sides, sides[::-1]):
+        if (moved := offloads(side.job)) and not offloads(opposite.job):
             total = sum(sent.size * sent.times for sent in moved)
-            yield f"{side.label} moves {format_bytes(total)} between device and host in a step, {beside.label} nothing."
+            yield f"{side.label} moves {format_bytes(total)} between device and host in a step, {opposite.label} nothing."
 
 
 def _listed(side: _Side) -> str:
     """Everything that a rank sends in a step, and how often."""
     sent = [
-        f"{one.what} ({format_bytes(one.size)}{f' {one.times} times' if one.times > 1 else ''})"
-        for one in collectives(side.job)
+        f"{transfer.what} ({format_bytes(transfer.size)}{f' {transfer.times} times' if transfer.times > 1 else ''})"
+        for transfer in collectives(side.job)
     ]
-    total = format_bytes(side.found.communication_bytes)
+    total = format_bytes(side.forecast.communication_bytes)
     return f"{total} in a step: {'; '.join(sent)}" if sent else "nothing"
 
 
 def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
     """What makes a step longer: more to compute, more to send, less that hides it."""
-    timings = [side.found.timing for side in sides]
+    timings = [side.forecast.timing for side in sides]
     if timings[0] is None or timings[1] is None:
         return
     pair = _lesser(sides, (timings[0].step_seconds, timings[1].step_seconds))
@@ -213,9 +213,9 @@ def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
         return
     less, more, few, many = pair
     why = []
-    if more.found.operations > (1 + EQUAL) * less.found.operations:
-        why.append(f"it computes {more.found.operations / less.found.operations - 1:.0%} more")
-    if more.found.communication_bytes > (1 + EQUAL) * less.found.communication_bytes:
+    if more.forecast.operations > (1 + EQUAL) * less.forecast.operations:
+        why.append(f"it computes {more.forecast.operations / less.forecast.operations - 1:.0%} more")
+    if more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes:
         why.append("it sends more")
     stepped = [int(side.account.optimizer or 0) for side in (less, more)]
     if stepped[1] > (1 + EQUAL) * stepped[0]:

@@ -36,7 +36,7 @@ def split_segments(
             segments += _spread(stack, members, is_boundary)
         else:
             times = _times(trace.stacks, members)
-            segments += (one for member in members for one in _condensed(member.events, times, is_boundary))
+            segments += (segment for member in members for segment in _condensed(member.events, times, is_boundary))
     return segments
 
 
@@ -46,13 +46,13 @@ def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple
     What every layer leaves behind is as much as there are layers; what only the last but one does, as its output that a loop's
     variable keeps, is there once. The first layer tells the two apart.
     """
-    gone = {(name, size) for span in outside for what, size, name in span.events if what == "-" and name}
+    freed = {(name, size) for span in outside for what, size, name in span.events if what == "-" and name}
     return {
         (name, size): count
         for stack in stacks
         for name, first, count in stack.left_behind()
-        for other, size in gone
-        if other == name and (first, size) in gone
+        for other, size in freed
+        if other == name and (first, size) in freed
     }
 
 
@@ -79,7 +79,7 @@ def _grouped(stacks: Sequence[LayerStack], shallow: Sequence[_Span]) -> Iterator
     """Runs of segments of one stack and direction, and runs of those that belong to none."""
 
     def key(span: _Span) -> tuple[LayerStack, bool] | None:
-        stack = next((one for one in stacks if span.layer.startswith(f"{one.name}.")), None)
+        stack = next((candidate for candidate in stacks if span.layer.startswith(f"{candidate.name}.")), None)
         return None if stack is None else (stack, span.backward)
 
     run: list[_Span] = []
@@ -99,14 +99,14 @@ def _grouped(stacks: Sequence[LayerStack], shallow: Sequence[_Span]) -> Iterator
 
 def _spread(stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]) -> Iterator[Segment]:
     """Every layer of the whole stack, each as the kept one that stands for it."""
-    shown = {int(span.layer.rpartition(".")[2]): list(_condensed(span.events, {}, is_boundary)) for span in members}
+    segments = {int(span.layer.rpartition(".")[2]): list(_condensed(span.events, {}, is_boundary)) for span in members}
     order = range(len(stack.kinds))
     for index in reversed(order) if members[0].backward else order:
         source = stack.source(index)
         old, new = f"{stack.name}.{source}", f"{stack.name}.{index}"
-        for one in shown[source]:
-            inside = one.name == old or one.name.startswith(f"{old}.")
-            yield one._replace(name=new + one.name[len(old) :]) if inside else one
+        for segment in segments[source]:
+            inside = segment.name == old or segment.name.startswith(f"{old}.")
+            yield segment._replace(name=new + segment.name[len(old) :]) if inside else segment
 
 
 def _condensed(

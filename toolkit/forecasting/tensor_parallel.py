@@ -27,11 +27,11 @@ class LocalTracker(Tracker):  # type: ignore[no-untyped-call]
             return NotImplemented
         if func is WAIT:  # its fake kernel makes another tensor, the real one returns its argument
             return args[0]
-        made = super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
         if func is GATHER and self._device == "cpu":  # gloo gathers into a buffer of its own
-            size = made.untyped_storage().nbytes()
+            size = output.untyped_storage().nbytes()
             self.events += [("+", size, ""), ("-", size, "")]
-        return made
+        return output
 
 
 class Split:
@@ -84,11 +84,11 @@ def split(config: TraceConfig) -> Iterator[Split]:
 
 
 def _allocated(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(local(tensor).shape, dtype=tensor.dtype)
+    probe = torch.empty(local(tensor).shape, dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
-        return made
+        return probe
     return DTensor.from_local(
-        made, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        probe, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 

@@ -77,9 +77,9 @@ class Timeline(Result):
             if self.measured and phase in self.measured:
                 rows.append(Bar(label="measured", parts={MEASURED: self.measured[phase]}))
         title = f"{self.forecast.model}, {self.forecast.strategy.label}: the highest moment of each phase"
-        drawn = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
+        phase_bars = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
         lines, names = self._way()
-        way = curve(
+        course = curve(
             lines,
             title="The way there: one step of the forecast",
             x="phases, each as wide as the others",
@@ -87,7 +87,7 @@ class Timeline(Result):
             spell_y=format_bytes,
             names=names,
         )
-        return [drawn, way]
+        return [phase_bars, course]
 
     def _way(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
         """Each phase's moments over a stretch of its own, and where its name stands.
@@ -96,7 +96,9 @@ class Timeline(Result):
         """
         lines: dict[str, list[Point]] = {}
         names: dict[float, str] = {}
-        runs = [(phase, [size for _, size in run]) for phase, run in itertools.groupby(self.course, lambda one: one[0])]
+        runs = [
+            (phase, [size for _, size in run]) for phase, run in itertools.groupby(self.course, lambda point: point[0])
+        ]
         first = next(place for place, (phase, _) in enumerate(runs) if phase == "forward")
         end, place = 0.0, 0
         for number, (phase, sizes) in enumerate(runs):
@@ -115,7 +117,7 @@ class Timeline(Result):
     def tables(self) -> list[Table]:
         """By phase: the forecast by part, what was measured, and the ratio."""
         used = [part for part in PARTS if any(parts.get(part) for parts in self.parts.values())]
-        beside = ("measured", "forecast x") if self.measured else ()
+        measured_columns = ("measured", "forecast x") if self.measured else ()
         rows = []
         for phase, parts in self.parts.items():
             row = [phase, *(format_bytes(parts[part]) if parts.get(part) else "–" for part in used)]
@@ -127,7 +129,7 @@ class Timeline(Result):
         forecast = self.forecast
         where = f"{forecast.ranks} x {forecast.hardware.device.name}"
         title = f"{forecast.model}, sharding {forecast.strategy.label}, {where}: by phase"
-        columns = ("phase", *used, "all", *beside)
+        columns = ("phase", *used, "all", *measured_columns)
         return [Table(title=title, columns=columns, rows=rows, notes=(self.reason, *self.notes))]
 
 

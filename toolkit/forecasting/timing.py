@@ -44,12 +44,12 @@ class Timing:
 
 def operations(job: Job, step: Sequence[Segment]) -> int:
     """Of a step of one rank, as torch's `FlopCounterMode` counts: recomputation included, attention as if it were not causal."""
-    return job.train_config.accumulation * sum(size for one in step for _, size in one.flops)
+    return job.train_config.accumulation * sum(size for segment in step for _, size in segment.flops)
 
 
 def communication(job: Job) -> int:
     """Bytes that a rank sends to others in a step."""
-    return round(sum(one.size * one.times for one in collectives(job)))
+    return round(sum(transfer.size * transfer.times for transfer in collectives(job)))
 
 
 def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | None:
@@ -63,7 +63,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     card = job.device.card
     if card is None:
         return None
-    middle = next(index for index, one in enumerate(step) if one.what == "backward")
+    middle = next(index for index, transfer in enumerate(step) if transfer.what == "backward")
     forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
     engine = engine_of(job.strategy)
     state = engine.expected_state(job)
@@ -73,8 +73,8 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     else:
         optimizer = moved * min(job.ranks, machine.count) / (HOST * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
-    for one in engine.communication(job):
-        took[one.overlaps] += one.size * one.times / _bandwidth(one.link, job, machine, card)
+    for transfer in engine.communication(job):
+        took[transfer.overlaps] += transfer.size * transfer.times / _bandwidth(transfer.link, job, machine, card)
     micro = job.train_config.accumulation
     reduced = micro if engine.hides_every_backward else 1
     room = {"forward": micro * forward, "backward": reduced * backward, "nothing": 0.0}
@@ -84,7 +84,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     # A backward computes two products for each of the forward's; of frozen weights no gradient, so one. What attention and
     # the adapter itself compute is two all the same: with an adapter MFU is a little low, the more the longer the sequence.
     products = 3 if job.strategy.adapter == "none" else 2
-    useful = products * micro * sum(size for one in step[: middle + 1] for _, size in one.flops)
+    useful = products * micro * sum(size for transfer in step[: middle + 1] for _, size in transfer.flops)
     return Timing(
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
@@ -95,11 +95,11 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
 def _seconds(stretches: Sequence[Segment], card: GPUSpec) -> float:
     """Products at what the device sustains, all else at its memory's speed; never faster than the host can say it."""
     total = 0.0
-    for one in stretches:
-        if one.calls:
-            done = (*one.flops, *((dtype, -size) for dtype, size in one.skipped))
+    for segment in stretches:
+        if segment.calls:
+            done = (*segment.flops, *((dtype, -size) for dtype, size in segment.skipped))
             products = sum(size / _sustained(card, dtype) for dtype, size in done)
-            total += max(products + one.moved / (card.memory * 1e9 * MEMORY), one.calls * CALL)
+            total += max(products + segment.moved / (card.memory * 1e9 * MEMORY), segment.calls * CALL)
     return total
 
 
@@ -135,9 +135,9 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
 
 def collectives(job: Job) -> list[Transfer]:
     """The collectives of a step, in its order."""
-    return [one for one in engine_of(job.strategy).communication(job) if one.link != "host"]
+    return [transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link != "host"]
 
 
 def offloads(job: Job) -> list[Transfer]:
     """The transfers between device and host."""
-    return [one for one in engine_of(job.strategy).communication(job) if one.link == "host"]
+    return [transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link == "host"]

@@ -24,7 +24,7 @@ EXACT = 3
 
 
 def trace_of(
-    spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int, beside: Sequence[TraceConfig] = ()
+    spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int, others: Sequence[TraceConfig] = ()
 ) -> Trace:
     """One forward and backward of the shallow model, from the cache where it is there.
 
@@ -39,7 +39,7 @@ def trace_of(
 
     A batch of one takes other paths than a larger one (what is contiguous, what is broadcast), so it is traced itself.
     """
-    configs = (config, *beside)
+    configs = (config, *others)
     if batch > EXACT:
         two, three = _cached(spec, configs, (EXACT - 1, EXACT), seq_len)
         trace = two.scaled(three, batch - EXACT + 1)
@@ -57,12 +57,12 @@ def _cached(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[i
     if missing:
         if configs[0].tp > 1:  # a child process costs more than the traces that a plan asks for next
             missing = sorted({*missing, *range(1, EXACT + 1)})
-        made = _traced(spec, configs, missing, seq_len)
-        for config, traces in zip(configs, made, strict=True):
+        traced = _traced(spec, configs, missing, seq_len)
+        for config, traces in zip(configs, traced, strict=True):
             for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
                 text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
                 keep(_path(spec, config, batch, seq_len), text)
-        stored |= dict(zip(missing, made[0], strict=True))
+        stored |= dict(zip(missing, traced[0], strict=True))
     return [stored[batch] for batch in batches]
 
 
@@ -114,7 +114,8 @@ def _apart(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[in
 
 def _read(values: Mapping[str, Any]) -> Trace:
     stacks = tuple(
-        LayerStack(name=one["name"], kinds=tuple(one["kinds"]), kept=tuple(one["kept"])) for one in values["stacks"]
+        LayerStack(name=stack["name"], kinds=tuple(stack["kinds"]), kept=tuple(stack["kept"]))
+        for stack in values["stacks"]
     )
     events = tuple((what, size, name) for what, size, name in values["events"])
     embedding, norm, head = values["ends"]

@@ -75,7 +75,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             _watch(model, stacks, tracker)
             with patched(config), tracker:
                 _step(model, inputs, spec, config, tracker)
-    return Trace(stacks=stacks, events=tuple(_nested(tracker.told())), ends=ends)
+    return Trace(stacks=stacks, events=tuple(_nested(tracker.recorded())), ends=ends)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,9 +129,9 @@ def _ends(outer: Any, model: Any) -> tuple[str | None, str | None, str | None]:
     """As accelerate's `fsdp2_prepare_model` finds them; in PEFT's model it does not find every norm."""
     from accelerate.utils.fsdp_utils import _find_final_norm
 
-    wanted = (model.get_input_embeddings(), _find_final_norm(outer), model.get_output_embeddings())
+    modules = (model.get_input_embeddings(), _find_final_norm(outer), model.get_output_embeddings())
     names = {module: name for name, module in model.named_modules()}
-    return names.get(wanted[0]), names.get(wanted[1]), names.get(wanted[2])
+    return names.get(modules[0]), names.get(modules[1]), names.get(modules[2])
 
 
 def _build(spec: ModelSpec, config: TraceConfig) -> Any:
@@ -170,8 +170,8 @@ def _step(
 
     def call(**inputs: torch.Tensor) -> Any:
         with cast:
-            made = model(**inputs)
-        return type(made)(**{key: _widened(value) for key, value in made.items()}) if config.autocast else made
+            output = model(**inputs)
+        return type(output)(**{key: _widened(value) for key, value in output.items()}) if config.autocast else output
 
     call.config = model.config  # type: ignore[attr-defined]
     tracker.mark("forward")
@@ -227,9 +227,9 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
         if (tensor := _first((args, kwargs))) is not None:
             tensor.register_hook(mark("back out"))  # type: ignore[no-untyped-call]
 
-    def after(_: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def after(_: Any, args: Any, kwargs: Any, output: Any) -> None:
         tracker.mark("out", name, layer=layer)
-        tensor = _first(made)
+        tensor = _first(output)
         if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(mark("back in"))
         elif tensor is not None:  # what PEFT lets need a gradient is a leaf
@@ -265,7 +265,7 @@ def main() -> None:
     spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
         traces = trace_all(spec, configs, batches, seq_len)
-    json.dump([[dataclasses.asdict(one) for one in each] for each in traces], sys.stdout, separators=(",", ":"))
+    json.dump([[dataclasses.asdict(trace_) for trace_ in each] for each in traces], sys.stdout, separators=(",", ":"))
 
 
 if __name__ == "__main__":

@@ -43,15 +43,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, int] = {}
         """Place of a `-` in the events → number of the storage that went."""
 
-    def told(self) -> list[Event]:
+    def recorded(self) -> list[Event]:
         """The events; what goes at one moment goes in the order in which it was made.
 
         Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
         """
         order: list[int] = []
-        for gone, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
+        for freed, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
             run = list(places)
-            order += sorted(run, key=self._made.__getitem__) if gone else run
+            order += sorted(run, key=self._made.__getitem__) if freed else run
         return [self.events[place] for place in order]
 
     def know(self, tensor: torch.Tensor) -> None:
@@ -74,19 +74,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         # Under autocast the head casts its weight before it makes logits.
         weight = func is aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
-        for leaf in tree_leaves(made):
+        for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
         if scratch:
             self.events += [("+", scratch, ""), ("-", scratch, "")]
-        self._count(func, args, kwargs, made, scratch)
-        return made
+        self._count(func, args, kwargs, output, scratch)
+        return output
 
-    def _count(self, func: Any, args: Any, kwargs: Any, made: Any, scratch: int) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, output: Any, scratch: int) -> None:
         """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
         # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
         if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
@@ -94,12 +94,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._work["calls", ""] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func._overloadpacket in flop_registry:
-            operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
+            operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
             self._work["flops", dtype_name(tensors[0].dtype)] += operations
             if _causal(func, args, kwargs):  # half, less a share of the blocks that the diagonal cuts
                 self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
         else:
-            results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._work["moved", ""] += 2 * scratch + sum(tensor.nbytes for tensor in (*tensors, *results))
 
     def _note(self, storage: Any, part: str) -> None:

@@ -27,12 +27,12 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
         if not any(type(layer).__name__ in spec.blocks for layer in stack.children()):
             continue
         types = text_types if spec.trains(name) else None
-        known: list[Any] = []
+        kinds_: list[Any] = []
         for index, layer in enumerate(stack.children()):
             shapes = tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())
-            known.append((type(layer), shapes, types[index] if types and index < len(types) else None))
-        distinct = list(dict.fromkeys(known))
-        kinds = tuple(distinct.index(kind) for kind in known)
+            kinds_.append((type(layer), shapes, types[index] if types and index < len(types) else None))
+        distinct = list(dict.fromkeys(kinds_))
+        kinds = tuple(distinct.index(kind) for kind in kinds_)
         kept_layers = _kept(kinds)
         owner, _, leaf = name.rpartition(".")
         layers = list(stack.children())

@@ -40,7 +40,10 @@ def launch(supervisor: int, failures: Path, command: list[str]) -> int:
         launch.main()
     except ChildFailedError as error:
         died = error.failures.items()
-        _note(failures, [{"rank": rank, "exitcode": one.exitcode, "time": one.timestamp} for rank, one in died])
+        _note(
+            failures,
+            [{"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp} for rank, failure in died],
+        )
         return 1
     except subprocess.CalledProcessError as error:  # one process, without torch elastic
         _note(failures, [{"rank": 0, "exitcode": error.returncode, "time": time.time()}])

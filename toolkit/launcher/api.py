@@ -105,14 +105,14 @@ def _launched(
         ]
     else:
         try:
-            made = _target(target, args, kwargs, path)
+            shipped = _target(target, args, kwargs, path)
         except ToolkitError:
             with contextlib.suppress(OSError):  # as far as they are empty
                 path.rmdir()
                 Path(RUNS).rmdir()
             raise
-        hashed = ["--sha256", made.sha256] if made.sha256 else []
-        command = ["launch", *words, *to_flags(strategy), *hashed, made.name, *made.arguments]
+        hashed = ["--sha256", shipped.sha256] if shipped.sha256 else []
+        command = ["launch", *words, *to_flags(strategy), *hashed, shipped.name, *shipped.arguments]
     if machine is not None:
         print_default(ranks, machine, None)
     return _started(path, command, strategy)
@@ -218,7 +218,7 @@ def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any],
         "run_config": RunConfig,
         "restart_policy": RestartPolicy,
     }
-    known = {name: {f.name for f in dataclasses.fields(owner)} for name, owner in owners.items()}
+    fields_of = {name: {f.name for f in dataclasses.fields(owner)} for name, owner in owners.items()}
     if isinstance(spec := fields.get("model"), ModelSpec):
         if spec.source is None and spec.name != EMBEDDED:
             raise StrategyError(
@@ -227,28 +227,28 @@ def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any],
             )
         fields = {**fields, "model": spec.source or EMBEDDED}
     for name in fields:
-        every = sorted(set().union(*known.values()))
+        every = sorted(set().union(*fields_of.values()))
         if name not in every:
             raise StrategyError(f"launch has no argument {name!r}.{nearest(name, every)} Known: {', '.join(every)}.")
-        if not run_config and name not in known["strategy"]:
+        if not run_config and name not in fields_of["strategy"]:
             raise StrategyError(
                 f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
             )
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if isinstance(strategy, Candidate) and not run_config:
         raise StrategyError(
             f"strategy: a plan's candidate has a batch, too, and only the recipe ({RECIPE}) takes one. "
             "Give its `.strategy`, and its `.train_config` to your own code."
         )
     if isinstance(strategy, Candidate):
-        given = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.train_config)}
+        values = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.train_config)}
     elif isinstance(strategy, Strategy):
-        given = dataclasses.asdict(strategy)
+        values = dataclasses.asdict(strategy)
     elif strategy is not None:
-        given = {"sharding": strategy}
-    given |= fields
+        values = {"sharding": strategy}
+    values |= fields
     return {
-        name: from_dict(owner, {key: value for key, value in given.items() if key in known[name]})
+        name: from_dict(owner, {key: value for key, value in values.items() if key in fields_of[name]})
         for name, owner in owners.items()
     }
 

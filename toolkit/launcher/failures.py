@@ -57,10 +57,10 @@ class AttemptInfo:
     """Processes that the system ended meanwhile because memory had run out."""
 
 
-def failure(folder: Folder, code: int, known: AttemptInfo) -> ToolkitError:
+def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
     """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
     raised = folder.errors()
-    failures = value_or(list[dict[str, Any]](), _noted, folder, known.cut_at)
+    failures = value_or(list[dict[str, Any]](), _noted, folder, attempt.cut_at)
     for report in raised.values():
         if report["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
             return OutOfMemory(report["message"])
@@ -69,18 +69,21 @@ def failure(folder: Folder, code: int, known: AttemptInfo) -> ToolkitError:
     if error and (ours := as_raised(error)):
         folder.discard()
         return ours
-    if short := _short_of_memory(folder, rank, how, error, known):
+    if short := _short_of_memory(folder, rank, how, error, attempt):
         return short
     if _waited(folder, rank, error, raised):
         # Equally far, it is the one that does not complain.
-        quiet = (beat for number, beat in sorted(known.beats.items()) if number not in raised and number != rank)
-        if beat := known.behind or next(quiet, None):
+        quiet = (beat for number, beat in sorted(attempt.beats.items()) if number not in raised and number != rank)
+        if beat := attempt.behind or next(quiet, None):
             return hung_error(
-                folder, beat, known.timeout, at=min(float(one["time"]) for one in raised.values()) if raised else 0
+                folder,
+                beat,
+                attempt.timeout,
+                at=min(float(record["time"]) for record in raised.values()) if raised else 0,
             )
     if rank is None:
-        shown = last_lines(launcher_log(folder))
-        return RankDied(f"accelerate launch {_ended(code)}, and no rank had failed. {shown}")
+        lines = last_lines(launcher_log(folder))
+        return RankDied(f"accelerate launch {_ended(code)}, and no rank had failed. {lines}")
     for number in (signal.SIGTERM, signal.SIGINT):
         if error is None and how == _ended(128 + number):
             return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it.")
@@ -92,8 +95,11 @@ def failure(folder: Folder, code: int, known: AttemptInfo) -> ToolkitError:
 def _noted(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
     """How the launcher says that ranks ended, before the supervisor itself killed those that were left."""
     noted = read_json(failures_of(folder))
-    ended = [{"rank": int(one["rank"]), "exitcode": int(one["exitcode"]), "time": float(one["time"])} for one in noted]
-    return [one for one in ended if one["time"] + 1 < cut_at]  # torch elastic notes whole seconds
+    ended = [
+        {"rank": int(entry["rank"]), "exitcode": int(entry["exitcode"]), "time": float(entry["time"])}
+        for entry in noted
+    ]
+    return [entry for entry in ended if entry["time"] + 1 < cut_at]  # torch elastic notes whole seconds
 
 
 def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:
@@ -121,14 +127,14 @@ def _place(folder: Folder, rank: int) -> str:
 
 
 def _short_of_memory(
-    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, known: AttemptInfo
+    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, attempt: AttemptInfo
 ) -> OutOfMemory | None:
     """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
     beats = read_beats(folder.logs)
     aborted = rank is not None and error is None and how == _ended(-signal.SIGABRT)
     if rank is not None and aborted and (match := _ABORTED.search(_end(folder.log(rank)))):
         return OutOfMemory(aborted_for_memory(folder, rank, match["bytes"], beats.get(rank)))
-    if not known.memory_kills:
+    if not attempt.memory_kills:
         return None
     if how == _ended(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
         most = max(beats.values(), key=lambda beat: beat.rss, default=None)
@@ -145,7 +151,7 @@ def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, r
         return False
     if error is None:
         return "Watchdog caught collective operation timeout" in _end(folder.log(rank))
-    messages = [str(one["message"]) for one in raised.values()]
+    messages = [str(record["message"]) for record in raised.values()]
     return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in messages)
 
 
@@ -157,13 +163,13 @@ def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> 
     """
     first = first_error(raised)
     stop_codes = (-signal.SIGTERM, -signal.SIGINT)
-    silent = [one for one in failures if one["rank"] not in raised and one["exitcode"] not in stop_codes]
-    one = min(silent, key=lambda one: float(one["time"]), default=None)
-    if one is not None and (first is None or one["time"] <= raised[first]["time"] + _SAME_TIME):
-        return one["rank"], _ended(one["exitcode"])
+    silent = [error for error in failures if error["rank"] not in raised and error["exitcode"] not in stop_codes]
+    error = min(silent, key=lambda error: float(error["time"]), default=None)
+    if error is not None and (first is None or error["time"] <= raised[first]["time"] + _SAME_TIME):
+        return error["rank"], _ended(error["exitcode"])
     if first is None and failures:
-        one = min(failures, key=lambda one: float(one["time"]))
-        return one["rank"], _ended(one["exitcode"])
+        error = min(failures, key=lambda error: float(error["time"]))
+        return error["rank"], _ended(error["exitcode"])
     return first, ""
 
 
@@ -195,5 +201,5 @@ def last_lines(log: Path) -> str:
     """The last lines of a log, and where it is."""
     lines = [line.rpartition("\r")[2] for line in _end(log).replace("\r\n", "\n").split("\n")]  # a bar's last state
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
-    shown = "".join(f"\n    {line}" for line in last)
-    return f"Its last lines ({log}):{shown}" if last else f"It printed nothing ({log})."
+    indented = "".join(f"\n    {line}" for line in last)
+    return f"Its last lines ({log}):{indented}" if last else f"It printed nothing ({log})."

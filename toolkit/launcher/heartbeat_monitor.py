@@ -98,8 +98,8 @@ class HeartbeatMonitor:
         if self._still <= self.timeout + STILL_SECONDS:
             return
         beat = self.behind()
-        there = [one for one in self.beats.values() if one.phase not in IN_A_STEP]
-        if there in ([], [beat]) and (newest := beat or self._idle()):
+        outside = [beat_ for beat_ in self.beats.values() if beat_.phase not in IN_A_STEP]
+        if outside in ([], [beat]) and (newest := beat or self._idle()):
             raise hung_error(self.folder, newest, self.timeout)
 
     def _idle(self) -> Heartbeat | None:

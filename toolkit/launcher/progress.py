@@ -142,20 +142,20 @@ def read_progress(folder: Path) -> Progress:
     steps = tail_of(folder / "events.jsonl").look()
     device = (about.get("forecast") or {}).get("device")
     total = _count(about.get("train_config"), "steps") or 0
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         "steps": total,
         "forecast_bytes": _count(device, "peak_bytes"),
         "limit_bytes": _count(device, "limit_bytes"),
     }
     if not steps:
-        return Progress(**known)
+        return Progress(**values)
     last, recent = steps[-1], [event for event in steps[-RECENT:] if event.get("seconds")]
     total = total or int(last.get("steps", 0))  # of a loop that is not the recipe's: as it says itself
     pace = median(event["seconds"] for event in recent) if recent else None
     speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
     ranks = last.get("bytes") or ()
     return Progress(
-        **{**known, "steps": total},
+        **{**values, "steps": total},
         bytes_are=held_bytes(last)[1],
         step=int(last["step"]),
         loss=last["loss"],
@@ -176,16 +176,16 @@ def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
     """A progress bar in a terminal, and elsewhere a line now and then; what comes back brings it up to date."""
     from tqdm import tqdm
 
-    drawn, last = shown and sys.stderr.isatty(), 0.0
+    visible, last = shown and sys.stderr.isatty(), 0.0
     words = "{l_bar}{bar}| {n_fmt} of {total_fmt}{postfix}"
-    with tqdm(total=None, unit="step", disable=not drawn, bar_format=words) as made:
+    with tqdm(total=None, unit="step", disable=not visible, bar_format=words) as progress_bar:
 
         def update() -> None:
             nonlocal last
-            if drawn:
+            if visible:
                 now = read_progress(folder)
-                made.total, made.n = now.steps or None, now.step
-                made.set_postfix_str(now.line.partition(", ")[2], refresh=True)
+                progress_bar.total, progress_bar.n = now.steps or None, now.step
+                progress_bar.set_postfix_str(now.line.partition(", ")[2], refresh=True)
             elif shown and time.monotonic() >= last + LINE_SECONDS:
                 last = time.monotonic()
                 print(f"{folder.name}: {read_progress(folder).line}", file=sys.stderr)

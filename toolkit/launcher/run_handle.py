@@ -94,7 +94,7 @@ class Run(Result):
         return False
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
         how, words = ("running", self._last_words()) if self.alive else self._end()
         return "" if how == "finished" else words
@@ -177,9 +177,9 @@ class Run(Result):
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
                 return file.read().decode(errors="replace")
         except OSError as error:
-            there = sorted(path.stem for path in log.parent.glob("rank-*.log"))
+            names = sorted(path.stem for path in log.parent.glob("rank-*.log"))
             raise RunError(
-                f"rank {rank} has no log in {log.parent} ({error.strerror}). There is: {', '.join(there) or 'none yet'}."
+                f"rank {rank} has no log in {log.parent} ({error.strerror}). There is: {', '.join(names) or 'none yet'}."
             ) from error
 
     def wait(self, timeout: float | None = None, *, progress: bool = True) -> Run:
@@ -208,7 +208,9 @@ class Run(Result):
                 f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
             ) from None
         if self.status == "failed":
-            raise RunError(self.said or f"the run in {self.name} ended without a message: its supervisor was killed.")
+            raise RunError(
+                self.message or f"the run in {self.name} ended without a message: its supervisor was killed."
+            )
         return self
 
     def stop(self, timeout: float | None = None) -> Run:
@@ -247,17 +249,17 @@ class Run(Result):
     def tables(self) -> list[Table]:
         """Its status and figures."""
         status, progress = self._look()
-        return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.said)]
+        return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.message)]
 
     def _repr_html_(self) -> str:
         # Twice a second while it goes: run.json is read once for it.
         (status, progress), steps = self._look(), tail_of(self._files.events).steps
-        return redact(page(self.name, status, progress, steps, "" if status == "running" else self.said))
+        return redact(page(self.name, status, progress, steps, "" if status == "running" else self.message))
 
     def to_dict(self) -> dict[str, Any]:
         """Folder, status, strategy and progress."""
         status, progress = self._look()
-        about = {"folder": str(self.folder), "status": status, "said": "" if status in LIVE else self.said}
+        about = {"folder": str(self.folder), "status": status, "message": "" if status in LIVE else self.message}
         return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
 
     def _about(self) -> dict[str, Any]:

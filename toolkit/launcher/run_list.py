@@ -23,33 +23,37 @@ class Runs(Result):
     """The runs in a folder, the newest first: a sequence of `Run`s."""
 
     root: str
-    found: tuple[dict[str, Any], ...]
+    entries: tuple[dict[str, Any], ...]
     """A row a run: `Run.to_dict()`."""
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[Run]:
-        return (Run(Path(one["folder"])) for one in self.found)
+        return (Run(Path(entry["folder"])) for entry in self.entries)
 
     def __getitem__(self, place: int) -> Run:
-        return Run(Path(self.found[place]["folder"]))
+        return Run(Path(self.entries[place]["folder"]))
 
     def tables(self) -> list[Table]:
         """Name, status, strategy, how far it came."""
         rows = [
             (
-                Path(one["folder"]).name,
-                one["status"],
-                one["strategy"]["sharding"],
-                one["strategy"]["adapter"],
-                f"{one['step']} of {one['steps'] or '?'}",
-                "–" if one["loss"] is None else f"{one['loss']:.4f}",
+                Path(entry["folder"]).name,
+                entry["status"],
+                entry["strategy"]["sharding"],
+                entry["strategy"]["adapter"],
+                f"{entry['step']} of {entry['steps'] or '?'}",
+                "–" if entry["loss"] is None else f"{entry['loss']:.4f}",
             )
-            for one in self.found
+            for entry in self.entries
         ]
         columns = ("run", "status", "sharding", "adapter", "steps", "loss")
-        notes = [f"{Path(one['folder']).name}: {one['said']}" for one in self.found if one["status"] == "unreadable"]
+        notes = [
+            f"{Path(entry['folder']).name}: {entry['message']}"
+            for entry in self.entries
+            if entry["status"] == "unreadable"
+        ]
         notes += [] if rows else [f"There is no run in {self.root}."]
         return [Table(title=f"Runs in {self.root}", columns=columns, rows=rows, notes=notes)]
 
@@ -76,7 +80,7 @@ def runs(root: str | Path = RUNS) -> Runs:
     places = {path.parent for path in place.glob("*/run.json")}
     places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
     folders = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
-    return Runs(root=str(root), found=tuple(_row(Run(path)) for path in folders))
+    return Runs(root=str(root), entries=tuple(_row(Run(path)) for path in folders))
 
 
 def _row(run: Run) -> dict[str, Any]:
@@ -85,4 +89,9 @@ def _row(run: Run) -> dict[str, Any]:
         return run.to_dict()
     except Exception as error:
         plain = {"strategy": dataclasses.asdict(Strategy()), **dataclasses.asdict(Progress())}
-        return {"folder": str(run.folder), "status": "unreadable", "said": str(error) or type(error).__name__, **plain}
+        return {
+            "folder": str(run.folder),
+            "status": "unreadable",
+            "message": str(error) or type(error).__name__,
+            **plain,
+        }

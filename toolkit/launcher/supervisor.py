@@ -158,8 +158,8 @@ class _Attempt:
         """Once a rank has failed: others that do not end are killed, and so is a launcher that waits for them."""
         now = time.monotonic()
         if self._failed_at is None:
-            lost = self.watch is not None and self.watch.lost()
-            if lost or any(self.folder.logs.glob("rank-*.error.json")):
+            silent = self.watch is not None and self.watch.lost()
+            if silent or any(self.folder.logs.glob("rank-*.error.json")):
                 self._failed_at = now
         elif now >= self._failed_at + 2 * FAILED_SECONDS:
             self.launcher.kill()

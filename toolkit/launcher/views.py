@@ -30,8 +30,8 @@ def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str
     )
     said_of = f"{escape(name)}: {escape(progress.line)}"
     # Without a value the bar says that something goes on, and not how far it is.
-    known = progress.steps or status not in ("starting", "running")
-    value = f'value="{progress.step}" max="{progress.steps or max(progress.step, 1)}"' if known else ""
+    begun = progress.steps or status not in ("starting", "running")
+    value = f'value="{progress.step}" max="{progress.steps or max(progress.step, 1)}"' if begun else ""
     meter = f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" {value}></progress>'
     words = (
         f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(message)}</pre>'

@@ -84,8 +84,8 @@ def device_bytes(index: int | None) -> tuple[int | None, str | None]:
     except pynvml.NVMLError as error:
         return None, f"device bytes are missing: NVML says {error}"
     used = next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
-    lost = "device bytes are missing: NVML does not list this process (a container with process ids of its own?)"
-    return used, None if used is not None else lost
+    problem = "device bytes are missing: NVML does not list this process (a container with process ids of its own?)"
+    return used, None if used is not None else problem
 
 
 @cache

@@ -91,8 +91,8 @@ class Memory(Result):
     def host(self) -> dict[str, Any]:
         """The hosts' memory, summed over all ranks: allocator totals on CPU ranks, peak resident sets on CUDA ranks."""
         peaks = [rank.peak_bytes if rank.device == "cpu" else rank.rss_peak_bytes for rank in self.ranks]
-        known = [peak for peak in peaks if peak is not None]
-        return {"peak_bytes": sum(known) if len(known) == len(peaks) else None}
+        known_peaks = [peak for peak in peaks if peak is not None]
+        return {"peak_bytes": sum(known_peaks) if len(known_peaks) == len(peaks) else None}
 
     def to_dict(self) -> dict[str, Any]:
         """`measured` (or None), `reason` and `host`, in bytes and seconds."""
@@ -133,5 +133,5 @@ def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[An
 def _parts(rank: Measured, persistent: Mapping[str, int]) -> dict[str, int]:
     """The bytes at the peak by part, adding up to it. While loading the states are not yet what the audit found."""
     assert rank.peak_bytes is not None
-    known = {} if rank.peak_phase in ("load", "prepare") else dict(persistent)
-    return {**known, "transient": rank.peak_bytes - sum(known.values())}
+    parts = {} if rank.peak_phase in ("load", "prepare") else dict(persistent)
+    return {**parts, "transient": rank.peak_bytes - sum(parts.values())}

@@ -62,8 +62,8 @@ def describe(
         if name != EMBEDDED and os.path.isfile((folder := at_home(name)) / "config.json"):
             check_links(folder)
         source, text = config_text(name) if trust_remote_code is None else (None, None)
-        if text is not None and (known := recall(text)) is not None:
-            return dataclasses.replace(known, name=name, source=source)
+        if text is not None and (cached_spec := recall(text)) is not None:
+            return dataclasses.replace(cached_spec, name=name, source=source)
         source, config = find(name, trust_remote_code)
     else:
         from torch import nn
@@ -135,7 +135,9 @@ def _spec(
     text = config.get_text_config()
     values = text.to_dict()
     # Some families spell it their own way: GPT-2's `hidden_size` is `n_embd`.
-    figures = {known: values.get(own) for known, own in getattr(text, "attribute_map", {}).items()} | values
+    figures = {
+        our_name: values.get(their_name) for our_name, their_name in getattr(text, "attribute_map", {}).items()
+    } | values
     kind = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
     frozen = frozen_modules(module)
     blocks = _blocks(module, frozen)
@@ -181,10 +183,10 @@ def _copied(module: PreTrainedModel) -> int:
     from transformers.core_model_loading import revert_weight_conversion
 
     plain = {name: torch.empty_like(parameter, device="meta") for name, parameter in module.named_parameters()}
-    known = {tensor.untyped_storage()._cdata for tensor in plain.values()}
+    originals = {tensor.untyped_storage()._cdata for tensor in plain.values()}
     written: dict[str, torch.Tensor] = revert_weight_conversion(module, dict(plain))
-    made = {tensor.untyped_storage()._cdata: tensor for tensor in written.values()}
-    return sum(t.untyped_storage().nbytes() // t.element_size() for key, t in made.items() if key not in known)
+    copies = {tensor.untyped_storage()._cdata: tensor for tensor in written.values()}
+    return sum(t.untyped_storage().nbytes() // t.element_size() for key, t in copies.items() if key not in originals)
 
 
 def _head(module: PreTrainedModel) -> nn.Module | None:
@@ -230,7 +232,9 @@ def _unlisted(module: nn.Module, frozen: tuple[str, ...], blocks: tuple[str, ...
     parts = [child for name, child in module.named_modules() if name in frozen]
     bare = [part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)]
     stacks = [[stack for _, stack in module_lists(part)] for part in bare]
-    largest = [max(own, key=lambda stack: sum(one.numel() for one in stack.parameters())) for own in stacks if own]
+    largest = [
+        max(own, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters())) for own in stacks if own
+    ]
     return tuple(dict.fromkeys(type(layer).__name__ for stack in largest for layer in stack.children()))
 
 
@@ -325,7 +329,7 @@ def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed:
             f"model {name!r} has {experts} experts a layer, and its config does not say how many a token uses: "
             "set num_experts_per_tok."
         )
-    classes = {type(one.block).__name__ for one in routed}
+    classes = {type(layer.block).__name__ for layer in routed}
     block = classes.pop() if len(classes) == 1 else _layer_of(module, routed[0].name)
     computed = getattr(module.config.get_text_config(), "_experts_implementation", None)
     return MoE(experts=experts, active=active, block=block, computed=computed or "eager")
@@ -333,8 +337,8 @@ def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed:
 
 def _count_experts(routed: Iterable[_Routed]) -> int:
     """Experts of a layer by the module: the first dimension of what is fused, or the members."""
-    for one in routed:
-        experts = one.block.get_submodule(one.experts[0].rpartition(".")[2])
+    for layer in routed:
+        experts = layer.block.get_submodule(layer.experts[0].rpartition(".")[2])
         fused = [parameter.shape[0] for parameter in experts.parameters() if parameter.dim() == 3]
         return fused[0] if fused else len(list(experts.children()))
     return 0
@@ -353,8 +357,8 @@ def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: tuple[
     heads = {name for name, child in module.named_modules() if child is head}
     embeddings = {name for name, child in module.named_modules() if child is embedding}
     layers = {name for name, child in module.named_modules() if type(child).__name__ in blocks}
-    experts = {name for one in routed for name in one.experts}
-    routers = {name for one in routed for name in one.routers}
+    experts = {name for layer in routed for name in layer.experts}
+    routers = {name for layer in routed for name in layer.routers}
 
     def role(name: str) -> str:
         owner = name.rpartition(".")[0]

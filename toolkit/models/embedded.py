@@ -42,8 +42,8 @@ def embedded_checkpoint(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig.from_dict(embedded_config()))
-        made = Path(partial) / "model"
-        made.mkdir()
-        model.config.save_pretrained(made)
-        save_file(model.state_dict(), made / "model.safetensors", metadata={"format": "pt"})
-        made.rename(folder)
+        draft = Path(partial) / "model"
+        draft.mkdir()
+        model.config.save_pretrained(draft)
+        save_file(model.state_dict(), draft / "model.safetensors", metadata={"format": "pt"})
+        draft.rename(folder)

@@ -49,9 +49,9 @@ def hub_snapshot(name: str, commit: str) -> Path:
             "a short hash may mean other code tomorrow."
         )
     with _explained(name, commit):
-        wanted = [*BESIDE, "*.py"]
+        patterns = [*BESIDE, "*.py"]
         snapshot = Path(
-            snapshot_download(name, revision=commit, allow_patterns=wanted, local_files_only=not hub_reachable())
+            snapshot_download(name, revision=commit, allow_patterns=patterns, local_files_only=not hub_reachable())
         )
     assert snapshot.name == commit, f"the Hub's cache calls commit {commit} {snapshot.name}"
     return snapshot

@@ -148,8 +148,8 @@ def is_native(values: Mapping[str, Any]) -> bool:
     from transformers import CONFIG_MAPPING
 
     architecture = _architecture(values)
-    known = architecture is None or hasattr(transformers, architecture)
-    return isinstance(values.get("model_type"), str) and values["model_type"] in CONFIG_MAPPING and known
+    supported = architecture is None or hasattr(transformers, architecture)
+    return isinstance(values.get("model_type"), str) and values["model_type"] in CONFIG_MAPPING and supported
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,8 @@ def recall(config: bytes) -> ModelSpec | None:
     try:
         values = json.loads(cache_file(KIND, config).read_bytes())
         values["parameters"] = tuple(
-            Parameter(name=one["name"], shape=tuple(one["shape"]), role=one["role"]) for one in values["parameters"]
+            Parameter(name=parameter["name"], shape=tuple(parameter["shape"]), role=parameter["role"])
+            for parameter in values["parameters"]
         )
         values["tied"] = tuple(map(tuple, values["tied"]))
         values["moe"] = MoE(**values["moe"]) if values["moe"] else None

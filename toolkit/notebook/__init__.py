@@ -32,11 +32,11 @@ def _show(run: Any) -> None:
     show(run)
 
 
-def _html(shown: Any) -> Any:
+def _html(output: Any) -> Any:
     """What is saved is also opened where inline SVG is taken for an attack. All but our pictures is handed through."""
     from toolkit.core.drawing import portable
 
-    html = shown._repr_html_()
+    html = output._repr_html_()
     data, *metadata = html if isinstance(html, tuple) else (html,)
     data = portable(data) if isinstance(data, str) else data
     return (data, *metadata) if metadata else data

@@ -67,7 +67,7 @@ class Explorer:
     def __init__(self, kind: str, state: ExplorerState) -> None:
         """Answer once, and make the controls where ipywidgets and anywidget are installed."""
         self.kind = kind
-        self.asked = state
+        self.state = state
         self.value: Result | None = None
         """The answer; None where what is asked cannot be."""
         self.refusal = ""
@@ -96,14 +96,14 @@ class Explorer:
         Raises:
             ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
         """
-        known = NAMES[self.kind]
+        names = NAMES[self.kind]
         for name in values:
-            if name not in known:
+            if name not in names:
                 raise ToolkitError(
-                    f"{self.kind} has no control {name!r}.{nearest(name, known)} It has {', '.join(known)}."
+                    f"{self.kind} has no control {name!r}.{nearest(name, names)} It has {', '.join(names)}."
                 )
-        self.asked = self.asked.but(**values)
-        for choice in choices(self.kind, self.asked) if self.panel is not None else ():
+        self.state = self.state.but(**values)
+        for choice in choices(self.kind, self.state) if self.panel is not None else ():
             if choice.name in values and choice.name in self.controls:
                 self.panel.move(choice)
         with self.panel.busy() if self.panel is not None else contextlib.nullcontext():
@@ -117,14 +117,14 @@ class Explorer:
         """A refusal is an answer like another: a panel shows no traceback."""
         self.value, self.refusal = None, ""
         try:
-            self.value = KINDS[self.kind][0](self.asked)
+            self.value = KINDS[self.kind][0](self.state)
         except ToolkitError as error:
             self.refusal = str(error)
 
     def static_html(self) -> str:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
         sentence = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
-        shell_command = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.asked))}</code></p>"
+        shell_command = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.state))}</code></p>"
         return portable(redact(f'<div class="toolkit-explorer">{sentence}{_beside(self.value)}{shell_command}</div>'))
 
     def __repr__(self) -> str:

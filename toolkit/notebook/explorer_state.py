@@ -42,7 +42,7 @@ class Choice:
 
     name: str
     label: str
-    told: str
+    help: str
     values: tuple[Any, ...]
     value: Any
     """Where it stands."""
@@ -103,7 +103,7 @@ class ExplorerState:
                 machine = finished.hardware or hardware()
                 on = dataclasses.replace(machine, count=finished.ranks // machine.nodes)
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
-        specs = [one if isinstance(one, ModelSpec) else describe(one) for one in several]
+        specs = [candidate if isinstance(candidate, ModelSpec) else describe(candidate) for candidate in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or (Strategy(sharding=_sharded()[0]) if machine.ranks > 1 else Strategy())
         second, batch = (
@@ -165,11 +165,11 @@ class ExplorerState:
 
     def fields(self, owner: Strategy | TrainConfig, before: str = "") -> dict[str, Any]:
         """A strategy's or a loop's fields as the controls say, whether they can be or not."""
-        known = {name: self.values.get(before + name, value) for name, value in dataclasses.asdict(owner).items()}
-        if "sharding" in known:
-            row = SHARDINGS.get(known["sharding"])
-            known["dp_replicate"] = max(2, known["dp_replicate"]) if row and row.hybrid else 1
-        return known
+        fields = {name: self.values.get(before + name, value) for name, value in dataclasses.asdict(owner).items()}
+        if "sharding" in fields:
+            row = SHARDINGS.get(fields["sharding"])
+            fields["dp_replicate"] = max(2, fields["dp_replicate"]) if row and row.hybrid else 1
+        return fields
 
     @property
     def strategy(self) -> Strategy:
@@ -228,35 +228,35 @@ def _called(machine: Hardware, on: Hardware | str | None) -> str:
 def choices(kind: str, state: ExplorerState) -> list[Choice]:
     """The controls of a panel, in order. One with a single value is left out."""
     choices_ = [_choice(name, state, kind) for name in NAMES[kind]]
-    return [one for one in choices_ if len(one.values) > 1]
+    return [choice for choice in choices_ if len(choice.values) > 1]
 
 
 def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
     value = state.values[name]
     if name == "model":
         help, values = "what is trained", tuple(state.models)
-        return Choice(name=name, label="model", told=help, values=values, value=value)
+        return Choice(name=name, label="model", help=help, values=values, value=value)
     if name == "device":
         values = tuple(dict.fromkeys((state.named, *CARDS)))
         help = "the device of a rank, from the catalog where it is only named"
-        return Choice(name=name, label="device", told=help, values=values, value=value)
+        return Choice(name=name, label="device", help=help, values=values, value=value)
     if name == "devices":
         help = "how many devices, one rank each; more than eight are on nodes of eight"
         numbers = _counts(1, 512, state.here.ranks, value)
-        return Choice(name=name, label="devices", told=help, values=numbers, value=value, slides=True, quick=True)
+        return Choice(name=name, label="devices", help=help, values=numbers, value=value, slides=True, quick=True)
     if name in BATCH:
         # Longer than the model can is a sentence, and nobody looks for it on a slider.
         longest = max((spec.max_positions or 131_072) for spec in state.models.values())
         least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
         help, label = _help(TrainConfig, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
         numbers = _counts(min(least, most), most, getattr(state.batch, name), value)
-        return Choice(name=name, label=label, told=help, values=numbers, value=value, slides=True)
+        return Choice(name=name, label=label, help=help, values=numbers, value=value, slides=True)
     field = name.removeprefix(SECOND)
     group = "" if kind != "compare" else "second" if name != field else "first"
-    known = {f.name: f for f in dataclasses.fields(Strategy)}[field]
-    values = tuple(word for word in known.metadata["values"] if word not in known.metadata["later"])
+    field_of = {f.name: f for f in dataclasses.fields(Strategy)}[field]
+    values = tuple(word for word in field_of.metadata["values"] if word not in field_of.metadata["later"])
     return Choice(
-        name=name, label=field.replace("_", " "), told=_help(Strategy, field), values=values, value=value, group=group
+        name=name, label=field.replace("_", " "), help=_help(Strategy, field), values=values, value=value, group=group
     )
 
 

@@ -116,7 +116,7 @@ def _button(run: Run) -> Callable[[], None] | None:
         return None
     from IPython.display import HTML, display
 
-    made = Button(
+    button = Button(
         description="Stop",
         tooltip=f"End the step, publish a checkpoint and stop {run.folder}",
         icon="stop",
@@ -125,14 +125,14 @@ def _button(run: Run) -> Callable[[], None] | None:
     )
     message = Words()
     # Not as wide as the page.
-    box = VBox([made, message], layout=Layout(align_items="flex-start"))
+    box = VBox([button, message], layout=Layout(align_items="flex-start"))
     # ipykernel 7 hands a widget's messages to the shell that made it, which hears none while a cell runs, as run.wait() does.
     # Without that note they go where JupyterLab sends them: to a shell of their own.
     with contextlib.suppress(AttributeError):
-        del made.comm._reply_subshell_id
+        del button.comm._reply_subshell_id
 
     def stop(_: Any) -> None:
-        made.disabled, made.description, message.value = True, "Stopping…", ""
+        button.disabled, button.description, message.value = True, "Stopping…", ""
         threading.Thread(target=ask, name=f"stop {run.folder}", daemon=True).start()
 
     def ask() -> None:
@@ -140,15 +140,15 @@ def _button(run: Run) -> Callable[[], None] | None:
             run.stop()
         except Exception as error:
             message.value = f'<p role="alert">{html.escape(str(error))}</p>'
-            made.disabled, made.description = False, "Stop"
+            button.disabled, button.description = False, "Stop"
 
-    made.on_click(stop)
-    shown = {**box._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
-    handle: Any = display(shown, raw=True, display_id=True)
+    button.on_click(stop)
+    bundle = {**box._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
+    handle: Any = display(bundle, raw=True, display_id=True)
 
     def remove() -> None:
         handle.update(HTML(""))
-        for widget in (box, made, message):
+        for widget in (box, button, message):
             widget.close()
 
     return remove

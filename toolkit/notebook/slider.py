@@ -64,13 +64,13 @@ class Slider(anywidget.AnyWidget):
 
     def __init__(self, options: list[tuple[str, Any]], value: Any, **traits: Any) -> None:
         """`options`: each as it is spelled, and as it is."""
-        self._values = [one for _, one in options]
+        self._values = [option for _, option in options]
         super().__init__(spelled=[word for word, _ in options], value=value, **traits)
 
     def offer(self, options: list[tuple[str, Any]], value: Any) -> None:
         """Other options, and where it stands among them."""
         with self.hold_sync():
-            self._values = [one for _, one in options]
+            self._values = [option for _, option in options]
             self.spelled = [word for word, _ in options]
             self.value = value
             self.index = self._values.index(value)

@@ -45,15 +45,15 @@ class Panel:
 
         from toolkit.notebook.slider import Slider
 
-        shown = {"value": choice.value, "description": choice.label, "tooltip": choice.told}
+        options = {"value": choice.value, "description": choice.label, "tooltip": choice.help}
         if choice.slides:
             # A picture that has to be traced for comes once, where the slider is let go.
-            made = Slider(_options(choice), continuous_update=choice.quick, **shown)
+            control = Slider(_options(choice), continuous_update=choice.quick, **options)
         else:
             room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
-            made = ipywidgets.Dropdown(options=_options(choice), **shown, **room)
-        made.observe(lambda change: self._observed(choice.name, change.new), names="value")
-        return made
+            control = ipywidgets.Dropdown(options=_options(choice), **options, **room)
+        control.observe(lambda change: self._observed(choice.name, change.new), names="value")
+        return control
 
     def _observed(self, name: str, value: Any) -> None:
         if not self._own:

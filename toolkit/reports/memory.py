@@ -75,13 +75,17 @@ def by_rank(memory: Mapping[str, Any]) -> Table:
     ranks = memory["measured"]["per_rank"]
     phases = [name for name in PHASES if any(name in rank["phases"] for rank in ranks)]
     sizes = ("peak_bytes", "live_bytes", "reserved_bytes", "device_bytes", "rss_peak_bytes")
-    known = [name for name in sizes if any(rank.get(name) is not None for rank in ranks)]
+    shown_columns = [name for name in sizes if any(rank.get(name) is not None for rank in ranks)]
     names = {"peak_bytes": "peak", "live_bytes": "between steps", "rss_peak_bytes": "peak RSS"}
     rows = [
-        (str(rank["rank"]), *(_size(rank.get(name)) for name in known), *(_size(rank["phases"].get(n)) for n in phases))
+        (
+            str(rank["rank"]),
+            *(_size(rank.get(name)) for name in shown_columns),
+            *(_size(rank["phases"].get(n)) for n in phases),
+        )
         for rank in ranks
     ]
-    columns = ("rank", *(names.get(name, name.removesuffix("_bytes")) for name in known), *phases)
+    columns = ("rank", *(names.get(name, name.removesuffix("_bytes")) for name in shown_columns), *phases)
     notes = [memory["reason"]] if memory.get("reason") else []
     return Table(title="Measured, by rank and phase", columns=columns, rows=rows, notes=notes)
 

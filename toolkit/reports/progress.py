@@ -35,8 +35,8 @@ def training(run: Record) -> Section:
         lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]
     tables = [(_steps(run), curve(lines, title="Loss", x="step", y="loss"))]
     if rates := [(event["step"], rate) for event in steps if (rate := pace(event)) is not None]:
-        drawn = curve({"tokens/s": rates}, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)
-        tables.append((_rates(run, sum(event.get("tokens") or 0 for event in steps)), drawn))
+        picture = curve({"tokens/s": rates}, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)
+        tables.append((_rates(run, sum(event.get("tokens") or 0 for event in steps)), picture))
     if run.evaluations:
         evaluations = told("Evaluation losses", ("step", "loss"), run.evaluations, _evaluation, "events.jsonl")
         tables.append((evaluations, ""))
@@ -47,15 +47,18 @@ def training(run: Record) -> Section:
 
 def checkpoints(run: Record) -> Section:
     """What was published, and what it cost."""
-    title, made = "Checkpoints", run.checkpoints
-    if not made:
+    title, saved = "Checkpoints", run.checkpoints
+    if not saved:
         return Section(title=title, words="None was published.")
-    stalled, trained = sum(one["stall_seconds"] for one in made), sum(event["seconds"] for event in run.steps)
-    words = f"{len(made):,} published. The training waited {format_seconds(stalled)} for them in all"
+    stalled, trained = (
+        sum(checkpoint["stall_seconds"] for checkpoint in saved),
+        sum(event["seconds"] for event in run.steps),
+    )
+    words = f"{len(saved):,} published. The training waited {format_seconds(stalled)} for them in all"
     words += f", {stalled / trained:.1%} of the time in steps." if trained else "."
     columns = ("step", "bytes", "training waited", "written in")
     return Section(
-        title=title, words=words, tables=[(told(title, columns, made, _checkpoint, "checkpoints.jsonl"), "")]
+        title=title, words=words, tables=[(told(title, columns, saved, _checkpoint, "checkpoints.jsonl"), "")]
     )
 
 
@@ -98,9 +101,9 @@ def _evaluation(event: Mapping[str, Any]) -> tuple[str, ...]:
     return f"{event['step']:,}", spell_number(event["eval_loss"])
 
 
-def _checkpoint(one: Mapping[str, Any]) -> tuple[str, ...]:
-    stalled, written = format_seconds(one["stall_seconds"]), format_seconds(one["write_seconds"])
-    return f"{one['step']:,}", format_bytes(one["bytes"]), stalled, written
+def _checkpoint(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
+    stalled, written = format_seconds(checkpoint["stall_seconds"]), format_seconds(checkpoint["write_seconds"])
+    return f"{checkpoint['step']:,}", format_bytes(checkpoint["bytes"]), stalled, written
 
 
 def _rates(run: Record, tokens: int) -> Table:

@@ -165,8 +165,8 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
         return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped, as asked."
-    gone = "Its processes are gone and left no word: they were killed, or the machine went down."
-    return "failed", " ".join([gone, *(_where(beat) for beat in beats[:1])])
+    killed = "Its processes are gone and left no word: they were killed, or the machine went down."
+    return "failed", " ".join([killed, *(_where(beat) for beat in beats[:1])])
 
 
 def _said(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -31,8 +31,8 @@ STATES = ("trainable", "frozen", "master", "optimizer")
 
 def sections_of(run: Record) -> list[Section]:
     """All of them, in the order of the page."""
-    made = (_outcome, _asked, _got, _beside, training, checkpoints, _saved, _attempts, _machine)
-    return [section for make in made if (section := make(run)) is not None]
+    writers = (_outcome, _asked, _got, _beside, training, checkpoints, _saved, _attempts, _machine)
+    return [section for make in writers if (section := make(run)) is not None]
 
 
 def figures(run: Record) -> list[tuple[str, str]]:
@@ -93,27 +93,27 @@ def _asked(run: Record) -> Section:
 
 def _own(run: Record, target: Mapping[str, Any]) -> Section:
     """Of a script, module or function: what it was, and the strategy that `tk.accelerator()` found ready."""
-    ran = [("kind", target["kind"]), ("name", target["name"])]
+    rows = [("kind", target["kind"]), ("name", target["name"])]
     if target["arguments"]:
-        ran.append(("arguments", " ".join(target["arguments"])))
+        rows.append(("arguments", " ".join(target["arguments"])))
     if target["sha256"]:
-        ran.append(("sha256 of its file", target["sha256"]))
+        rows.append(("sha256 of its file", target["sha256"]))
     strategy = _fields(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
     words = "Fields that are not listed have their defaults. "
     words += f"It held a secret where it says {MARK}: give it again. " if MARK in run.command else ""
     words += "What does the same again"
     more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
-    tables = [(Table(title="Target", columns=("field", "value"), rows=ran), ""), (strategy, "")]
+    tables = [(Table(title="Target", columns=("field", "value"), rows=rows), ""), (strategy, "")]
     return Section(title="What was asked", words=words + more, code=run.command, tables=tables)
 
 
 def _fields(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
     """Those of a dataclass that say most, and those that differ from their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    shown = [
+    cells = [
         name for name, value in values.items() if value is not None and (name in SAID or value != defaults.get(name))
     ]
-    rows = [(name, _plain(values[name])) for name in shown]
+    rows = [(name, _plain(values[name])) for name in cells]
     return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, *more])
 
 
@@ -141,7 +141,7 @@ def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
 
     same: dict[tuple[str, ...], list[int]] = {}
     for rank, audit in enumerate(audits):
-        same.setdefault(cells(audit["held"]), []).append(rank)
+        same.setdefault(cells(audit["measured"]), []).append(rank)
     rows = [(_ranks(ranks), *key) for key, ranks in same.items()]
     if audits[0].get("expected"):
         rows.append(("account", *cells(audits[0]["expected"])))
@@ -150,7 +150,7 @@ def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ledger(audit: Mapping[str, Any]) -> Table:
-    actual, expected = audit["held"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
+    actual, expected = audit["measured"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
     rows = [(part, dtype, expected.get(part, "–")) for part, dtype in actual.items()]
     return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
 
@@ -193,11 +193,17 @@ def _attempts(run: Record) -> Section | None:
     attempts = run.about.get("attempts") or []
     if not attempts:
         return None
-    numbered = [{"number": number, **one} for number, one in enumerate(attempts, start=1)]
+    numbered = [{"number": number, **attempt} for number, attempt in enumerate(attempts, start=1)]
 
-    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
-        sharding = one["strategy"]["sharding"]
-        return str(one["number"]), one["started"], sharding, str(one["ranks"]), f"{one.get('from_step', 0):,}"
+    def row(attempt: Mapping[str, Any]) -> tuple[str, ...]:
+        sharding = attempt["strategy"]["sharding"]
+        return (
+            str(attempt["number"]),
+            attempt["started"],
+            sharding,
+            str(attempt["ranks"]),
+            f"{attempt.get('from_step', 0):,}",
+        )
 
     columns = ("attempt", "started", "sharding", "ranks", "from step")
     return Section(title="Attempts", tables=[(told("Attempts", columns, numbered, row, "run.json"), "")])

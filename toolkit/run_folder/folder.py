@@ -301,10 +301,12 @@ def check_place(path: str | Path) -> None:
         RunError: with the place that is in the way.
     """
     path = at_home(path)
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    why = "it is a file" if not there.is_dir() else "" if os.access(there, os.W_OK) else "it cannot be written"
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    why = "it is a file" if not existing.is_dir() else "" if os.access(existing, os.W_OK) else "it cannot be written"
     if why:
-        raise RunError(f"the run folder {path} cannot be made in {there}: {why}. Choose another folder with --run-dir.")
+        raise RunError(
+            f"the run folder {path} cannot be made in {existing}: {why}. Choose another folder with --run-dir."
+        )
 
 
 def new_path(root: str | Path, word: str) -> Path:

@@ -53,14 +53,14 @@ class Heartbeat:
         """`in the backward of step 3`, to follow «it was»."""
         if self.phase in IN_A_STEP[1:]:
             return f"in the {self.phase} of step {self.step}"
-        known = {
+        places = {
             "start": "before its first step",
             "begin": f"in step {self.step}",
             "between": f"after step {self.step}" if self.step else "before its first step",
             "wait": "waiting for rank 0" + (f", after step {self.step}" if self.step else ""),
             "ended": f"at its end, after step {self.step}",
         }
-        return known.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
+        return places.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
 
 
 _beating: list[Beat] = []

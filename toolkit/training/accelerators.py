@@ -264,7 +264,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """
         import torch
 
-        given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         limit = self.job.train_config.max_grad_norm
         if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
             raise StrategyError(
@@ -273,11 +273,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"with {limit:g}."
             )
         stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
-        meant = [(optimizer, own) for optimizer, own in stepped if own & given] or stepped
+        meant = [(optimizer, own) for optimizer, own in stepped if own & ids] or stepped
         trained = {identity for _, own in meant for identity in own}
-        if not trained or trained - given:
+        if not trained or trained - ids:
             raise StrategyError(
-                f"clip_grad_norm_ got {len(trained & given)} of {len(trained)} trained parameters, and the norm is that of all "
+                f"clip_grad_norm_ got {len(trained & ids)} of {len(trained)} trained parameters, and the norm is that of all "
                 "that an optimizer steps. Give model.parameters() of the prepared model."
             )
         if not self.sync_gradients:

@@ -135,7 +135,9 @@ def _read(job: Job, **options: Any) -> PreTrainedModel:
     type(model)._auto_class = None
     keep_packing(model)
     # Of these only the used ones may be reverted in saving; under ZeRO-3 transformers keeps them all (integrations/deepspeed.py).
-    model._weight_conversions = [one for one in getattr(model, "_weight_conversions", None) or () if one.was_used()]
+    model._weight_conversions = [
+        conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()
+    ]
     if job.device.kind == "cpu":
         _own(model)
     return cast("PreTrainedModel", model)

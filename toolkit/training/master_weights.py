@@ -121,8 +121,8 @@ def _compare(name: str, masters: list[Part], copies: list[Part]) -> None:
             raise StrategyMismatch(f"{name} in {rounded.dtype} is not its master in {exact.dtype}, rounded.")
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equal bit by bit."""
     import torch
 
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second)))

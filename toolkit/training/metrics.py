@@ -102,11 +102,11 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
     now, events = time.perf_counter(), Path(path, "events.jsonl")
     if not _last_log:
         cut_events(events, step - 1)
-    known = {"step": step, "seconds": now - _last_log.get("time", _STARTED)} | (
+    event = {"step": step, "seconds": now - _last_log.get("time", _STARTED)} | (
         {} if steps is None else {"steps": steps}
     )
     _last_log["time"] = now
-    append_line(events, known | figures)
+    append_line(events, event | figures)
 
 
 def _number(name: str, value: Any) -> float:

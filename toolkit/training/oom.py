@@ -68,7 +68,7 @@ def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     device, target = hardware().device, was.get("target")
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
     possible = changes(strategy, train_config, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
-    for change in (one for one in possible if target is None or OF_OWN_CODE.issuperset(one)):
+    for change in (change_ for change_ in possible if target is None or OF_OWN_CODE.issuperset(change_)):
         if _can_run(strategy, train_config, change, int(was["ranks"]), device):
             flags = " ".join(spell(change))
             if "adapter" in change:  # what is trained stays what it was

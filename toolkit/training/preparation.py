@@ -34,7 +34,7 @@ class Audit(Result):
     engine: str
     """Class of the prepared model."""
     ranks: int
-    held: StateMemory
+    measured: StateMemory
     expected: StateMemory | None
     """None where the job has no spec, or the model trains other parameters: there is no account then."""
 
@@ -45,20 +45,20 @@ class Audit(Result):
         rows = [
             (
                 part,
-                cell(getattr(self.held, part)),
+                cell(getattr(self.measured, part)),
                 "–" if self.expected is None else cell(getattr(self.expected, part)),
-                self.held.dtypes.get(part, "–"),
+                self.measured.dtypes.get(part, "–"),
             )
             for part in ("trainable", "frozen", "master", "optimizer")
         ]
-        other = [f"{part} in {name}" for part, name in self.held.dtypes.items() if part in ("gradients", "reduce")]
+        other = [f"{part} in {name}" for part, name in self.measured.dtypes.items() if part in ("gradients", "reduce")]
         title = f"Held by this rank ({self.engine}, {self.ranks} ranks)"
         columns = ("part", "bytes", "account", "dtype")
         return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """Bytes by part, held and expected, and the dtype ledger."""
-        return {**asdict(self), "parameter_bytes": self.held.parameters}
+        return {**asdict(self), "parameter_bytes": self.measured.parameters}
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
@@ -128,7 +128,10 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
     rank = prepared.accelerator.process_index
     expected = engine.expected_state(job, rank) if job.spec is not None and not other else None
     result = Audit(
-        engine=type(prepared.model).__name__, ranks=prepared.accelerator.num_processes, held=state, expected=expected
+        engine=type(prepared.model).__name__,
+        ranks=prepared.accelerator.num_processes,
+        measured=state,
+        expected=expected,
     )
     wrong = engine.check(prepared)
     if result.ranks != job.ranks:

@@ -256,7 +256,7 @@ class RankRun:
         """Write every rank's peaks and audit next to the forecast."""
         from accelerate.utils import gather_object
 
-        memory = measurement.collect(self.window.result(), on_device(self.job, last_audit.held), gather_object)
+        memory = measurement.collect(self.window.result(), on_device(self.job, last_audit.measured), gather_object)
         audits = gather_object([last_audit.to_dict()])
         if self.accelerator.is_main_process:
             forecast = self.preflight.forecast

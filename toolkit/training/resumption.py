@@ -64,9 +64,9 @@ def _dp_size(strategy: Mapping[str, Any], ranks: int) -> int:
     return resolve_parallelism(from_dict(Strategy, strategy), ranks).dp_size
 
 
-def _safe_fields(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _safe_fields(recorded: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recorded RunConfig without fields that could run code: the folder may be from a stranger."""
-    fields = {name: value for name, value in recorded.items() if name not in given}
+    fields = {name: value for name, value in recorded.items() if name not in explicit}
     if revision := fields.pop("trust_remote_code", None):
         raise RunError(
             f"the run trains model {recorded.get('model')!r} with the model's own code, and a run folder alone cannot allow "
@@ -79,7 +79,7 @@ def _safe_fields(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 
 
 def keep_global_batch(
-    train_config: TrainConfig, before: TrainConfig, dp_before: int, dp_size: int, given: Mapping[str, Any]
+    train_config: TrainConfig, before: TrainConfig, dp_before: int, dp_size: int, explicit: Mapping[str, Any]
 ) -> TrainConfig:
     """Return `train_config` with micro_batch and accumulation such that a step takes as many samples as before.
 
@@ -96,13 +96,13 @@ def keep_global_batch(
             f"data depends. Choose --processes so that they do: {possible}."
         )
     share = size // dp_size
-    if "micro_batch" in given:
+    if "micro_batch" in explicit:
         micro_batch = train_config.micro_batch
-    elif "accumulation" in given:
+    elif "accumulation" in explicit:
         micro_batch = share // train_config.accumulation
     else:
         micro_batch = max(n for n in range(1, min(before.micro_batch, share) + 1) if share % n == 0)
-    accumulation = given.get("accumulation", share // micro_batch if micro_batch else 0)
+    accumulation = explicit.get("accumulation", share // micro_batch if micro_batch else 0)
     if not micro_batch or micro_batch * accumulation != share:
         raise StrategyError(
             f"micro_batch {micro_batch} × accumulation {accumulation} × {dp_size} ranks is not the run's global batch of {size} "

@@ -65,14 +65,14 @@ def accelerator(
     check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    made: Accelerator = accelerator_class()(
+    accelerator_: Accelerator = accelerator_class()(
         resolve(requested, train_config or TrainConfig(), spec, ranks, machine.device),
         None if timeout is None else pg_timeout(timeout),
         log_with=log_with.split(",") if log_with else None,
         project_dir=project_dir,
     )
     process_exit.arrange()
-    return made
+    return accelerator_
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> None:
@@ -102,7 +102,7 @@ def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: 
     Raises:
         RunError: as `check_ranks`.
     """
-    ranks = max(default_ranks(one, hardware) for one in strategies) if processes is None else processes
+    ranks = max(default_ranks(strategy, hardware) for strategy in strategies) if processes is None else processes
     check_ranks(hardware, ranks)
     return ranks
 
@@ -127,8 +127,10 @@ def check_trackers(names: str | None) -> None:
     installed = [str(name) for name in get_available_trackers()]
     for name in names.split(","):
         if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(LOGGER_TYPE_TO_CLASS)
-            raise StrategyError(f"tracker {name!r} is unknown.{nearest(name, LOGGER_TYPE_TO_CLASS)} Known: {known}.")
+            supported = ", ".join(LOGGER_TYPE_TO_CLASS)
+            raise StrategyError(
+                f"tracker {name!r} is unknown.{nearest(name, LOGGER_TYPE_TO_CLASS)} Known: {supported}."
+            )
         if name not in installed:
             raise MissingLibrary(
                 f"tracker {name!r} needs its library, which is not installed. Install it with `pip install {name}`, "
@@ -141,15 +143,15 @@ def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | 
 
     The engine of the requested `sharding` and `tp` reads the environment first: another may be launched in the same way.
     """
-    beside: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
-    sharding = sharding or beside.get("sharding")
-    tp = tp or beside.get("tp", 1)
+    launched_strategy: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
+    sharding = sharding or launched_strategy.get("sharding")
+    tp = tp or launched_strategy.get("tp", 1)
     first = [engine_for(sharding or "none", tp)] if sharding or tp > 1 else []
     for engine in (*first, *all_engines()):
         bound = engine.from_env(environ)
         if bound is not None:
-            return {**beside, **bound}
-    return beside
+            return {**launched_strategy, **bound}
+    return launched_strategy
 
 
 def agree(

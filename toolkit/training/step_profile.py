@@ -226,7 +226,7 @@ def _run(
     finally:
         window.close()
     result = first_audit or audit(ready)
-    memory = measurement.collect(window.result(), on_device(job, result.held), lambda rows: rows)
+    memory = measurement.collect(window.result(), on_device(job, result.measured), lambda rows: rows)
     return tuple(steps), result, memory
 
 

@@ -194,6 +194,6 @@ def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> Non
         )
 
 
-def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+def _overlap(first: ChunkStorageMetadata, second: ChunkStorageMetadata) -> bool:
+    sides = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     return all(a < b + m and b < a + n for a, n, b, m in sides)

@@ -69,9 +69,9 @@ class OpaqueRecord:
 
     def __new__(cls, *args: Any) -> OpaqueRecord:
         """Keep the arguments."""
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
 
     def __init__(self, *args: Any) -> None:
         """Nothing more: the arguments are kept."""

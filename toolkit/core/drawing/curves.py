@@ -43,11 +43,11 @@ def curve(
         names: what stands at places of the x axis in the stead of numbers. Of such lines the highest value is told alone.
     """
     binary = spell_y is format_bytes
-    known = {name: [point for point in points if _finite(point[1])] for name, points in lines.items()}
-    low, high = _range([float(value) for points in known.values() for _, value in points if value is not None])
-    rows = [tick for tick in ticks(low, high, binary=binary) if low <= tick <= high] if any(known.values()) else []
+    finite = {name: [point for point in points if _finite(point[1])] for name, points in lines.items()}
+    low, high = _range([float(value) for points in finite.values() for _, value in points if value is not None])
+    rows = [tick for tick in ticks(low, high, binary=binary) if low <= tick <= high] if any(finite.values()) else []
     marks = [line(-6, 0, 14, 0, _colour(number, name), _dash(number)) for number, name in enumerate(lines)]
-    descriptions = [_in_words(name, points, spell_y, at_most=names is not None) for name, points in known.items()]
+    descriptions = [_in_words(name, points, spell_y, at_most=names is not None) for name, points in finite.items()]
     body, top = lay_out(list(zip(marks, descriptions, strict=True)), 44.0)
     top, left = top + 20, max((len(spell_y(tick)) for tick in rows), default=1) * LETTER + 22
     right, bottom = WIDTH - 22, top + HEIGHT

@@ -50,8 +50,8 @@ _DRAWN = count(1)
 
 def colour(part: str) -> str:
     """The colour of a part or phase; another name gets one of the same, always the same."""
-    known = list(COLOURS.values())
-    return COLOURS.get(part) or known[zlib.crc32(part.encode()) % len(known)]
+    colours = list(COLOURS.values())
+    return COLOURS.get(part) or colours[zlib.crc32(part.encode()) % len(colours)]
 
 
 def luminance(colour: str) -> float:

@@ -124,7 +124,9 @@ class _Buckets:
         for name in self._bucket:
             mine = self._own in self._ranges[name]
             if mine and not self._partition and (self._fp32 or not self._offload):
-                whole = sum(self._elements[one] for one, ranks in self._ranges.items() if self._own in ranks)
+                whole = sum(
+                    self._elements[parameter] for parameter, ranks in self._ranges.items() if self._own in ranks
+                )
                 # With fp32 accumulation: `_build_compact_grad_partition_buffer`.
                 self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
                 self._ledger.hold("gradients", self._partition)

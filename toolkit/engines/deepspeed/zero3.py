@@ -97,8 +97,8 @@ class Fetches:
             self._own.setdefault(name.rpartition(".")[0], []).append(first)
         self._around = 1 if job.strategy.adapter == "none" else 3
         """Modules that begin where the whole model does: PEFT puts two around it."""
-        begun = (one.name for one in step if one.what in ("in", "back in"))
-        order = [name for name in begun for _ in range(self._times(name))]
+        entered = (span.name for span in step if span.what in ("in", "back in"))
+        order = [name for name in entered for _ in range(self._times(name))]
         sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
         self._passed = [0, *itertools.accumulate(sizes.get(module, 0) for module in order)]
         """Elements that are used before each place in the order."""
@@ -219,8 +219,8 @@ class Fetches:
         if gather is None:
             return
         if not gather.done and gather.flat:
-            for one in sorted(gather.names):
-                self._take(one, self._elements[one] * self._size)
+            for parameter in sorted(gather.names):
+                self._take(parameter, self._elements[parameter] * self._size)
         gather.done = True
         if not any(other is gather for other in self._under_way.values()):
             self._ledger.hold("buffers", -gather.flat)

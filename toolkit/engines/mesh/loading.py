@@ -84,7 +84,7 @@ def _fully_shard(job: Job, plugin: Any) -> Callable[..., Any]:
         names: Any = ("dp_replicate", "fsdp") if job.parallelism.dp_replicate > 1 else "fsdp"
         options = {"mesh": mesh_manager.get_mesh(names), "mp_policy": plugin.mixed_precision_policy}
         reshard = job.settings["reshard_after_forward"]
-        for module in [one for one in model.modules() if type(one).__name__ in job.settings["wrap"]][::-1]:
+        for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
             fully_shard(module, reshard_after_forward=reshard, **options)
         embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
         if tied := bool(model.all_tied_weights_keys):
