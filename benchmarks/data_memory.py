@@ -120,10 +120,10 @@ def measure_all(counts: Sequence[int]) -> list[dict[str, Any]]:
 
     from toolkit.config.run_config import EMBEDDED
     from toolkit.data import supports_packing
-    from toolkit.data.embedded import described
+    from toolkit.data.embedded import resolve_spec
     from toolkit.models.tokenizer import load_tokenizer
 
-    spec = described(EMBEDDED)
+    spec = resolve_spec(EMBEDDED)
     supports_packing(spec)
     tokenizer = load_tokenizer(spec)
     before = os.environ.get("XDG_CACHE_HOME")

@@ -99,8 +99,8 @@ class Comparison(Result):
                 (
                     result.sharding,
                     format_bytes(max(result.parameter_bytes_per_rank)),
-                    _beside(result.measured["peak_bytes"] if result.measured else 0, expected["peak_bytes"]),
-                    *(_beside(phases.get(name, 0), expected["phases"].get(name)) for name in measured_phases),
+                    _with_ratio(result.measured["peak_bytes"] if result.measured else 0, expected["peak_bytes"]),
+                    *(_with_ratio(phases.get(name, 0), expected["phases"].get(name)) for name in measured_phases),
                 )
             )
         notes = (
@@ -111,7 +111,7 @@ class Comparison(Result):
         return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
 
 
-def _beside(measured: int, expected: int | None) -> str:
+def _with_ratio(measured: int, expected: int | None) -> str:
     """Measured bytes, and the forecast as a multiple of them."""
     if not measured:
         return "–"
@@ -157,7 +157,7 @@ def compare(
             (strategy, dataclasses.replace(train_config, accumulation=train_config.accumulation * most // size), count)
         )
     check_place(root)
-    environs = [run_preflight(run_config, *plan, machine.device).handed_over for plan in plans]
+    environs = [run_preflight(run_config, *plan, machine.device).rank_environment for plan in plans]
     print_default(ranks, machine, processes)
     results = tuple(_run(run_config, *plan, root, environ) for plan, environ in zip(plans, environs, strict=True))
     return Comparison(model=run_config.model, data=run_config.data, results=results)

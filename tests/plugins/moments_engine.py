@@ -18,7 +18,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
-from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
+from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
 from toolkit.engines.states import State, buffer_shards, optimizer_bytes, optimizer_shards, parameters_of
 from toolkit.engines.traces import Segment, Trace
 
@@ -59,10 +59,10 @@ class Moments(DDP):
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
         held = self.expected_state(job, rank)
-        loaded(ledger, job, held.parameters)
+        hold_loaded(ledger, job, held.parameters)
         ledger.touch("buffers", held.parameters)
         ledger.hold("buffers", held.trainable)
-        moments(ledger, job, held, checkpoints)
+        hold_moments(ledger, job, held, checkpoints)
         walk(ledger, job, step, Gradients(ledger))
         ledger.enter("step")
         optimizer_step(ledger, job, (state.elements for state in self.owned(job, rank)))

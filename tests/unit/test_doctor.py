@@ -29,7 +29,7 @@ from toolkit.diagnosis import Diagnosis, Finding
 from toolkit.diagnosis.checks import diagnose, run_apart
 from toolkit.diagnosis.libraries import absent
 from toolkit.diagnosis.result import STATUSES
-from toolkit.diagnosis.support import judge
+from toolkit.diagnosis.support import list_abilities
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def judged(diagnosis: Diagnosis, **changed: str) -> dict[tuple[str, str], tuple[
         dataclasses.replace(finding, status=names.get(finding.check, "ok"), detail="not installed")
         for finding in diagnosis.findings
     )
-    return {(one.field, one.value): (one.runs, one.reason) for one in judge(tuple(findings))}
+    return {(one.field, one.value): (one.runs, one.reason) for one in list_abilities(tuple(findings))}
 
 
 def test_without_deepspeed_no_zero(diagnosis: Diagnosis) -> None:

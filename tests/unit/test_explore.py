@@ -320,7 +320,7 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
     count = []
     real = explorer.forecast
     monkeypatch.setattr(explorer, "forecast", lambda *words: count.append(words) or real(*words))
-    monkeypatch.setattr(traces, "_traced", None)
+    monkeypatch.setattr(traces, "_trace_batches", None)
     monkeypatch.setattr(explorer_state, "describe", None)
     for name, values in {"micro_batch": (8, 16, 64), "devices": (4, 64), "sharding": ("zero2", "fsdp")}.items():
         for value in values:

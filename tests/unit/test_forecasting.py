@@ -110,7 +110,7 @@ def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, mon
 
     spec = describe(config(family, 8))
     spread = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
-    monkeypatch.setattr(truncation, "_kept", lambda kinds: tuple(range(len(kinds))))
+    monkeypatch.setattr(truncation, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
     deep = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
     assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)

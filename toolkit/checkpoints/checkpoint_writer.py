@@ -116,20 +116,20 @@ class CheckpointWriter:
         began = time.perf_counter()
         self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + SLACK, "a checkpoint"))
         tensors = self._snapshot()
-        about = self._about(step) if self.main else None
+        about = self._manifest_fields(step) if self.main else None
         stall = time.perf_counter() - began
         self._writer.do(lambda: self._write(step, tensors, about, stall))
 
     def published(self) -> list[Published]:
         """What was published since the last call, on rank 0. Raises what stopped the writing, on the rank where it did."""
-        self._raise()
+        self._raise_background_error()
         # One by one: the thread may add another meanwhile.
         return [self._published.popleft() for _ in range(len(self._published))]
 
     def wait(self) -> None:
         """Until what is being written is published; on other ranks than 0 until their part is written."""
         self._writer.wait()
-        self._raise()
+        self._raise_background_error()
 
     def wait_published(self, step: int) -> None:
         """Until the checkpoint of `step`, which was saved last, has its name, on every rank. A collective.
@@ -151,7 +151,7 @@ class CheckpointWriter:
             self.wait()
         return on_main(self.prepared.accelerator, work)
 
-    def _raise(self) -> None:
+    def _raise_background_error(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -182,7 +182,7 @@ class CheckpointWriter:
             torch.cuda.synchronize()
         return copies | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
 
-    def _about(self, step: int) -> dict[str, Any]:
+    def _manifest_fields(self, step: int) -> dict[str, Any]:
         """The manifest's fields, as they are at the snapshot."""
         job = self.prepared.job
         counters = engine_of(job.strategy).counters(self.prepared)
@@ -209,11 +209,11 @@ class CheckpointWriter:
         name = file_name(self.rank)
         try:
             partial.mkdir(exist_ok=True)
-            with _alive(partial, self.rank):
+            with _alive_file(partial, self.rank):
                 write_tensors(partial / name, tensors)
                 sync_folder(partial)
                 note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
-            _say(_note(partial, self.rank), json.dumps({"name": name, **note}))
+            _write_atomically(_done_file(partial, self.rank), json.dumps({"name": name, **note}))
             if about is not None:
                 path, size = self._publish(partial, about)
                 seconds = time.perf_counter() - began
@@ -223,8 +223,8 @@ class CheckpointWriter:
         except BaseException as error:
             # In a thread nobody sees it: the loop raises it at its next step.
             self._error = error
-            if _is_full(error):
-                self._error = _no_room(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
+            if _is_disk_full(error):
+                self._error = _no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
             elif isinstance(error, OSError | SafetensorError):
                 self._error = CheckpointError(
                     f"the checkpoint {partial} cannot be written: {error}. Complete ones there are as they were. "
@@ -233,8 +233,8 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 (partial / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                _failed(partial, self.rank).touch()  # even where there is no room for the words
-                _say(_failed(partial, self.rank), str(self._error))
+                _failed_file(partial, self.rank).touch()  # even where there is no room for the words
+                _write_atomically(_failed_file(partial, self.rank), str(self._error))
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
         """Wait for every rank's note, write the manifest, give the folder its name, remove the oldest."""
@@ -242,9 +242,9 @@ class CheckpointWriter:
         self._await(partial, ranks)
         files = {}
         for rank in ranks:
-            note = json.loads(_note(partial, rank).read_bytes())
+            note = json.loads(_done_file(partial, rank).read_bytes())
             files[note.pop("name")] = note
-            _note(partial, rank).unlink()
+            _done_file(partial, rank).unlink()
         manifest = Manifest(**redact_all(about), files=files)
         write_whole(partial / NAME, manifest.encode())
         path = self.folder / folder_name(manifest.step)
@@ -264,10 +264,10 @@ class CheckpointWriter:
             CheckpointError: where a rank could not write, or says nothing for too long.
         """
         waiting = _Waiting(partial, self.patience)
-        while missing := [rank for rank in ranks if not _note(partial, rank).exists()]:
-            failed = [rank for rank in missing if _failed(partial, rank).exists()]
+        while missing := [rank for rank in ranks if not _done_file(partial, rank).exists()]:
+            failed = [rank for rank in missing if _failed_file(partial, rank).exists()]
             if failed:
-                message = _failed(partial, failed[0]).read_text()
+                message = _failed_file(partial, failed[0]).read_text()
                 raise CheckpointError(f"rank {failed[0]} could not write its part of {partial}: {message}")
             if waiting.too_long():
                 raise CheckpointError(
@@ -278,7 +278,7 @@ class CheckpointWriter:
 
 
 @contextlib.contextmanager
-def _alive(partial: Path, rank: int) -> Iterator[None]:
+def _alive_file(partial: Path, rank: int) -> Iterator[None]:
     """A file that grows while this rank works: flushing and hashing take long, and change no other file."""
     path = partial / f"rank-{rank:05d}.alive"
     with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
@@ -327,10 +327,10 @@ def check_space(folder: Path, needed: int, what: str) -> None:
         CheckpointError: with the bytes that are needed and free.
     """
     if shutil.disk_usage(folder).free < needed:
-        raise _no_room(folder, needed, what)
+        raise _no_room_error(folder, needed, what)
 
 
-def _no_room(folder: Path, needed: int, what: str) -> CheckpointError:
+def _no_room_error(folder: Path, needed: int, what: str) -> CheckpointError:
     free = shutil.disk_usage(folder).free
     return CheckpointError(
         f"the disk of {folder} is too full for {what}: {format_bytes(needed)} ({needed:,} bytes) are needed, "
@@ -339,31 +339,31 @@ def _no_room(folder: Path, needed: int, what: str) -> CheckpointError:
     )
 
 
-def _is_full(error: BaseException) -> bool:
+def _is_disk_full(error: BaseException) -> bool:
     number = getattr(error, "errno", None)
     return number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "StorageFull" in str(error)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_json_value(value: Any) -> bool:
     """What JSON gives back as it was; a schedule's functions are not."""
     if isinstance(value, list):
-        return all(_is_plain(item) for item in value)
+        return all(_is_json_value(item) for item in value)
     return value is None or isinstance(value, int | float | str | bool)
 
 
-def _note(partial: Path, rank: int) -> Path:
+def _done_file(partial: Path, rank: int) -> Path:
     """Where a rank says that its file is written."""
     return partial / f"rank-{rank:05d}.json"
 
 
-def _say(note: Path, what: str) -> None:
+def _write_atomically(note: Path, what: str) -> None:
     """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
     draft = note.with_suffix(".tmp")
     draft.write_text(what, encoding="utf-8")
     os.replace(draft, note)
 
 
-def _failed(partial: Path, rank: int) -> Path:
+def _failed_file(partial: Path, rank: int) -> Path:
     """Where a rank says that it could not."""
     return partial / f"rank-{rank:05d}.failed"
 
@@ -371,7 +371,7 @@ def _failed(partial: Path, rank: int) -> Path:
 def _check_schedule(schedule: Any) -> None:
     """Refuse a schedule whose state JSON would not give back as it was."""
     state = schedule.state_dict()
-    odd = [name for name, value in state.items() if not _is_plain(value)]
+    odd = [name for name, value in state.items() if not _is_json_value(value)]
     if odd:
         inner = type(getattr(schedule, "scheduler", schedule)).__name__
         raise StrategyError(

@@ -66,7 +66,7 @@ def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
         config={name: value for name, value in spec.config.items() if name not in _UNFIXED},
         data=data,
         adapter=adapter,
-        base=_base(spec) if adapter or spec.frozen else None,
+        base=_base_digests(spec) if adapter or spec.frozen else None,
     )
 
 
@@ -86,10 +86,10 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
     for name, what in differences.items():
         if mine[name] != theirs.get(name):
             raise CheckpointError(
-                f"{checkpoint} was written of {what} ({_brief(theirs.get(name))}, and here it is {_brief(mine[name])}). "
+                f"{checkpoint} was written of {what} ({_shorten(theirs.get(name))}, and here it is {_shorten(mine[name])}). "
                 "Go on with what the run began with, or start a new run."
             )
-    if changed := list(_changed(theirs.get("config") or {}, redact_all(mine["config"]))):
+    if changed := list(_changed_fields(theirs.get("config") or {}, redact_all(mine["config"]))):
         raise CheckpointError(
             f"{checkpoint} was written of another config than that of {ours.source or ours.model} now: {', '.join(changed[:5])}. "
             "Where another transformers reads it otherwise, go on with the version that the manifest names; else give --model the "
@@ -103,21 +103,21 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
         )
 
 
-def _changed(was: Mapping[str, Any], is_: Mapping[str, Any]) -> Iterator[str]:
+def _changed_fields(was: Mapping[str, Any], is_: Mapping[str, Any]) -> Iterator[str]:
     """Describe fields of both that differ. Another version of transformers may know other fields."""
     for name in sorted((was.keys() & is_.keys()) - set(_UNFIXED)):
         if isinstance(was[name], dict) and isinstance(is_[name], dict):
-            yield from _changed(was[name], is_[name])
+            yield from _changed_fields(was[name], is_[name])
         elif was[name] != is_[name] and MARK not in str(was[name]):
-            yield f"{name} {_brief(was[name])} → {_brief(is_[name])}"
+            yield f"{name} {_shorten(was[name])} → {_shorten(is_[name])}"
 
 
-def _brief(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text[:12] + "…" if re.fullmatch(r"[0-9a-f]{64}", text) else text
 
 
-def _base(spec: ModelSpec) -> dict[str, Any]:
+def _base_digests(spec: ModelSpec) -> dict[str, Any]:
     files = local_weights(spec.source or spec.name)
     blobs = {path: path.resolve() for path in files}
     # The Hub's cache names a weight file by its sha256, and the folder of a snapshot by its revision.

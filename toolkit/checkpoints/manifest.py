@@ -177,14 +177,14 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def listed(checkpoints: Path) -> list[Path]:
-    """`complete`, and symlinks that are named like them: what `misplaced` has to be asked of."""
+    """`complete`, and symlinks that are named like them: what `misplacement` has to be asked of."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() or path.is_symlink()]
 
 
-def misplaced(checkpoint: Path) -> list[str]:
+def misplacement(checkpoint: Path) -> list[str]:
     """Why a folder among a run's checkpoints is none of them, however whole it is: else a copy could be the newest."""
     if checkpoint.is_symlink():
         return ["it is a symlink, and a run's checkpoints lie in its own folder"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.identity import Identity, check_same
 from toolkit.checkpoints.layout import checkpoint_shards
-from toolkit.checkpoints.manifest import UNREADABLE, Manifest, listed, misplaced, read_manifest, validate
+from toolkit.checkpoints.manifest import UNREADABLE, Manifest, listed, misplacement, read_manifest, validate
 from toolkit.checkpoints.randomness import write_generators
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
@@ -72,7 +72,7 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
     skipped: list[str] = []
     for name in names[0]:
         path = checkpoints / name
-        here = misplaced(path) or validate(path, share=(rank, ranks))
+        here = misplacement(path) or validate(path, share=(rank, ranks))
         wrong = list(dict.fromkeys(gather_object(here)))
         if not wrong:
             damaged = tuple(checkpoints / newer for newer in names[0][: len(skipped)])

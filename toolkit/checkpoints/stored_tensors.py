@@ -75,7 +75,7 @@ class StoredTensors:
         """
         targets = list(targets)
         for box, _ in targets:
-            self._check_held(name, kind, box)
+            self._check_complete(name, kind, box)
         for target in targets:
             copy(self._parts(name, kind, target[0]), [target])
 
@@ -89,7 +89,7 @@ class StoredTensors:
 
         about = self.manifest.tensors[name][kind]
         box = whole_box(about["shape"])
-        self._check_held(name, kind, box)  # before memory is allocated: the manifest may be a stranger's
+        self._check_complete(name, kind, box)  # before memory is allocated: the manifest may be a stranger's
         tensor = torch.empty(box_shape(box), dtype=getattr(torch, about["dtype"]))
         copy(self._parts(name, kind, box), [(box, tensor)])
         return tensor
@@ -100,7 +100,7 @@ class StoredTensors:
         names = [key for key in file.keys() if key.startswith(f"{GENERATOR}:")]  # noqa: SIM118
         return {name.partition(":")[2]: file.get_tensor(name) for name in names}
 
-    def _check_held(self, name: str, kind: str, box: Box) -> None:
+    def _check_complete(self, name: str, kind: str, box: Box) -> None:
         holes = uncovered(box, (part for region, _ in self._stored.get((name, kind), ()) for part in _boxes(region)))
         if holes:
             raise CheckpointError(

@@ -55,12 +55,12 @@ def forecast(flags: argparse.Namespace) -> Result:
 
 def timeline(flags: argparse.Namespace) -> Result:
     """Forecast the memory of each phase; with --run, compare a measured run."""
-    from toolkit.forecasting.finished_run import read_seen
+    from toolkit.forecasting.finished_run import read_finished_run
     from toolkit.forecasting.timelines import timeline
     from toolkit.models import describe
 
     # What is not said is the run's own, where there is one.
-    finished = read_seen(flags.run) if flags.run else None
+    finished = read_finished_run(flags.run) if flags.run else None
     strategy, train_config = (finished.strategy, finished.train_config) if finished else (Strategy(), TrainConfig())
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(

@@ -46,7 +46,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
-    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).handed_over
+    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         print_default(ranks, machine, flags.processes)
@@ -146,12 +146,12 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     strategy = from_dict(Strategy, fields)
     if message := finished(path, was, train_config):
         changes = {**new[RunConfig], **new[TrainConfig], **{name: getattr(strategy, name) for name in new[Strategy]}}
-        if other := _otherwise(was, {**changes, "processes": flags.processes}):
+        if other := _changed_fields(was, {**changes, "processes": flags.processes}):
             raise RunError(f"{message} {' and '.join(other)} would change nothing of it: leave such flags out.")
         print(message, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
-    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).handed_over
+    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
         again = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
@@ -203,7 +203,7 @@ CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", 
 """Flags that say how a run is looked after, and nothing of what it trains."""
 
 
-def _otherwise(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changed_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe fields whose new values differ from the run's."""
     before = {**was["run_config"], **was["train_config"], **was["strategy"], "processes": was["ranks"]}
     return [

@@ -117,7 +117,7 @@ def add_flags(
         for f in dataclasses.fields(owner):
             if f.name in without:
                 continue
-            kind, later = _plain(kinds[f.name]), f.metadata.get("later", ())
+            kind, later = _type_of(kinds[f.name]), f.metadata.get("later", ())
             values = [value for value in f.metadata.get("values", ()) if value not in later]
             metavar = "|".join(values) if values else kind.__name__.upper()
             text = f"{f.metadata['help']} (default: {default or _default(f)})"
@@ -134,7 +134,7 @@ def add_flags(
                 group.add_argument(flag(alias), f"--{alias}", dest=f.name, type=kind, metavar=metavar, help=text)
 
 
-def _plain(kind: Any) -> type[Any]:
+def _type_of(kind: Any) -> type[Any]:
     """The type of a field that may be left open: `float | None` → `float`."""
     if isinstance(kind, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
@@ -184,7 +184,7 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
     Raises:
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
     """
-    kinds = {name: _plain(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
+    kinds = {name: _type_of(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
     values: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = word.rpartition("=")
@@ -211,7 +211,7 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
             raise StrategyError(
                 f"{owner.__name__} has no field {name!r}.{nearest(name, names)} Known: {', '.join(names)}."
             )
-        kind = _plain(kinds[name])
+        kind = _type_of(kinds[name])
         right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
         if not right and not (value is None and kind != kinds[name]):
             raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")

@@ -65,7 +65,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(opened, "rb")
 
 
-def leads_out(path: Path, folder: Path) -> Path | None:
+def outside_target(path: Path, folder: Path) -> Path | None:
     """Where a link leads that leaves its folder; None of any other. The Hub's cache links into the repository's own blobs."""
     real, inside = (Path(os.path.realpath(item)) for item in (path, folder))  # `resolve` raises for links in a circle
     above = [item for item in (inside, *inside.parents) if item.parent.name == "snapshots"]
@@ -124,21 +124,21 @@ def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
         ValueError: naming the field, its value, and what was expected.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, found {spelled(record)}")
+        raise ValueError(f"expected a JSON object, found {shorten_value(record)}")
     for name, kind in kinds.items():
         if name in record and (not isinstance(record[name], kind) or isinstance(record[name], bool) > (kind is bool)):
             expected = getattr(kind, "__name__", str(kind))
-            raise ValueError(f"{name} is {spelled(record[name])}, expected {expected}")
+            raise ValueError(f"{name} is {shorten_value(record[name])}, expected {expected}")
 
 
-def spelled(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """A value in a message: its first 40 characters."""
     text = str(value) if isinstance(value, str | int | float | None) else type(value).__name__
     text = text.replace("\n", "\\n")
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def at_home(path: str | Path) -> Path:
+def expand_user(path: str | Path) -> Path:
     """A path whose `~` is a home; as it is where there is no such user."""
     return Path(os.path.expanduser(path))
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-from toolkit.core.atomic_io import at_home, write_whole
+from toolkit.core.atomic_io import expand_user, write_whole
 from toolkit.core.errors import ToolkitError
 
 
@@ -21,7 +21,7 @@ def cache_folder(*parts: str) -> Path:
     Raises:
         ToolkitError: where it cannot be made.
     """
-    return _made("the cache", "XDG_CACHE_HOME", Path(".cache"), parts)
+    return _make_folder("the cache", "XDG_CACHE_HOME", Path(".cache"), parts)
 
 
 def state_folder(*parts: str) -> Path:
@@ -30,13 +30,13 @@ def state_folder(*parts: str) -> Path:
     Raises:
         ToolkitError: where it cannot be made.
     """
-    return _made("the folder of states", "XDG_STATE_HOME", Path(".local", "state"), parts)
+    return _make_folder("the folder of states", "XDG_STATE_HOME", Path(".local", "state"), parts)
 
 
-def _made(what: str, variable: str, default: Path, parts: tuple[str, ...]) -> Path:
+def _make_folder(what: str, variable: str, default: Path, parts: tuple[str, ...]) -> Path:
     root = Path(os.environ.get(variable, ""))
     if not root.is_absolute():  # then it does not count (specifications.freedesktop.org/basedir-spec)
-        root = at_home("~") / default
+        root = expand_user("~") / default
     folder = root.joinpath("accelerate-toolkit", *parts)
     try:
         (root / "accelerate-toolkit").mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -87,9 +87,9 @@ class MissingLibrary(ToolkitError):
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """`" Did you mean 'zero3'?"`, or nothing where no known word is near."""
-    spelled = {str(candidate).lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(str(word).lower(), spelled, n=1, cutoff=0.5)
-    return f" Did you mean {spelled[matches[0]]!r}?" if matches else ""
+    values = {str(candidate).lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(str(word).lower(), values, n=1, cutoff=0.5)
+    return f" Did you mean {values[matches[0]]!r}?" if matches else ""
 
 
 def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:

@@ -52,9 +52,9 @@ def die_with_parent(parent: int | None = None) -> None:
         return
     parent_id = os.getppid()
     _watch(parent_id)
-    if parent_id != parent if parent is not None else not _launches(parent_id):
+    if parent_id != parent if parent is not None else not _is_launcher(parent_id):
         _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
-    _arrange_forks()
+    _register_fork_hooks()
 
 
 def leave_safe_path() -> None:
@@ -111,7 +111,7 @@ def _ask_kernel() -> bool:
     return done == 0
 
 
-def _launches(pid: int) -> bool:
+def _is_launcher(pid: int) -> bool:
     """Whether `pid` looks like a launcher, and not like the init or reaper that inherits a dead one's children.
 
     A launcher has the module or script that it starts on its command line, as this process has; one that was called
@@ -126,7 +126,7 @@ def _launches(pid: int) -> bool:
     return started in words or (pid != 1 and "python" in os.path.basename(words[0]))
 
 
-def _arrange_forks() -> None:
+def _register_fork_hooks() -> None:
     """Forked children ask for the same. One that another thread forks must not: it would die with that thread."""
     global _forks_arranged
     if _forks_arranged:
@@ -179,12 +179,12 @@ class StopSignal:
     """The first signal that came."""
     listening = False
 
-    def _note(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self.number = self.number or number
 
     def __enter__(self) -> StopSignal:
         """Listen."""
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         self.listening = True
         return self
 

@@ -66,14 +66,14 @@ def visible(text: str, *, moves: bool = False) -> str:
         moves: leave a progress bar's own sequences: for streams of a whole program. Elsewhere they are taken out.
     """
     if not moves:
-        return _OBEYED.sub(_spelled, _MOVES.sub("", text)).replace("\r", "\\r")
+        return _OBEYED.sub(_escape, _MOVES.sub("", text)).replace("\r", "\\r")
     texts, sequences = _MOVES.split(text), _MOVES.findall(text)
     # Above are bytes of other encodings than UTF-8, which no terminal obeys.
-    parts = [_OBEYED.sub(lambda match: match[0] if match[0] >= "\udca0" else _spelled(match), part) for part in texts]
+    parts = [_OBEYED.sub(lambda match: match[0] if match[0] >= "\udca0" else _escape(match), part) for part in texts]
     return "".join(part + move for part, move in zip(parts, [*sequences, ""], strict=True))
 
 
-def _spelled(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
@@ -83,12 +83,12 @@ def redact(text: str) -> str:
     Secret are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
     at least 8 characters), the Hub's token file, passwords in `.netrc`, and what has the shape of a well-known token.
     """
-    return _redacted(text, _known())
+    return _redacted(text, _secrets_pattern())
 
 
 def redact_all(value: Any) -> Any:
     """JSON's containers with every string in them redacted, keys excepted."""
-    return _walk(value, _known())
+    return _redact_values(value, _secrets_pattern())
 
 
 @contextlib.contextmanager
@@ -125,33 +125,33 @@ def _redacted(text: str, secrets: re.Pattern[str] | None) -> str:
     return text
 
 
-def _walk(value: Any, secrets: re.Pattern[str] | None) -> Any:
+def _redact_values(value: Any, secrets: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
         return _redacted(value, secrets)
     if isinstance(value, Mapping):
-        return {key: _walk(item, secrets) for key, item in value.items()}
-    return [_walk(item, secrets) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _redact_values(item, secrets) for key, item in value.items()}
+    return [_redact_values(item, secrets) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _known() -> re.Pattern[str] | None:
+def _secrets_pattern() -> re.Pattern[str] | None:
     """One pattern for all secrets that this process knows, as they are now."""
-    named = [os.environ[name] for name in os.environ if _tells(name)]
+    named = [os.environ[name] for name in os.environ if _is_secret_name(name)]
     home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
     hub = os.environ.get("HF_HOME") or os.path.join(cache or os.path.join(home, ".cache"), "huggingface")
-    tokens = _in_file(os.environ.get("HF_TOKEN_PATH") or os.path.join(hub, "token"), r"(\S+)")
-    passwords = _in_file(os.environ.get("NETRC") or os.path.join(home, ".netrc"), r"\bpassword\s+(\S+)")
+    tokens = _read_secrets(os.environ.get("HF_TOKEN_PATH") or os.path.join(hub, "token"), r"(\S+)")
+    passwords = _read_secrets(os.environ.get("NETRC") or os.path.join(home, ".netrc"), r"\bpassword\s+(\S+)")
     return _pattern((*named, *tokens, *passwords))
 
 
 @lru_cache(maxsize=1024)
-def _tells(name: str) -> bool:
+def _is_secret_name(name: str) -> bool:
     """Whether a variable of this name holds a secret. Asked for every variable of the environment at every line written."""
     upper = name.upper()
     return _SECRET.search(upper) is not None and _PLACE.search(upper) is None and upper != _OURS
 
 
 @lru_cache(maxsize=8)
-def _in_file(path: str, pattern: str) -> tuple[str, ...]:
+def _read_secrets(path: str, pattern: str) -> tuple[str, ...]:
     """Read once: a process's secrets stay what they are."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -192,7 +192,7 @@ def _copy(source: int, targets: Sequence[int]) -> None:
     """From one file descriptor to others until it ends, line by line; one that cannot be written stops no other."""
     import select
 
-    secrets, pending = _known(), b""
+    secrets, pending = _secrets_pattern(), b""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # keeps a character that comes in two parts
 
     def pass_on(data: bytes) -> None:

@@ -14,7 +14,7 @@ from toolkit.data.batching import (
     sample_ids,
     spell_samples,
 )
-from toolkit.data.embedded import described, embedded_files, embedded_model, embedded_tokenizer
+from toolkit.data.embedded import embedded_files, embedded_model, embedded_tokenizer, resolve_spec
 from toolkit.data.files import Document, documents
 from toolkit.data.ingestion import Contents, ingest
 from toolkit.data.packing import supports_packing
@@ -29,7 +29,6 @@ __all__ = [
     "Rows",
     "batches",
     "check_batch",
-    "described",
     "documents",
     "embedded_files",
     "embedded_model",
@@ -41,6 +40,7 @@ __all__ = [
     "ingest",
     "open_rows",
     "prepare_data",
+    "resolve_spec",
     "sample_ids",
     "spell_samples",
     "supports_packing",

@@ -89,7 +89,7 @@ def embedded_tokenizer(folder: Path) -> None:
         shutil.rmtree(fresh)
 
 
-def described(model: str, trust_remote_code: str | None = None) -> ModelSpec:
+def resolve_spec(model: str, trust_remote_code: str | None = None) -> ModelSpec:
     """The model's spec; the embedded model is made first, once for this machine."""
     if model != EMBEDDED:
         return describe(model, trust_remote_code=trust_remote_code)

@@ -9,7 +9,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import at_home
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import DataError
 from toolkit.data.files import Document
 
@@ -67,18 +67,18 @@ class Encoder:
         ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         return ids
 
-    def _closed(self, ids: list[int]) -> list[int]:
+    def _with_eos(self, ids: list[int]) -> list[int]:
         return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
 
     def _texts(self, documents: list[Document]) -> Iterator[Encoded]:
         for ids in self._ids([document.content["text"] for document in documents]):
-            closed = self._closed(ids)
+            closed = self._with_eos(ids)
             yield Encoded(ids=closed, trained=[True] * len(closed), whole=False, split=0)
 
     def _prompts(self, documents: list[Document]) -> Iterator[Encoded]:
         prompts = self._ids([document.content["prompt"] for document in documents])
         completions = self._ids([document.content["completion"] for document in documents], special=False)
-        for prompt, completion in zip(prompts, map(self._closed, completions), strict=True):
+        for prompt, completion in zip(prompts, map(self._with_eos, completions), strict=True):
             # Some tokenizers close every text. An encoder wants that; between prompt and completion it would be an end
             # in the middle.
             if not self.seq2seq and prompt and prompt[-1] == self.eos:
@@ -186,7 +186,7 @@ def read_template(template: str | Path | None) -> str | None:
     if template is None or "{" in str(template):
         return None if template is None else str(template)
     try:
-        return at_home(template).read_text(encoding="utf-8")
+        return expand_user(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(

@@ -83,7 +83,7 @@ def documents(
                 if not data:
                     raise DataError(f"{path}: the file is empty. Give one with text, or leave it out.")
                 update(data)
-                text = _filled(_decoded(data, where), where, "the file")
+                text = _nonempty_string(_decoded(data, where), where, "the file")
                 yield Document(kind="text", content={"text": text}, where=where, size=len(data), file=file)
         if not hashed:
             hashes[str(path)] = digest.hexdigest()
@@ -112,7 +112,7 @@ def _decoded(data: bytes, where: str) -> str:
         ) from error
 
 
-def _filled(value: Any, where: str, what: str) -> str:
+def _nonempty_string(value: Any, where: str, what: str) -> str:
     """`value`, if it is a string with something in it."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {what} is {_type(value)}, expected a string. Write it in quotes, or remove the row.")
@@ -145,7 +145,7 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
             if not text.strip():
                 raise DataError(f"{where}: the row is empty. Remove it.")
             try:
-                yield number, json.loads(text, object_pairs_hook=_once), len(line)
+                yield number, json.loads(text, object_pairs_hook=_unique_keys), len(line)
             except (ValueError, RecursionError) as error:
                 reason = str(error)
                 if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at" already
@@ -157,7 +157,7 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
         raise DataError(f"{path}: the file is empty. Give one with rows, or leave it out.")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; of a name that stands twice nobody knows which value is meant."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -201,7 +201,7 @@ def _rows(
         else:
             names = ("text",) if kind == "text" else columns
             pairs = zip(names, columns, strict=True)
-            content = {name: _filled(row[column], where, f"column {column!r}") for name, column in pairs}
+            content = {name: _nonempty_string(row[column], where, f"column {column!r}") for name, column in pairs}
         yield Document(kind=kind, content=content, where=where, size=size, file=file, line=line)
     if not kind:
         raise DataError(f"{name}: no rows. Give data with at least one.")
@@ -243,6 +243,9 @@ def _conversation(messages: Any, where: str) -> list[dict[str, str]]:
                 f"{where}: message {index} {what}, expected an object with 'role' and 'content'. Correct or remove the row."
             )
         turns.append(
-            {name: _filled(message[name], where, f"message {index}'s {name!r}") for name in ("role", "content")}
+            {
+                name: _nonempty_string(message[name], where, f"message {index}'s {name!r}")
+                for name in ("role", "content")
+            }
         )
     return turns

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import at_home
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.cache import cache_folder, keep
 from toolkit.core.errors import DataError
 from toolkit.data.files import ROWS, Document, documents
@@ -52,15 +52,15 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
         DataError: naming file, line, reason and fix.
     """
     origin = find_source(source)
-    place = at_home(origin.name)
+    place = expand_user(origin.name)
     key = f"{place.absolute() if place.exists() else origin.name}\n{text_column}"
     entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    contents = _known(origin, entry, text_column)
+    contents = _cached_contents(origin, entry, text_column)
     if contents is None:
         from filelock import FileLock
 
         with cache_errors(entry.parent), FileLock(entry.with_suffix(".lock")):
-            contents = _known(origin, entry, text_column) or _read(origin, entry, text_column)
+            contents = _cached_contents(origin, entry, text_column) or _read(origin, entry, text_column)
     return contents
 
 
@@ -85,7 +85,7 @@ def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
         yield bar
 
 
-def _known(origin: Source, entry: Path, text_column: str) -> Contents | None:
+def _cached_contents(origin: Source, entry: Path, text_column: str) -> Contents | None:
     """What an earlier reading of the same, unchanged files left."""
     hashes = _known_hashes(origin, entry)
     if not origin.files or not set(_hashed(origin)) <= set(hashes):

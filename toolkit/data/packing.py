@@ -103,7 +103,7 @@ def arrange(
     input and the second the labels.
     """
     make = _seq2seq if kind == "seq2seq" else _packed if packed else _padded
-    for row in make(_counted(encoded, counts), counts, seq_len, pad):
+    for row in make(_count_documents(encoded, counts), counts, seq_len, pad):
         columns = row.columns()
         trained = int((columns["labels"] != IGNORED).sum())
         if trained:
@@ -114,7 +114,7 @@ def arrange(
             counts.dropped += 1
 
 
-def _counted(encoded: Iterable[Encoded], counts: Counts) -> Iterator[Encoded]:
+def _count_documents(encoded: Iterable[Encoded], counts: Counts) -> Iterator[Encoded]:
     for document in encoded:
         counts.documents += 1
         yield document

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import at_home, leads_out
+from toolkit.core.atomic_io import expand_user, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
 from toolkit.data.hub import check_hub, configured_files, load_dataset, open_saved
@@ -89,7 +89,7 @@ def find_source(source: str | Path | None) -> Source:
     """
     if source is None or str(source) == EMBEDDED:
         return Source(files=tuple(embedded_files()), name=EMBEDDED)
-    name, path = str(source), at_home(source)
+    name, path = str(source), expand_user(source)
     if path.is_dir():
         for first in (path / "state.json", path / "dataset_dict.json"):
             if first.is_file():
@@ -124,12 +124,12 @@ def _folder(name: str, path: Path) -> Source:
     """
     every = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     visible = [n for n in every if not _is_hidden(n)]
-    data = [n for n in visible if not _describes(n)]
+    data = [n for n in visible if not _is_description(n)]
     configured = configured_files(name, path)
     # Files that describe are data only in a folder that holds nothing else.
     chosen = configured or data or [n for n in visible if _suffix(n) in TEXT]
     read = [n for n in chosen if _suffix(n) in READ]
-    unread = _listed(set(chosen) - set(read))
+    unread = _list_names(set(chosen) - set(read))
     if not read or (configured and unread):
         what = "README.md configures" if configured else "the folder holds no text or rows, only"
         problem = f"{what} files that cannot be read: {unread}" if unread else "the folder holds no text or rows"
@@ -141,12 +141,12 @@ def _folder(name: str, path: Path) -> Source:
     tables = [n for n in read if _suffix(n) in TABLES]
     if tables and len(tables) < len(read):
         raise DataError(
-            f"data {name}: the folder holds tables ({_listed(tables)}) and text ({_listed(set(read) - set(tables))})."
+            f"data {name}: the folder holds tables ({_list_names(tables)}) and text ({_list_names(set(read) - set(tables))})."
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
     picked, split = (read, "train") if configured else _training_split(name, read)
     for n in picked:
-        if leads := leads_out(path / n, path):
+        if leads := outside_target(path / n, path):
             raise DataError(
                 f"data {path / n} is a link that leaves its folder, to {leads}, and a folder from elsewhere could bring any file "
                 "of yours into a model. Copy the file there in its place, or name it itself."
@@ -178,7 +178,7 @@ def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
     if len(named) > 1:
         raise DataError(
             f"data {name}: the folder holds the splits {' and '.join(sorted(named))}, expected train. Name a single file:"
-            f" {_listed(data)}."
+            f" {_list_names(data)}."
         )
     return list(data), named.pop()
 
@@ -197,14 +197,14 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") for part in Path(name).parts)
 
 
-def _describes(name: str) -> bool:
+def _is_description(name: str) -> bool:
     """Whether a file describes data, and is none where there are others."""
     file = Path(name).name
     text = _suffix(name) in ("", *TEXT)
     return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
@@ -219,7 +219,7 @@ def _summary(chosen: Sequence[str], split: str, other_splits: Sequence[str], lef
         # A hidden folder such as .git counts as one.
         hidden = next((part for part in Path(n).parts if part.startswith(".")), None)
         groups.setdefault(hidden or Path(n).suffix.lower() or n, []).append(hidden or n)
-    others = [f"{len(other_splits):,} of no or another split ({_listed(other_splits)})"] if other_splits else []
+    others = [f"{len(other_splits):,} of no or another split ({_list_names(other_splits)})"] if other_splits else []
     alike = (ns[0] if len(set(ns)) == 1 else f"{len(ns):,} {kind} files" for kind, ns in groups.items())
     words = list(chain(others, sorted(alike)))
     return text + (f"; left out: {', '.join(words)}" if words else "")

@@ -82,7 +82,7 @@ def hardware(name: str | None = None) -> Hardware:
         ToolkitError: for a name that is not in the catalog, with the nearest; for a GPU whose driver does not answer.
         MissingLibrary: where there are GPUs, and the library that counts them is not installed.
     """
-    return _here() if name is None else _named(name)
+    return _this_machine() if name is None else _parse_name(name)
 
 
 def torch_build() -> str | None:
@@ -138,7 +138,7 @@ def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
 # This machine ---------------------------------------------------------------------------------------------------------
 
 
-def _here() -> Hardware:
+def _this_machine() -> Hardware:
     total, free = host_memory()
     build = torch_build() or "not installed"
     notes: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
 # A named one ----------------------------------------------------------------------------------------------------------
 
 
-def _named(name: str) -> Hardware:
+def _parse_name(name: str) -> Hardware:
     number = r"(\d+)\s*"
     parts = re.fullmatch(rf"(?:{number}nodes?\s*x\s*)?(?:{number}x\s*)?(\S.*?)", name.strip(), re.IGNORECASE)
     if parts is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from toolkit.core.display import Result, Table
 from toolkit.diagnosis import libraries, machine
 from toolkit.diagnosis.result import Finding
-from toolkit.diagnosis.support import Ability, judge
+from toolkit.diagnosis.support import Ability, list_abilities
 
 LIMIT = 60.0
 """Seconds that one check of a library may take."""
@@ -90,7 +90,7 @@ def diagnose(*, compile_ops: bool = False) -> Diagnosis:
             # Where somebody interrupts, the pool would else wait for every child.
             stop.set()
     findings = tuple(sorted([*here, *all_findings], key=_rank))
-    return Diagnosis(findings=findings, abilities=tuple(judge(findings)))
+    return Diagnosis(findings=findings, abilities=tuple(list_abilities(findings)))
 
 
 def _with_compiling(group: Sequence[str]) -> tuple[str, ...]:
@@ -128,11 +128,11 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
                 lines = _lines(child)
                 while left:
                     limit = COMPILE_LIMIT if left[0].endswith(libraries.COMPILE) else each
-                    line = _next(lines, limit, stop)
+                    line = _next_line(lines, limit, stop)
                     if line is None:
                         child.wait()
                         errors.seek(0)
-                        yield _ended(left.pop(0), child.returncode, errors.read().decode(errors="replace"))
+                        yield _exit_text(left.pop(0), child.returncode, errors.read().decode(errors="replace"))
                         break
                     left.pop(0)
                     yield libraries.read(line)
@@ -159,7 +159,7 @@ def _lines(child: subprocess.Popen[str]) -> queue.Queue[str | None]:
     return lines
 
 
-def _next(lines: queue.Queue[str | None], limit: float, stop: threading.Event) -> str | None:
+def _next_line(lines: queue.Queue[str | None], limit: float, stop: threading.Event) -> str | None:
     """The next line, within `limit` seconds.
 
     Raises:
@@ -174,7 +174,7 @@ def _next(lines: queue.Queue[str | None], limit: float, stop: threading.Event) -
                 raise
 
 
-def _ended(name: str, code: int, errors: str) -> Finding:
+def _exit_text(name: str, code: int, errors: str) -> Finding:
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with {code}"
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
     return libraries.broken(name, f"{how}: {last}" if last else how)

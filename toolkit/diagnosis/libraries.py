@@ -39,7 +39,7 @@ def library(name: str) -> Finding:
         return missing
     importlib.import_module(name)
     version = metadata.version(name)
-    bound = _bound(name)
+    bound = _required_versions(name)
     if bound is not None and not bound.contains(version, prereleases=True):
         fix = f"`pip install '{name}{bound}'`"
         return Finding(check=name, status="broken", detail=f"{version}, expected {bound}", fix=fix)
@@ -55,7 +55,7 @@ def absent(name: str) -> Finding | None:
     return Finding(check=name, status="missing", detail="not installed", fix=fix)
 
 
-def _bound(name: str) -> Any:
+def _required_versions(name: str) -> Any:
     """The versions of a library that this distribution asks for; None where it is not installed as one."""
     from importlib import metadata
 
@@ -150,8 +150,8 @@ def operators(compile_them: bool = False) -> Finding:
     builder = accelerator.create_op_builder(class_name)
     if not builder.is_compatible(verbose=False):
         return Finding(check="deepspeed operators", status="n/a", detail=f"{builder.NAME} is not for this system")
-    done = _built(builder)
-    lacks = _lacking(done)
+    done = _is_built(builder)
+    lacks = _missing_to_load(done)
     if lacks:
         what = f"{builder.NAME} cannot be {'loaded' if done else 'compiled'} without {', '.join(lacks)}"
         return Finding(check="deepspeed operators", status="missing", detail=what, fix=" ".join(lacks.values()))
@@ -168,7 +168,7 @@ def operators(compile_them: bool = False) -> Finding:
     return Finding(check="deepspeed operators", status="ok", detail=detail)
 
 
-def _lacking(built: bool) -> dict[str, str]:
+def _missing_to_load(built: bool) -> dict[str, str]:
     """What loading an operator lacks, and the fix. One that is built still asks ninja whether it is up to date."""
     from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
@@ -184,7 +184,7 @@ def _lacking(built: bool) -> dict[str, str]:
     return lacks
 
 
-def _built(builder: Any) -> bool:
+def _is_built(builder: Any) -> bool:
     """Whether an operator was built with DeepSpeed, or by an earlier run (torch/utils/cpp_extension.py says where)."""
     import torch
     from deepspeed.git_version_info import installed_ops

@@ -26,7 +26,7 @@ class Ability:
     """Why not, or on which condition; empty where there is nothing to say."""
 
 
-def judge(findings: Sequence[Finding]) -> Iterator[Ability]:
+def list_abilities(findings: Sequence[Finding]) -> Iterator[Ability]:
     """Every value of sharding, offload, adapter, precision and attention, in the order of the Strategy's own lists."""
     by_check = {finding.check: finding for finding in findings}
     try:
@@ -50,7 +50,7 @@ def judge(findings: Sequence[Finding]) -> Iterator[Ability]:
 Found = dict[str, Finding]
 
 
-def _lacking(by_check: Found, *checks: str) -> str:
+def _failed_check(by_check: Found, *checks: str) -> str:
     """The first of these checks that failed, as a reason."""
     relevant = (by_check[check] for check in checks if check in by_check)
     return next(
@@ -61,7 +61,7 @@ def _lacking(by_check: Found, *checks: str) -> str:
 def _sharding(word: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     strategy = Strategy(sharding=word, dp_replicate=2 if SHARDINGS[word].hybrid else 1)
     needs = ["torch", "transformers", "accelerate", *([] if strategy.single_process else ["processes"])]
-    if reason := _lacking(by_check, *needs, *engine_of(strategy).checks(strategy, machine.device)):
+    if reason := _failed_check(by_check, *needs, *engine_of(strategy).checks(strategy, machine.device)):
         return False, reason
     if refused := _refusal(strategy, machine):
         return False, refused
@@ -80,7 +80,7 @@ def _refusal(strategy: Strategy, machine: Hardware) -> str:
     return ""
 
 
-def _able(machine: Hardware, by_check: Found, **fields: str) -> tuple[list[str], str]:
+def _working_shardings(machine: Hardware, by_check: Found, **fields: str) -> tuple[list[str], str]:
     """The shardings that run with these fields here, and why the first of the others does not."""
     able, reason = [], ""
     for word, row in SHARDINGS.items():
@@ -89,7 +89,7 @@ def _able(machine: Hardware, by_check: Found, **fields: str) -> tuple[list[str],
         except StrategyError:  # the table excludes it on every machine
             continue
         several = () if strategy.single_process else ("processes",)
-        lacking = _lacking(by_check, *several, *engine_of(strategy).checks(strategy, machine.device))
+        lacking = _failed_check(by_check, *several, *engine_of(strategy).checks(strategy, machine.device))
         if why := lacking or _refusal(strategy, machine):
             reason = reason or why
         else:
@@ -100,13 +100,13 @@ def _able(machine: Hardware, by_check: Found, **fields: str) -> tuple[list[str],
 def _offload(value: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     if value == "none":
         return True, ""
-    able, reason = _able(machine, by_check, offload=value)
+    able, reason = _working_shardings(machine, by_check, offload=value)
     return bool(able), f"with {', '.join(able)}" if able else reason
 
 
 def _adapter(value: str, machine: Hardware, by_check: Found) -> tuple[bool, str]:
     needs = {"none": (), "qlora": ("peft", "bitsandbytes"), "qlora8": ("peft", "bitsandbytes")}.get(value, ("peft",))
-    reason = _lacking(by_check, *needs)
+    reason = _failed_check(by_check, *needs)
     return not reason, reason
 
 
@@ -117,10 +117,10 @@ def _precision(value: str, machine: Hardware, by_check: Found) -> tuple[bool, st
         return True, f"takes {best}"
     row = PRECISIONS.get(value)
     if row and row.scaled and device.kind == "cpu":
-        able, reason = _able(machine, by_check, precision=value)
+        able, reason = _working_shardings(machine, by_check, precision=value)
         return bool(able), f"with {', '.join(able)}: others have no loss scaling on a CPU" if able else reason
     if row and row.accelerate == "bf16":
-        reason = _lacking(by_check, "bf16")
+        reason = _failed_check(by_check, "bf16")
         return not reason, reason or ("" if "bf16" in device.dtypes else "not native: no faster than fp32")
     runs = value in device.dtypes
     return runs, "" if runs else f"{device.name} has no {value}"

@@ -16,7 +16,7 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.optimizer_step import write_counters
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
-from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
+from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
 from toolkit.engines.states import (
     buffer_shards,
     measured_state,
@@ -109,7 +109,7 @@ class DDP(Engine):
 
     def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
         """Every rank reads the whole model."""
-        loaded(ledger, job, self.expected_state(job, rank).parameters)
+        hold_loaded(ledger, job, self.expected_state(job, rank).parameters)
 
     def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
@@ -119,7 +119,7 @@ class DDP(Engine):
         if job.parallelism.dp_size > 1:
             ledger.touch("buffers", min(memory.parameters, BROADCAST))
             ledger.hold("buffers", memory.trainable)
-        moments(ledger, job, memory, checkpoints)
+        hold_moments(ledger, job, memory, checkpoints)
         walk(ledger, job, step, _Gradients(ledger))
         ledger.enter("step")
         optimizer_step(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))

@@ -58,23 +58,23 @@ def _walk(ledger: Ledger, step: Sequence[Segment], moves: Moves) -> None:
             moves.event(what, size, name, backward)
 
 
-def loaded(ledger: Ledger, job: Job, size: int) -> None:
+def hold_loaded(ledger: Ledger, job: Job, size: int) -> None:
     """Parameters that are read, and in `prepare` lie on the device. A GPU's are read into the host's memory, unless packed."""
     ledger.enter("load")
     if job.device.kind == "cpu" or job.strategy.quantized:
         ledger.hold("parameters", size)
-        ledger.touch("workspace", joined(job))
-        ledger.hold("buffers", constants(job))
+        ledger.touch("workspace", expert_copies(job))
+        ledger.hold("buffers", quantization_constants(job))
         ledger.enter("prepare")
     else:
         ledger.offload("parameters", size)
-        ledger.touch_host("workspace", joined(job))
+        ledger.touch_host("workspace", expert_copies(job))
         ledger.enter("prepare")
         ledger.hold("parameters", size)
         ledger.offload("parameters", -size)
 
 
-def joined(job: Job) -> int:
+def expert_copies(job: Job) -> int:
     """What reading takes beside the whole model, an adapter not yet on it: the experts of a layer.
 
     The files have them one by one, and they are joined from copies (transformers/core_model_loading.py). Where the files are
@@ -92,7 +92,7 @@ def joined(job: Job) -> int:
     return max(0, largest * BYTES_OF[dtype] - added)
 
 
-def constants(job: Job) -> int:
+def quantization_constants(job: Job) -> int:
     """Bytes that stand beside weights of 4 bits: a byte for each 64, four for each 256 of these, and both codes.
 
     Source: bitsandbytes/functional.py `QuantState`, with nested `state2`. Every rank holds them whole.
@@ -106,7 +106,7 @@ def constants(job: Job) -> int:
     return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
 
 
-def moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
+def hold_moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
     """Made before the first step where checkpoints are laid out over them, else by the first step itself.
 
     A checkpoint's own buffers come with them.

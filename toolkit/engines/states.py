@@ -144,10 +144,10 @@ def _states(job: Job) -> Iterator[State]:
                 column = packed_shape(parameter.elements, BYTES_OF[job.compute_dtype])
                 yield State(name=name, shape=column, trainable=False, dtype=job.compute_dtype)
         if module in targets:
-            yield from _added(job, module, *weight.shape)
+            yield from _adapter_parameters(job, module, *weight.shape)
 
 
-def _added(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
+def _adapter_parameters(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
     """What an adapter adds to a linear module, behind its own parameters (peft/tuners/lora/layer.py `LoraLayer`)."""
     rank = job.strategy.lora_rank
     shapes = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}

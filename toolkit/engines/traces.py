@@ -108,7 +108,7 @@ class LayerStack:
         same = [index for index in self.kept if self.kinds[index] == self.kinds[layer]]
         return self.kept.index(layer if layer in same else same[1])
 
-    def left_behind(self) -> Iterator[tuple[str, str, int]]:
+    def repeated_layers(self) -> Iterator[tuple[str, str, int]]:
         """Of each kept layer that stands for several: its name, that of the first of its kind, and how many."""
         counts = Counter(self.source(layer) for layer in range(len(self.kinds)))
         for place, count in counts.items():

@@ -18,7 +18,7 @@ from toolkit.engines.job import Job
 from toolkit.exporters.base_weights import InMemory, Source
 from toolkit.exporters.reload import reopen_adapter
 from toolkit.exporters.results import SavedTensor
-from toolkit.exporters.verification import attention_of, logits, relative_error
+from toolkit.exporters.verification import check_attention, logits, relative_error
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
     was = source.manifest.strategy
     fields = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
     return Job(
-        strategy=Strategy(**fields, attention=attention_of(spec)),
+        strategy=Strategy(**fields, attention=check_attention(spec)),
         train_config=from_dict(TrainConfig, source.manifest.train_config),
         spec=spec,
         parallelism=Parallelism(),
@@ -40,7 +40,7 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
     )
 
 
-def trained_over(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:
+def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:
     """The base with the checkpoint's adapter on it, which computes in fp32 as PEFT lets a loaded one do.
 
     Args:
@@ -95,7 +95,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:
     """The base's weights with the adapter's merged into them by PEFT. Takes the model apart.
 
     Args:
-        model: from `trained_over`; a quantized base is dequantized first, for it is over that that it was trained.
+        model: from `with_adapter`; a quantized base is dequantized first, for it is over that that it was trained.
         job: of the adapter.
         source: the checkpoint.
         dtype: torch's name of the one that they will be saved in: where it is fp32, they are merged in that.
@@ -116,7 +116,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:
     if dtype == "float32":
         base = base.float()
     gc.collect()
-    whole = trained_over(base, job, source, None).merge_and_unload(safe_merge=True)
+    whole = with_adapter(base, job, source, None).merge_and_unload(safe_merge=True)
     # What text does not pass is taken from its source: the base's may have gone through 4 bits.
     trained = ((name, p.detach()) for name, p in whole.named_parameters() if job.spec.trains(name))
     return InMemory({name: tensor.T if name in turned else tensor for name, tensor in trained})

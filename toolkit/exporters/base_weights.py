@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit.checkpoints import Manifest, list_checkpoints, read_manifest, validate
 from toolkit.checkpoints.identity import ADAPTER_FIELDS
 from toolkit.checkpoints.layout import WEIGHT
-from toolkit.checkpoints.manifest import NAME, listed, misplaced
+from toolkit.checkpoints.manifest import NAME, listed, misplacement
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
@@ -26,7 +26,7 @@ from toolkit.models.hf_loading import auto_class, without_engine
 if TYPE_CHECKING:
     import torch
 
-_SAID = {
+_REQUIRED = {
     "strategy": ("sharding", "precision", *ADAPTER_FIELDS),
     "train_config": ("micro_batch", "accumulation", "seq_len", "optimizer", "lr", "warmup", "seed"),
     "identity": ("data",),
@@ -151,23 +151,23 @@ def opened_source(path: Path) -> Iterator[Source]:
     if (path / NAME).exists() or path.name.startswith("step-"):
         wrong = validate(path)
         if wrong:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong[:3])}. {_others(path)}")
+            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong[:3])}. {_other_checkpoints(path)}")
     elif (path / "run.json").exists() or list_checkpoints(path / "checkpoints"):
-        path, skipped = _newest(path)
+        path, skipped = _newest_checkpoint(path)
     else:
         yield _foreign(path)
         return
     manifest = read_manifest(path)
-    _check_said(path, manifest)
+    _check_manifest(path, manifest)
     with opened(path, manifest) as stored:
         yield Source(path=path, weights=CheckpointWeights(stored), manifest=manifest, skipped=skipped)
 
 
-def _check_said(path: Path, manifest: Manifest) -> None:
+def _check_manifest(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest that is in order, as its sha256 says, and does not say what an export needs."""
     wrong = [
         f"{part} has no {name}"
-        for part, names in _SAID.items()
+        for part, names in _REQUIRED.items()
         for name in names
         if name not in getattr(manifest, part)
     ]
@@ -188,18 +188,20 @@ def _check_said(path: Path, manifest: Manifest) -> None:
             wrong.append(f"{name} is {json.dumps(value)[:40]}")
     wrong += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
     if wrong:
-        raise CheckpointError(f"{path / NAME} cannot be exported from: {'; '.join(wrong[:3])}. {_others(path)}")
+        raise CheckpointError(
+            f"{path / NAME} cannot be exported from: {'; '.join(wrong[:3])}. {_other_checkpoints(path)}"
+        )
 
 
-def _others(damaged: Path) -> str:
+def _other_checkpoints(damaged: Path) -> str:
     others = [path for path in list_checkpoints(damaged.parent) if path != damaged]
     return f"Take another: {others[0]}." if others else "The folder holds no other."
 
 
-def _newest(run: Path) -> tuple[Path, tuple[str, ...]]:
+def _newest_checkpoint(run: Path) -> tuple[Path, tuple[str, ...]]:
     skipped: list[str] = []
     for path in listed(run / "checkpoints"):
-        wrong = misplaced(path) or validate(path)
+        wrong = misplacement(path) or validate(path)
         if not wrong:
             return path, tuple(skipped)
         skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")

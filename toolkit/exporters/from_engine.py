@@ -30,12 +30,12 @@ from toolkit.exporters.results import (
     TOLERANCE,
     Export,
     SavedTensor,
-    beyond,
-    headers,
     load_line,
     not_compared,
+    tensor_headers,
+    tolerance_note,
 )
-from toolkit.exporters.verification import attention_of, check_files, check_tied, relative_error
+from toolkit.exporters.verification import check_attention, check_files, check_tied, relative_error
 from toolkit.models import copy_code, copy_processor
 from toolkit.models.hf_loading import quiet_bars
 
@@ -199,10 +199,10 @@ def _compare(
     Raises:
         RunError: for an opened model that lacks keys, has keys too many, or whose tied weights came untied.
     """
-    place = _place(prepared)
+    place = _device_for_check(prepared)
     if place is None:
         return None, (NO_ROOM,)
-    job = _opened_as(prepared.job, place)
+    job = _job_on_device(prepared.job, place)
     assert job.spec is not None
     try:
         with quiet_bars(True, shown=False):
@@ -221,13 +221,13 @@ def _compare(
         return None, (not_compared(problem, folder, opened=True),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == prepared.accelerator.device.type:
-        return error, beyond(error, limit)
+        return error, tolerance_note(error, limit)
     how = f"Logits were compared on the {place.type} with {attention}; the model was trained on the "
     how += f"{prepared.accelerator.device.type} with {prepared.job.strategy.attention}."
-    return error, (how, *beyond(error, OTHER_KERNELS * limit))
+    return error, (how, *tolerance_note(error, OTHER_KERNELS * limit))
 
 
-def _place(prepared: Prepared) -> torch.device | None:
+def _device_for_check(prepared: Prepared) -> torch.device | None:
     """Where there is memory for the whole model a second time, with a fifth to spare; it is read on the host first."""
     import torch
 
@@ -247,12 +247,12 @@ def _place(prepared: Prepared) -> torch.device | None:
     return torch.device("cpu")
 
 
-def _opened_as(job: Job, place: torch.device) -> Job:
+def _job_on_device(job: Job, place: torch.device) -> Job:
     """The same job, with an attention kernel that computes in this place."""
     assert job.spec is not None
     if place.type == "cuda" or job.strategy.attention in ("sdpa", "eager"):
         return job
-    return dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=attention_of(job.spec)))
+    return dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(job.spec)))
 
 
 def _result(
@@ -260,7 +260,7 @@ def _result(
 ) -> Export:
     """What was saved, with its model card written."""
     job = prepared.job
-    saved = headers(folder)
+    saved = tensor_headers(folder)
     adapter = job.strategy.adapter != "none"
     assert job.spec is not None
     strategy, train_config = dataclasses.asdict(job.strategy), dataclasses.asdict(job.train_config)

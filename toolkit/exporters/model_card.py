@@ -13,7 +13,7 @@ from toolkit.checkpoints import Manifest
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
-from toolkit.core.atomic_io import at_home
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Table
 from toolkit.core.redaction import redact
 from toolkit.exporters.results import load_line, logits_text
@@ -75,10 +75,10 @@ def write_card(
 
 def base_name(spec: ModelSpec) -> str:
     """The Hub id of the model that was trained from, or the last part of its folder's name; no whole path."""
-    if spec.name == EMBEDDED or not os.path.exists(at_home(spec.name)):
+    if spec.name == EMBEDDED or not os.path.exists(expand_user(spec.name)):
         return spec.name
     source = spec.source or spec.name
-    return Path(source).name if at_home(source).is_dir() else source
+    return Path(source).name if expand_user(source).is_dir() else source
 
 
 def rows_of(
@@ -97,7 +97,7 @@ def rows_of(
     }
 
 
-def told_of(manifest: Manifest) -> dict[str, Any]:
+def manifest_rows(manifest: Manifest) -> dict[str, Any]:
     """The same of a checkpoint, with what else its manifest says."""
     identity = manifest.identity
     return {
@@ -109,11 +109,11 @@ def told_of(manifest: Manifest) -> dict[str, Any]:
         ),
         "data": f"fingerprint {identity['data']}",
         "base revision": (identity.get("base") or {}).get("revision"),
-        "versions": spelled(manifest.versions),
+        "versions": format_versions(manifest.versions),
         "checkpoint written": manifest.written,
     }
 
 
-def spelled(versions: Mapping[str, str | None]) -> str | None:
+def format_versions(versions: Mapping[str, str | None]) -> str | None:
     """Libraries with their versions, those that are installed."""
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or None

@@ -14,16 +14,16 @@ from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
-from toolkit.core.atomic_io import at_home
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
 from toolkit.core.units import BYTES_OF, format_bytes
-from toolkit.exporters.adapters import compare_adapter, job_of, merged, trained_over, write_adapter
+from toolkit.exporters.adapters import compare_adapter, job_of, merged, with_adapter, write_adapter
 from toolkit.exporters.base_weights import Source, Weights, opened_source
-from toolkit.exporters.model_card import told_of, write_card
+from toolkit.exporters.model_card import manifest_rows, write_card
 from toolkit.exporters.model_files import FullStateDict, saved_bytes, skeleton, write_model
 from toolkit.exporters.publication import atomic_dir, check_room, check_target
 from toolkit.exporters.reload import read_base
-from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, beyond, headers, load_line
+from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, load_line, tensor_headers, tolerance_note
 from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
 from toolkit.models import ModelSpec, copy_code, copy_processor, describe, require_weights
 from toolkit.models.hf_loading import quiet_bars
@@ -37,7 +37,7 @@ INT8 = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Request:
     source: Source
     spec: ModelSpec
     dtype: str | None
@@ -45,7 +45,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Made:
+class _Written:
     what: str
     error: float | None
     notes: tuple[str, ...] = ()
@@ -80,22 +80,22 @@ def export(
         CheckpointError: for a checkpoint that is damaged, or was trained from another model or base.
         ModelError: for a model or tokenizer that cannot be read.
     """
-    source, folder = at_home(source), at_home(folder)
+    source, folder = expand_user(source), expand_user(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
     check_target(folder, source)
     with opened_source(source) as opened, quiet_bars(True, shown=False):
         if merge and opened.adapter == "none":
             raise RunError(f"{opened.path} holds a whole model, and merging is for adapters. Leave --merge out.")
-        request = _Asked(
+        request = _Request(
             source=opened,
-            spec=_described(opened, model, trust_remote_code),
+            spec=_trained_model_spec(opened, model, trust_remote_code),
             dtype=PRECISIONS[dtype].compute if dtype else None,
         )
         make = _whole if opened.adapter == "none" else _merged if merge else _adapter
         with atomic_dir(folder) as draft:
             written = make(request, draft)
-            rows = told_of(opened.manifest) if opened.manifest else {"checkpoint": opened.weights.kind}
+            rows = manifest_rows(opened.manifest) if opened.manifest else {"checkpoint": opened.weights.kind}
             trained = opened.adapter
             write_card(
                 draft,
@@ -109,8 +109,8 @@ def export(
     return _result(request, written, folder)
 
 
-def _result(request: _Asked, written: _Made, folder: Path) -> Export:
-    saved, adapter = headers(folder), written.what == "adapter"
+def _result(request: _Request, written: _Written, folder: Path) -> Export:
+    saved, adapter = tensor_headers(folder), written.what == "adapter"
     return Export(
         folder=str(folder),
         adapter=adapter,
@@ -126,7 +126,7 @@ def _result(request: _Asked, written: _Made, folder: Path) -> Export:
     )
 
 
-def _described(source: Source, model: str | None, trust: str | None) -> ModelSpec:
+def _trained_model_spec(source: Source, model: str | None, trust: str | None) -> ModelSpec:
     """The model that was trained from, which has to be the checkpoint's own."""
     identity = source.manifest.identity if source.manifest else {}
     own = str(source.path) if (source.path / "config.json").is_file() else None
@@ -136,7 +136,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
             f"{source.path} ({source.weights.kind}) does not say of what model it is. Name the folder or Hub id of the model "
             "that was trained from, for its config and tokenizer, with --model."
         )
-    here = name if model or name == EMBEDDED or os.path.exists(at_home(name)) else _in_cache(source, name)
+    here = name if model or name == EMBEDDED or os.path.exists(expand_user(name)) else _cached_folder(source, name)
     try:
         spec = dataclasses.replace(describe(here, trust_remote_code=trust), name=name)
     except ModelError as error:
@@ -146,7 +146,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
     if spec.source is None:  # a config and a tokenizer are enough, where all weights are in the checkpoint
         if name == EMBEDDED:
             raise ModelError("model 'embedded' has no folder yet: `toolkit.data.embedded_model()` makes and names it.")
-        path = at_home(here)
+        path = expand_user(here)
         spec = dataclasses.replace(spec, source=str(path if path.is_dir() else path.parent))
     if identity.get("model") == EMBEDDED:
         spec = dataclasses.replace(spec, name=EMBEDDED)
@@ -158,7 +158,7 @@ def _described(source: Source, model: str | None, trust: str | None) -> ModelSpe
     return spec
 
 
-def _in_cache(source: Source, name: str) -> str:
+def _cached_folder(source: Source, name: str) -> str:
     """The cached folder of a model on the Hub that a manifest names: it may be a stranger's, and nothing is fetched for it.
 
     Raises:
@@ -173,7 +173,7 @@ def _in_cache(source: Source, name: str) -> str:
     return str(path)
 
 
-def _whole(request: _Asked, draft: Path) -> _Made:
+def _whole(request: _Request, draft: Path) -> _Written:
     weights = _write(request, request.source.weights, request.dtype, draft)
     dtype, notes = request.dtype or weights.dtype, []
     if dtype not in TOLERANCE:
@@ -183,15 +183,15 @@ def _whole(request: _Asked, draft: Path) -> _Made:
     if dtype != weights.dtype:
         notes.append(f"Saved in {dtype}; the checkpoint holds {weights.dtype}. Logits were compared in {dtype}.")
     error = compare_whole(request.spec, weights, draft, dtype)
-    return _Made(what="model", error=error, notes=(*notes, *_second(error, TOLERANCE[dtype])))
+    return _Written(what="model", error=error, notes=(*notes, *_logits_notes(error, TOLERANCE[dtype])))
 
 
-def _second(error: float | None, limit: float) -> tuple[str, ...]:
+def _logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
     """What logits say of an export whose bytes are the checkpoint's: they come second, and remove nothing."""
-    return (NO_ROOM,) if error is None else beyond(error, limit)
+    return (NO_ROOM,) if error is None else tolerance_note(error, limit)
 
 
-def _merged(request: _Asked, draft: Path) -> _Made:
+def _merged(request: _Request, draft: Path) -> _Written:
     spec, source = request.spec, request.source
     job = job_of(source, spec)
     dtype = request.dtype or job.compute_dtype
@@ -201,7 +201,7 @@ def _merged(request: _Asked, draft: Path) -> _Made:
             f"merging needs memory for {spec.name} in {wide}, {format_bytes(1.2 * BYTES_OF[wide] * spec.elements)}, and "
             "there is less. Export the adapter without --merge, or merge on a larger machine."
         )
-    model = trained_over(read_base(job, on_host=True), job, source, None)
+    model = with_adapter(read_base(job, on_host=True), job, source, None)
     expected = logits(model, spec)
     _write(request, merged(model, job, source, dtype), dtype, draft)
     del model
@@ -221,24 +221,24 @@ def _merged(request: _Asked, draft: Path) -> _Made:
             f"The base is the {bits} one that the adapter was trained over, dequantized: its weights are not those of the "
             "model that was trained from."
         )
-    return _Made(what="merged model", error=error, notes=tuple(notes))
+    return _Written(what="merged model", error=error, notes=tuple(notes))
 
 
-def _adapter(request: _Asked, draft: Path) -> _Made:
+def _adapter(request: _Request, draft: Path) -> _Written:
     spec, source = request.spec, request.source
     job, tokenizer = job_of(source, spec), load_tokenizer(spec)
     real = fits(spec, job.compute_dtype)
     base = read_base(job, on_host=True) if real else skeleton(spec, tokenizer)
-    model = trained_over(base, job, source, request.dtype)
+    model = with_adapter(base, job, source, request.dtype)
     expected = logits(model, spec) if real else None
     planned = write_adapter(model, source, request.dtype, draft)
     tokenizer.save_pretrained(draft)
     check_files(draft, planned)
     error = None if expected is None else compare_adapter(model.unload(), expected, draft, spec)
-    return _Made(what="adapter", error=error, notes=_second(error, TOLERANCE[job.compute_dtype]))
+    return _Written(what="adapter", error=error, notes=_logits_notes(error, TOLERANCE[job.compute_dtype]))
 
 
-def _write(request: _Asked, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
+def _write(request: _Request, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
     """A whole model's files, checked one by one."""
     tokenizer = load_tokenizer(request.spec)
     model = skeleton(request.spec, tokenizer)

@@ -67,7 +67,7 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         if replace:  # in a run's folder: what lies there is the run's
-            _put_back(old, final)
+            _restore_old(old, final)
             for left in final.parent.glob(f".{final.name}.*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
         draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
@@ -86,14 +86,14 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         if replace:
-            _put_back(old, final)
+            _restore_old(old, final)
         raise
     sync_folder(final.parent)
     if replace:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _put_back(old: Path, final: Path) -> None:
+def _restore_old(old: Path, final: Path) -> None:
     """Give what was moved aside its name again, or remove it where its place is taken."""
     if old.exists() and not final.exists():
         old.rename(final)

@@ -108,7 +108,7 @@ def not_compared(problem: Exception, folder: Path, *, opened: bool) -> str:
     )
 
 
-def beyond(error: float, limit: float) -> tuple[str, ...]:
+def tolerance_note(error: float, limit: float) -> tuple[str, ...]:
     """A sentence for logits that differ more than usual, of a model whose saved bytes are the trained ones."""
     if error <= limit:
         return ()
@@ -137,7 +137,7 @@ class SavedTensor:
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data.numpy().data).hexdigest())
 
 
-def headers(folder: Path) -> list[tuple[str, str, int]]:
+def tensor_headers(folder: Path) -> list[tuple[str, str, int]]:
     """Name, dtype and elements of every tensor in a folder's safetensors files."""
     return [(name, dtype, math.prod(shape)) for name, dtype, shape in shapes(folder)]
 

@@ -36,7 +36,7 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
                     checked.add(name)
-                    wrong += _faults(name, file.get_tensor(name), planned.get(name))
+                    wrong += _tensor_faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
     wrong = [f"{name} is missing" for name in planned if name not in checked] + wrong
@@ -44,7 +44,7 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
         raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
 
 
-def _faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
+def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
     """What is wrong with one tensor. One that is not finite may have been trained so: then its bytes are equal."""
     import torch
 
@@ -84,7 +84,7 @@ def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: 
         return None
     actual, dtypes = logits_of(spec, folder, dtype)
     gc.collect()
-    reference = _assembled(spec, weights, dtype, dtypes)
+    reference = _assemble_model(spec, weights, dtype, dtypes)
     return relative_error(actual, logits(reference, spec))
 
 
@@ -94,7 +94,7 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
     Raises:
         RunError: for a model that does not open whole, or whose tied weights came untied.
     """
-    model = reopen_whole(spec, folder, dtype=dtype, attention=attention_of(spec))
+    model = reopen_whole(spec, folder, dtype=dtype, attention=check_attention(spec))
     check_tied(model, spec)
     expected = {parameter.name: parameter.shape for parameter in spec.parameters}
     opened = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -121,7 +121,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def attention_of(spec: ModelSpec) -> str:
+def check_attention(spec: ModelSpec) -> str:
     """A kernel that needs no GPU."""
     return "sdpa" if "sdpa" in spec.attentions else "eager"
 
@@ -132,7 +132,7 @@ def fits(spec: ModelSpec, dtype: str) -> bool:
     return host_memory()[1] > 1.2 * BYTES_OF[dtype] * spec.elements
 
 
-def _assembled(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
+def _assemble_model(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
     """A model with the checkpoint's tensors put in by name, in the dtypes that the saved one is opened in."""
     import torch
     from accelerate import init_empty_weights
@@ -143,7 +143,7 @@ def _assembled(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes: Mapp
         model = auto_class(spec).from_config(
             config,
             dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTIONS[attention_of(spec)].transformers,
+            attn_implementation=ATTENTIONS[check_attention(spec)].transformers,
             trust_remote_code=spec.runs_code,
         )
     model.tie_weights()  # `init_empty_weights` gives every name a parameter of its own

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def put_on(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
+def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
     """Replace what is quantized and put the adapter on, in place, on the meta device.
 
     Returns:
@@ -24,9 +24,9 @@ def put_on(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec
 
     if adapter.kind == "qlora":
         model.is_loaded_in_4bit = True  # PEFT asks
-        for name in _kept(stacks, quantizable(spec)):
+        for name in _kept_names(stacks, quantizable(spec)):
             _replace(model, name)
-    targets = list(_kept(stacks, adapted(spec, adapter.targets)))
+    targets = list(_kept_names(stacks, adapted(spec, adapter.targets)))
     with torch.device("meta"):
         peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
     for parameter in peft_model.parameters():
@@ -51,7 +51,7 @@ def pack(model: PreTrainedModel) -> None:
             module.weight = packed
 
 
-def _kept(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
+def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
     """The names that the shallow model has, as it spells them."""
     for name in names:
         stack = next((candidate for candidate in stacks if name.startswith(f"{candidate.name}.")), None)

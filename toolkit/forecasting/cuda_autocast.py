@@ -52,7 +52,7 @@ def cuda_casts() -> Iterator[None]:
 
     key = "AutocastCPU"
     with torch.library._scoped_library("aten", "IMPL", key) as library:
-        for names, kernel in ((WIDE, _wide), (SUMS, _sum)):
+        for names, kernel in ((WIDE, _wide_kernel), (SUMS, _sum)):
             for name in names:
                 if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
                     packet, _, overload = name.partition(".")
@@ -60,12 +60,12 @@ def cuda_casts() -> Iterator[None]:
         yield
 
 
-def _wide(operator: Any) -> Callable[..., Any]:
+def _wide_kernel(operator: Any) -> Callable[..., Any]:
     from torch.utils._pytree import tree_map
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if _is_fake((args, kwargs)):
-            args, kwargs = tree_map(_widened, (args, kwargs))
+            args, kwargs = tree_map(_to_wide, (args, kwargs))
         with _no_autocast():
             return operator(*args, **kwargs)
 
@@ -82,7 +82,7 @@ def _sum(operator: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = args[2] if len(args) > 2 and fused_kernel else kwargs.get("dtype")
         with _no_autocast():
-            if not _is_fake(args[:1]) or not _half(args[0]):
+            if not _is_fake(args[:1]) or not _to_half(args[0]):
                 return operator(*args, **kwargs)
             if fused_kernel and args[0].dtype == torch.float16 and dtype in (None, torch.float32):
                 return fused_kernel(args[0], args[1], True)
@@ -102,14 +102,14 @@ def _is_fake(values: Any) -> bool:
     return any(isinstance(value, FakeTensor) for value in tree_leaves(values))
 
 
-def _half(value: Any) -> bool:
+def _to_half(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
-def _widened(value: Any) -> Any:
-    return value.float() if _half(value) else value
+def _to_wide(value: Any) -> Any:
+    return value.float() if _to_half(value) else value
 
 
 def _no_autocast() -> Any:

@@ -92,7 +92,7 @@ class ForecastDiff(Result):
             Bar(label=f"{label}, {forecast.peak_phase}", parts={part: forecast.parts.get(part, 0) for part in PARTS})
             for label, forecast in both
         ]
-        sent = [Bar(label=label, parts=_sent(forecast)) for label, forecast in both]
+        sent = [Bar(label=label, parts=_sent_bytes(forecast)) for label, forecast in both]
         same = self.one.limit_bytes == self.other.limit_bytes
         limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
         pictures = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
@@ -123,7 +123,7 @@ class ForecastDiff(Result):
         return [*why, *first, figures]
 
 
-def _sent(forecast: Forecast) -> dict[str, float]:
+def _sent_bytes(forecast: Forecast) -> dict[str, float]:
     """What a rank sends in a step: parameters, and gradients."""
     parts = {"parameters": 0.0, "gradients": 0.0}
     for sent in collectives(forecast.job):
@@ -138,7 +138,7 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
         one: the first.
         other: what it is held against, of the same model or of another.
     """
-    fields = _differing(one, other)
+    fields = _differing_fields(one, other)
     labels = _label(one, fields, 0), _label(other, fields, 1)
     if labels[0] == labels[1]:
         labels = (f"{labels[0]} (1)", f"{labels[1]} (2)")
@@ -152,7 +152,7 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
     )
 
 
-def _differing(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
+def _differing_fields(one: Forecast, other: Forecast) -> dict[str, tuple[Any, Any]]:
     def fields(forecast: Forecast) -> dict[str, Any]:
         machine = {"model": forecast.model, "hardware": forecast.hardware.device.name, "ranks": forecast.ranks}
         return {**dataclasses.asdict(forecast.strategy), **dataclasses.asdict(forecast.train_config), **machine}

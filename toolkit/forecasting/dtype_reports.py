@@ -19,7 +19,7 @@ from toolkit.engines.adapters import read_dtype
 from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.states import optimizer_bytes, parameters_of
-from toolkit.forecasting.finished_run import FinishedRun, read_seen
+from toolkit.forecasting.finished_run import FinishedRun, read_finished_run
 from toolkit.forecasting.prediction import resolve_request
 from toolkit.models import ModelSpec
 
@@ -168,7 +168,7 @@ def dtype_report(
         ToolkitError: for a model or a machine that is not known.
         RunError: for a folder without an audited run.
     """
-    finished = read_seen(run) if run is not None else None
+    finished = read_finished_run(run) if run is not None else None
     if finished is not None:
         model = finished.model if model is None else model
         if on is None:

@@ -41,10 +41,10 @@ def patched(config: TraceConfig) -> Iterator[None]:
     from transformers import masking_utils
 
     with _ONE_AT_A_TIME, ExitStack() as replaced:
-        replaced.enter_context(_replaced(functional, "grouped_mm", _grouped_mm))
+        replaced.enter_context(_fake_operator(functional, "grouped_mm", _grouped_mm))
         if config.device == "cuda":
             replaced.enter_context(
-                _replaced(functional, "scaled_dot_product_attention", partial(_attention, config.flash))
+                _fake_operator(functional, "scaled_dot_product_attention", partial(_attention, config.flash))
             )
             if config.autocast:
                 replaced.enter_context(cuda_casts())
@@ -52,14 +52,16 @@ def patched(config: TraceConfig) -> Iterator[None]:
             import_bitsandbytes()
             import bitsandbytes
 
-            replaced.enter_context(_replaced(bitsandbytes, "matmul_4bit", _product))
+            replaced.enter_context(_fake_operator(bitsandbytes, "matmul_4bit", _fake_product))
         if not config.masked:
-            replaced.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
+            replaced.enter_context(
+                _fake_operator(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+            )
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+def _fake_operator(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     theirs = getattr(module, name)
@@ -136,23 +138,23 @@ def _attention(
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def _product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bias: torch.Tensor | None = None) -> Any:
+def _fake_product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bias: torch.Tensor | None = None) -> Any:
     """bitsandbytes/autograd/_functions.py `MatMul4Bit`; backends/default/ops.py `_gemm_4bit_default_impl`."""
     import torch
 
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(x, _unpacked(quant_state, x.dtype), bias)
+            return torch.nn.functional.linear(x, _fake_dequantize(quant_state, x.dtype), bias)
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return torch.matmul(grad, _unpacked(quant_state, grad.dtype))
+            return torch.matmul(grad, _fake_dequantize(quant_state, grad.dtype))
 
     return Product.apply(x)  # type: ignore[no-untyped-call]
 
 
-def _unpacked(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _fake_dequantize(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """The weights whole, made from scales that were made whole themselves."""
     import torch
 

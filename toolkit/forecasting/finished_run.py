@@ -54,7 +54,7 @@ class FinishedRun:
         return [f"{name} {mine[name]}, not {now[name]}" for name in MATTER if mine[name] != now[name]]
 
 
-def read_seen(run: str | Path) -> FinishedRun:
+def read_finished_run(run: str | Path) -> FinishedRun:
     """What run.json and memory.json of a run's folder say.
 
     Raises:

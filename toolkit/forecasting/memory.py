@@ -119,11 +119,11 @@ def replay(
             own = trace.others[index - 1]
             own_step = whole_step(job, own)
         engine.simulate_step(job, own, own_step, ledgers[-1], rank=rank, checkpoints=checkpoints)
-        _save(ledgers[-1], job, checkpoints)
+        _simulate_save(ledgers[-1], job, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
-def _save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
+def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """The most of a checkpoint's snapshot, of which each rank takes its part, and of the result, which rank 0 writes.
 
     On a GPU both go to the host, the result tensor by tensor; there rank 0 holds it whole.

@@ -91,8 +91,8 @@ class Plan(Result):
             "model": self.model,
             "hardware": dataclasses.asdict(self.hardware),
             "global_batch": self.global_batch,
-            "ranked": [_spelled(candidate) for candidate in self.ranked],
-            "rejected": [_spelled(candidate) for candidate in self.rejected],
+            "ranked": [_candidate_dict(candidate) for candidate in self.ranked],
+            "rejected": [_candidate_dict(candidate) for candidate in self.rejected],
         }
 
     def headline(self) -> str:
@@ -172,12 +172,12 @@ def plan(
     ranked: list[Candidate] = []
     rejected: list[Candidate] = []
     for strategy_ in _strategies(base, machine):
-        for sized in _loops(request, global_batch // data):
-            candidate = _judge(spec, strategy_, sized, machine, one_document)
+        for sized in _micro_batches(request, global_batch // data):
+            candidate = _forecast_candidate(spec, strategy_, sized, machine, one_document)
             (rejected if candidate.reason else ranked).append(candidate)
             if candidate.forecast is not None and candidate.reason:
                 break  # a larger micro-batch takes more still
-    ranked.sort(key=_order)
+    ranked.sort(key=_rank_key)
     return Plan(
         model=spec.name, hardware=machine, global_batch=global_batch, ranked=tuple(ranked), rejected=tuple(rejected)
     )
@@ -202,13 +202,13 @@ def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
                     continue  # no engine can do it, whatever the model: it is no candidate
 
 
-def _loops(train_config: TrainConfig, share: int) -> Iterator[TrainConfig]:
+def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfig]:
     """Micro-batches that divide a rank's share, the smallest first."""
     for micro in (size for size in range(1, share + 1) if share % size == 0):
         yield dataclasses.replace(train_config, micro_batch=micro, accumulation=share // micro)
 
 
-def _judge(
+def _forecast_candidate(
     spec: ModelSpec, strategy: Strategy, train_config: TrainConfig, machine: Hardware, one_document: bool
 ) -> Candidate:
     try:
@@ -222,7 +222,7 @@ def _judge(
     return Candidate(strategy=forecast.strategy, train_config=forecast.train_config, forecast=forecast, reason=reason)
 
 
-def _order(candidate: Candidate) -> tuple[float, int]:
+def _rank_key(candidate: Candidate) -> tuple[float, int]:
     assert candidate.forecast is not None
     timing = candidate.forecast.timing
     return (-timing.tokens_per_second if timing else 0.0, candidate.forecast.peak_bytes)
@@ -234,7 +234,7 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
     return strategy.sharding, strategy.offload, strategy.activation_checkpointing, batch
 
 
-def _spelled(candidate: Candidate) -> dict[str, Any]:
+def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
     return {
         "strategy": dataclasses.asdict(candidate.strategy),
         "train_config": dataclasses.asdict(candidate.train_config),

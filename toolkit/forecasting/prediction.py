@@ -60,7 +60,7 @@ def forecast(
     logits = result.parts["logits"]
     fused = fused_peak(job, traced(job, masked=not one_document)) if logits else result.peak_bytes
     result = dataclasses.replace(result, fused_bytes=fused)
-    return result if result.fits else _advised(result, job, one_document)
+    return result if result.fits else _with_advice(result, job, one_document)
 
 
 def resolve_request(
@@ -90,15 +90,15 @@ def resolve_request(
     return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
 
 
-def _advised(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
+def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
     """The same, with the smallest change that fits: of single ones, then of several together."""
     assert job.spec is not None
-    for change, strategy, train_config in _smaller(forecast):
+    for change, strategy, train_config in _smaller_requests(forecast):
         try:
             other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
             if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, allow_unquantized=False)
-            if _states(other) > forecast.limit_bytes:
+            if _permanent_bytes(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
             changed = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
@@ -108,13 +108,13 @@ def _advised(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
     return forecast
 
 
-def _states(job: Job) -> int:
+def _permanent_bytes(job: Job) -> int:
     """Bytes that stay on the device from the first step on: less than any peak."""
     state = on_device(job, engine_of(job.strategy).expected_state(job))
     return state.parameters + state.master + (state.optimizer or 0)
 
 
-def _smaller(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
+def _smaller_requests(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
     """Yield single changes, then combinations of them, until nothing can shrink further."""
     in_a_step = forecast.peak_phase in ("forward", "backward", "step")
 
@@ -164,7 +164,7 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         operations=operations(job, step),
         communication_bytes=communication(job),
         timing=step_time(job, machine, step),
-        unknown=_unknown(job),
+        unknown=_uncertainties(job),
     )
 
 
@@ -180,7 +180,7 @@ def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
     return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.alone_peak
 
 
-def _unknown(job: Job) -> tuple[str, ...]:
+def _uncertainties(job: Job) -> tuple[str, ...]:
     notes = []
     if job.device.card is None:
         notes.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")

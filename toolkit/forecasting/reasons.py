@@ -65,12 +65,12 @@ def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Itera
     """What holds, sends and computes otherwise: parameters, masters, moments; what a step makes; communication; time."""
     sides = _Side(label=labels[0], forecast=first), _Side(label=labels[1], forecast=second)
     for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
-        for sentence in _state(sides, part, words):
+        for sentence in _explain_state(sides, part, words):
             yield part, sentence
-    yield from _made(sides)
-    for sentence in _sent(sides):
+    yield from _explain_transient(sides)
+    for sentence in _explain_communication(sides):
         yield "communication", sentence
-    for sentence in _time(sides):
+    for sentence in _explain_time(sides):
         yield "time", sentence
     if first.peak_phase != second.peak_phase:
         yield (
@@ -80,7 +80,7 @@ def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Itera
         )
 
 
-def _lesser(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tuple[_Side, _Side, float, float] | None:
+def _order_sides(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tuple[_Side, _Side, float, float] | None:
     """Who has less, who more, and both sizes; None where they are equal."""
     if abs(sizes[0] - sizes[1]) <= EQUAL * max(sizes):
         return None
@@ -88,9 +88,9 @@ def _lesser(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tuple[_Si
     return sides[few], sides[many], sizes[few], sizes[many]
 
 
-def _state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterator[str]:
+def _explain_state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterator[str]:
     """A state that stays between steps."""
-    pair = _lesser(sides, (sides[0].size(part), sides[1].size(part)))
+    pair = _order_sides(sides, (sides[0].size(part), sides[1].size(part)))
     if pair is None:
         return
     less, more, few, many = pair
@@ -140,17 +140,17 @@ CAUSES = {
 """Fields of which what a step makes depends."""
 
 
-def _made(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
+def _explain_transient(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
     """What a step makes and lets go: of each part, at the two peaks."""
     for part in ("activations", "logits", "gradients", "buffers"):
-        pair = _lesser(sides, (sides[0].forecast.parts.get(part, 0), sides[1].forecast.parts.get(part, 0)))
+        pair = _order_sides(sides, (sides[0].forecast.parts.get(part, 0), sides[1].forecast.parts.get(part, 0)))
         if pair is None or pair[3] < EQUAL * max(side.forecast.peak_bytes for side in sides):
             continue
         less, more, few, many = pair
-        causes = list(_causes(less, more)) if part in ("activations", "logits") else []
+        causes = list(_activation_causes(less, more)) if part in ("activations", "logits") else []
         if part == "gradients" and less.trained < more.trained:
             causes.append(f"has gradients of {format_count(less.trained)} weights, not {format_count(more.trained)}")
-        elif part == "gradients" and _scatters(less) and not _scatters(more):
+        elif part == "gradients" and _reduce_scatters(less) and not _reduce_scatters(more):
             causes.append(f"keeps of each gradient only its shard, over {less.job.parallelism.shard_size} ranks")
         less_bytes, more_bytes = format_bytes(few), format_bytes(many)
         if part == "buffers":
@@ -167,11 +167,11 @@ def _made(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
         yield part, sentence
 
 
-def _scatters(side: _Side) -> bool:
+def _reduce_scatters(side: _Side) -> bool:
     return any("reduce-scattered" in sent.what for sent in collectives(side.job))
 
 
-def _causes(less: _Side, more: _Side) -> Iterator[str]:
+def _activation_causes(less: _Side, more: _Side) -> Iterator[str]:
     """The fields that make activations smaller."""
     for name, words in CAUSES.items():
         owner = "train_config" if hasattr(less.job.train_config, name) else "strategy"
@@ -182,18 +182,18 @@ def _causes(less: _Side, more: _Side) -> Iterator[str]:
             yield words.format(value=value, others=others, checkpoints=effect if value == "full" else other)
 
 
-def _sent(sides: tuple[_Side, _Side]) -> Iterator[str]:
+def _explain_communication(sides: tuple[_Side, _Side]) -> Iterator[str]:
     """Communication among the ranks, and with the host."""
-    pair = _lesser(sides, (sides[0].forecast.communication_bytes, sides[1].forecast.communication_bytes))
+    pair = _order_sides(sides, (sides[0].forecast.communication_bytes, sides[1].forecast.communication_bytes))
     if pair is not None:
-        yield " ".join(f"{side.label} sends {_listed(side)}." for side in pair[:2])
+        yield " ".join(f"{side.label} sends {_list_transfers(side)}." for side in pair[:2])
     for side, opposite in (sides, sides[::-1]):
         if (moved := offloads(side.job)) and not offloads(opposite.job):
             total = sum(sent.size * sent.times for sent in moved)
             yield f"{side.label} moves {format_bytes(total)} between device and host in a step, {opposite.label} nothing."
 
 
-def _listed(side: _Side) -> str:
+def _list_transfers(side: _Side) -> str:
     """Everything that a rank sends in a step, and how often."""
     sent = [
         f"{transfer.what} ({format_bytes(transfer.size)}{f' {transfer.times} times' if transfer.times > 1 else ''})"
@@ -203,12 +203,12 @@ def _listed(side: _Side) -> str:
     return f"{total} in a step: {'; '.join(sent)}" if sent else "nothing"
 
 
-def _time(sides: tuple[_Side, _Side]) -> Iterator[str]:
+def _explain_time(sides: tuple[_Side, _Side]) -> Iterator[str]:
     """What makes a step longer: more to compute, more to send, less that hides it."""
     timings = [side.forecast.timing for side in sides]
     if timings[0] is None or timings[1] is None:
         return
-    pair = _lesser(sides, (timings[0].step_seconds, timings[1].step_seconds))
+    pair = _order_sides(sides, (timings[0].step_seconds, timings[1].step_seconds))
     if pair is None:
         return
     less, more, few, many = pair

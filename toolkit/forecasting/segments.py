@@ -31,12 +31,12 @@ def split_segments(
     layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.kept))}
     rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
     segments: list[Segment] = []
-    for stack, members in _grouped(trace.stacks, list(_cut(rounded, layers))):
+    for stack, members in _group_layers(trace.stacks, list(_split_at_layers(rounded, layers))):
         if stack is not None:
-            segments += _spread(stack, members, is_boundary)
+            segments += _repeat_layers(stack, members, is_boundary)
         else:
             times = _times(trace.stacks, members)
-            segments += (segment for member in members for segment in _condensed(member.events, times, is_boundary))
+            segments += (segment for member in members for segment in _condense(member.events, times, is_boundary))
     return segments
 
 
@@ -50,13 +50,13 @@ def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple
     return {
         (name, size): count
         for stack in stacks
-        for name, first, count in stack.left_behind()
+        for name, first, count in stack.repeated_layers()
         for other, size in freed
         if other == name and (first, size) in freed
     }
 
 
-def _cut(events: Sequence[Event], layers: Set[str]) -> Iterator[_Span]:
+def _split_at_layers(events: Sequence[Event], layers: Set[str]) -> Iterator[_Span]:
     """The shallow model's own segments."""
     backward, layer = False, ""
     inside: list[Event] = []
@@ -75,7 +75,9 @@ def _cut(events: Sequence[Event], layers: Set[str]) -> Iterator[_Span]:
             backward = backward or what == "backward"
 
 
-def _grouped(stacks: Sequence[LayerStack], shallow: Sequence[_Span]) -> Iterator[tuple[LayerStack | None, list[_Span]]]:
+def _group_layers(
+    stacks: Sequence[LayerStack], shallow: Sequence[_Span]
+) -> Iterator[tuple[LayerStack | None, list[_Span]]]:
     """Runs of segments of one stack and direction, and runs of those that belong to none."""
 
     def key(span: _Span) -> tuple[LayerStack, bool] | None:
@@ -97,9 +99,11 @@ def _grouped(stacks: Sequence[LayerStack], shallow: Sequence[_Span]) -> Iterator
         yield (key(run[-1]) or (None,))[0], run
 
 
-def _spread(stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]) -> Iterator[Segment]:
+def _repeat_layers(
+    stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]
+) -> Iterator[Segment]:
     """Every layer of the whole stack, each as the kept one that stands for it."""
-    segments = {int(span.layer.rpartition(".")[2]): list(_condensed(span.events, {}, is_boundary)) for span in members}
+    segments = {int(span.layer.rpartition(".")[2]): list(_condense(span.events, {}, is_boundary)) for span in members}
     order = range(len(stack.kinds))
     for index in reversed(order) if members[0].backward else order:
         source = stack.source(index)
@@ -109,7 +113,7 @@ def _spread(stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[
             yield segment._replace(name=new + segment.name[len(old) :]) if inside else segment
 
 
-def _condensed(
+def _condense(
     events: Sequence[Event], times: Mapping[tuple[str, int], int], is_boundary: Callable[[str, str], bool]
 ) -> Iterator[Segment]:
     """From event to event; what a layer made counts as often as `times` says where it is let go."""

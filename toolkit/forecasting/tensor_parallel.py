@@ -50,7 +50,7 @@ class Split:
         from toolkit.engines.mesh.loading import register_summed
 
         register_summed()
-        _untie(model)
+        _untie_weights(model)
         plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=self._size))
         apply_tensor_parallelism(model, self._mesh, plan)
 
@@ -92,7 +92,7 @@ def _allocated(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _untie(model: Any) -> None:
+def _untie_weights(model: Any) -> None:
     """Give tied weights parameters of their own until they are tied again: a plan finds a shared one by one name only."""
     counted: set[int] = set()
     for module in model.modules():

@@ -18,7 +18,7 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware
 from toolkit.engines.ledger import PARTS, LedgerHistory
 from toolkit.forecasting import Forecast
-from toolkit.forecasting.finished_run import FinishedRun, read_seen
+from toolkit.forecasting.finished_run import FinishedRun, read_finished_run
 from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.prediction import build_forecast, resolve_request
 from toolkit.models import ModelSpec
@@ -78,7 +78,7 @@ class Timeline(Result):
                 rows.append(Bar(label="measured", parts={MEASURED: self.measured[phase]}))
         title = f"{self.forecast.model}, {self.forecast.strategy.label}: the highest moment of each phase"
         phase_bars = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
-        lines, names = self._way()
+        lines, names = self._course_points()
         course = curve(
             lines,
             title="The way there: one step of the forecast",
@@ -89,7 +89,7 @@ class Timeline(Result):
         )
         return [phase_bars, course]
 
-    def _way(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
+    def _course_points(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
         """Each phase's moments over a stretch of its own, and where its name stands.
 
         What the first step alone makes before its forward, the moments of the optimizer, is no stretch.
@@ -158,7 +158,7 @@ def timeline(
         StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
         RunError: for a folder without a run that measured anything.
     """
-    finished = read_seen(run) if run is not None else None
+    finished = read_finished_run(run) if run is not None else None
     if finished is not None:
         if finished.phases is None:
             raise RunError(f"{run} measured nothing: {finished.why}. Name a run with a measured peak.")

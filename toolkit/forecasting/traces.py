@@ -41,38 +41,42 @@ def trace_of(
     """
     configs = (config, *others)
     if batch > EXACT:
-        two, three = _cached(spec, configs, (EXACT - 1, EXACT), seq_len)
+        two, three = _trace_with_cache(spec, configs, (EXACT - 1, EXACT), seq_len)
         trace = two.scaled(three, batch - EXACT + 1)
         if trace is not None:
             return trace
-    return _cached(spec, configs, (batch,), seq_len)[0]
+    return _trace_with_cache(spec, configs, (batch,), seq_len)[0]
 
 
-def _cached(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[Trace]:
+def _trace_with_cache(
+    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
+) -> list[Trace]:
     """The first configuration's trace of each batch; missing ones are traced together with the other configurations'."""
     stored = {
-        batch: trace for batch in batches if (trace := _kept(_path(spec, configs[0], batch, seq_len))) is not None
+        batch: trace
+        for batch in batches
+        if (trace := _read_cached(_cache_path(spec, configs[0], batch, seq_len))) is not None
     }
     missing = [batch for batch in batches if batch not in stored]
     if missing:
         if configs[0].tp > 1:  # a child process costs more than the traces that a plan asks for next
             missing = sorted({*missing, *range(1, EXACT + 1)})
-        traced = _traced(spec, configs, missing, seq_len)
+        traced = _trace_batches(spec, configs, missing, seq_len)
         for config, traces in zip(configs, traced, strict=True):
             for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
                 text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
-                keep(_path(spec, config, batch, seq_len), text)
+                keep(_cache_path(spec, config, batch, seq_len), text)
         stored |= dict(zip(missing, traced[0], strict=True))
     return [stored[batch] for batch in batches]
 
 
-def _path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
+def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
     adapting = [metadata.version(name) for name in ("peft", "bitsandbytes")] if config.adapter else []
     made_from = [spec.architecture, spec.config, dataclasses.asdict(config), batch, seq_len, adapting]
     return cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
 
 
-def _kept(path: Path) -> Trace | None:
+def _read_cached(path: Path) -> Trace | None:
     try:
         return _read_file(path)
     except (OSError, ValueError, KeyError, TypeError):
@@ -81,14 +85,16 @@ def _kept(path: Path) -> Trace | None:
 
 @lru_cache(maxsize=64)
 def _read_file(path: Path) -> Trace:
-    return _read(json.loads(path.read_bytes()))
+    return _decode_trace(json.loads(path.read_bytes()))
 
 
-def _traced(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
+def _trace_batches(
+    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
+) -> list[list[Trace]]:
     """Of each config a trace of each batch."""
     try:
         if any(config.tp > 1 for config in configs) or (configs[0].adapter is not None and "peft" not in sys.modules):
-            return _apart(spec, configs, batches, seq_len)
+            return _trace_in_child(spec, configs, batches, seq_len)
         from toolkit.forecasting.tracing import trace_all
 
         return trace_all(spec, configs, batches, seq_len)
@@ -101,7 +107,9 @@ def _traced(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[i
         ) from error
 
 
-def _apart(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> list[list[Trace]]:
+def _trace_in_child(
+    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
+) -> list[list[Trace]]:
     """In a child process: peft imports bitsandbytes, which takes hold of a GPU, and tensor parallelism needs a process group."""
     request = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
@@ -109,10 +117,10 @@ def _apart(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[in
     if done.returncode:
         kind, _, message = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
         raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(message or kind)
-    return [[_read(values) for values in traces] for traces in json.loads(done.stdout)]
+    return [[_decode_trace(values) for values in traces] for traces in json.loads(done.stdout)]
 
 
-def _read(values: Mapping[str, Any]) -> Trace:
+def _decode_trace(values: Mapping[str, Any]) -> Trace:
     stacks = tuple(
         LayerStack(name=stack["name"], kinds=tuple(stack["kinds"]), kept=tuple(stack["kept"]))
         for stack in values["stacks"]

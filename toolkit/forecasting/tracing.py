@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
-from toolkit.forecasting.adapter_traces import pack, put_on
+from toolkit.forecasting.adapter_traces import add_traced_adapter, pack
 from toolkit.forecasting.fake_kernels import patched
 from toolkit.forecasting.truncation import truncate_layers
 from toolkit.models import ModelSpec
@@ -49,13 +49,13 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     """One forward and backward of the shallow model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _quietly(), _split(config) as parts:
+    with _without_warnings(), _split(config) as parts:
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
-        outer = model if config.adapter is None else put_on(model, stacks, spec, config.adapter)
+        outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
         parts.distribute(model)
         outer.train()
         ends = _ends(outer, model)
@@ -75,7 +75,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             _watch(model, stacks, tracker)
             with patched(config), tracker:
                 _step(model, inputs, spec, config, tracker)
-    return Trace(stacks=stacks, events=tuple(_nested(tracker.recorded())), ends=ends)
+    return Trace(stacks=stacks, events=tuple(_fold_events(tracker.recorded())), ends=ends)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _split(config: TraceConfig) -> contextlib.AbstractContextManager[Any]:
     return split(config)
 
 
-def _nested(events: list[Event]) -> Iterator[Event]:
+def _fold_events(events: list[Event]) -> Iterator[Event]:
     """Where several modules begin at one tensor the outer ones do so first, and end last."""
     for what, together in itertools.groupby(events, key=lambda event: event[0]):
         if what in ("back in", "back out"):
@@ -171,7 +171,7 @@ def _step(
     def call(**inputs: torch.Tensor) -> Any:
         with cast:
             output = model(**inputs)
-        return type(output)(**{key: _widened(value) for key, value in output.items()}) if config.autocast else output
+        return type(output)(**{key: _to_wide(value) for key, value in output.items()}) if config.autocast else output
 
     call.config = model.config  # type: ignore[attr-defined]
     tracker.mark("forward")
@@ -184,7 +184,7 @@ def _step(
     tracker.mark("end")
 
 
-def _widened(value: Any) -> Any:
+def _to_wide(value: Any) -> Any:
     import torch
 
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -224,12 +224,12 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
 
     def before(_: Any, args: Any, kwargs: Any) -> None:
         tracker.mark("in", name, layer=layer)
-        if (tensor := _first((args, kwargs))) is not None:
+        if (tensor := _first_trainable((args, kwargs))) is not None:
             tensor.register_hook(mark("back out"))  # type: ignore[no-untyped-call]
 
     def after(_: Any, args: Any, kwargs: Any, output: Any) -> None:
         tracker.mark("out", name, layer=layer)
-        tensor = _first(output)
+        tensor = _first_trainable(output)
         if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(mark("back in"))
         elif tensor is not None:  # what PEFT lets need a gradient is a leaf
@@ -239,7 +239,7 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
     module.register_forward_hook(after, with_kwargs=True)
 
 
-def _first(values: Any) -> torch.Tensor | None:
+def _first_trainable(values: Any) -> torch.Tensor | None:
     """The first tensor among them that needs a gradient."""
     import torch
     from torch.utils._pytree import tree_leaves
@@ -249,7 +249,7 @@ def _first(values: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

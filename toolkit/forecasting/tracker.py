@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weight = func is aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
+                self._count_storage(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
         if scratch:
             self.events += [("+", scratch, ""), ("-", scratch, "")]
@@ -96,13 +96,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._overloadpacket in flop_registry:
             operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
             self._work["flops", dtype_name(tensors[0].dtype)] += operations
-            if _causal(func, args, kwargs):  # half, less a share of the blocks that the diagonal cuts
+            if _is_causal(func, args, kwargs):  # half, less a share of the blocks that the diagonal cuts
                 self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
         else:
             results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._work["moved", ""] += 2 * scratch + sum(tensor.nbytes for tensor in (*tensors, *results))
 
-    def _note(self, storage: Any, part: str) -> None:
+    def _count_storage(self, storage: Any, part: str) -> None:
         if storage in self._known:
             return
         self._known[storage] = False
@@ -119,15 +119,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @lru_cache
-def _place(func: Any) -> int | None:
+def _causal_index(func: Any) -> int | None:
     """Where among an operator's arguments `is_causal` stands; None of what is no attention kernel."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
 
 
-def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether it is an attention kernel that a causal mask spares half of its products."""
-    place = _place(func)
+    place = _causal_index(func)
     if place is None:
         return False
     return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))

@@ -33,7 +33,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
             kinds_.append((type(layer), shapes, types[index] if types and index < len(types) else None))
         distinct = list(dict.fromkeys(kinds_))
         kinds = tuple(distinct.index(kind) for kind in kinds_)
-        kept_layers = _kept(kinds)
+        kept_layers = _kept_layers(kinds)
         owner, _, leaf = name.rpartition(".")
         layers = list(stack.children())
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
@@ -43,7 +43,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
     return tuple(stacks)
 
 
-def _kept(kinds: Sequence[int]) -> tuple[int, ...]:
+def _kept_layers(kinds: Sequence[int]) -> tuple[int, ...]:
     """The first two and the last of each kind."""
     return tuple(
         index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < 2 or kind not in kinds[index + 1 :]

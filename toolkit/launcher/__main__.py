@@ -40,20 +40,20 @@ def launch(supervisor: int, failures: Path, command: list[str]) -> int:
         launch.main()
     except ChildFailedError as error:
         died = error.failures.items()
-        _note(
+        _record_exits(
             failures,
             [{"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp} for rank, failure in died],
         )
         return 1
     except subprocess.CalledProcessError as error:  # one process, without torch elastic
-        _note(failures, [{"rank": 0, "exitcode": error.returncode, "time": time.time()}])
+        _record_exits(failures, [{"rank": 0, "exitcode": error.returncode, "time": time.time()}])
         return 1
     except SignalException as error:
         return 128 + error.sigval
     return 0
 
 
-def _note(failures: Path, died: list[dict[str, Any]]) -> None:
+def _record_exits(failures: Path, died: list[dict[str, Any]]) -> None:
     """For the supervisor; on a full disk it learns from the ranks' own last words, which have their room."""
     with contextlib.suppress(RunError):
         write_json(failures, died)

@@ -19,7 +19,7 @@ from toolkit.config.flags import from_dict, spell, to_flags
 from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import at_home, write_json
+from toolkit.core.atomic_io import expand_user, write_json
 from toolkit.core.errors import RunError, StrategyError, ToolkitError, nearest
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.devices.machine import Hardware, hardware
@@ -75,17 +75,17 @@ def launch(
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
     _check_target(target, args, kwargs or {})
-    options = _sorted(strategy, fields, run_config=target == RECIPE)
+    options = _sort_options(strategy, fields, run_config=target == RECIPE)
     strategy_, machine = options["strategy"], hardware()
     ranks = choose_ranks([strategy_], machine, processes)
     resolve(strategy_, options["train_config"], None, ranks, machine.device)
     check_new(run_dir)
-    path = at_home(run_dir) if run_dir else new_path(RUNS, strategy_.sharding)
-    with _claimed(path):
-        return _launched(path, target, options, ranks, args, kwargs or {}, machine if processes is None else None)
+    path = expand_user(run_dir) if run_dir else new_path(RUNS, strategy_.sharding)
+    with _claim_folder(path):
+        return _launch_target(path, target, options, ranks, args, kwargs or {}, machine if processes is None else None)
 
 
-def _launched(
+def _launch_target(
     path: Path,
     target: str | Callable[..., object],
     options: Mapping[str, Any],
@@ -137,18 +137,18 @@ def resume(
     Raises:
         RunError: for a folder without a run, one that is held, and code that is neither given nor trusted.
     """
-    folder = path.folder if isinstance(path, Run) else at_home(path)
+    folder = path.folder if isinstance(path, Run) else expand_user(path)
     was = target_of(read_run_json(folder))
     if was is None and (target is not None or trust_target):
         raise RunError(f"{folder} is a run of the recipe, and no code of yours is part of it. Leave the target out.")
     if was is not None and target is not None and callable(target) != (was.kind == "function"):
         raise RunError(f"{folder} is a run of the {was.kind} {was.name}. Give that again.")
-    with _claimed(folder):
-        words = _again(folder, was, target, trust_target, fields)
+    with _claim_folder(folder):
+        words = _rerun_flags(folder, was, target, trust_target, fields)
         return _started(folder, ["resume", str(folder), *spell(fields), *words], None)
 
 
-def _again(
+def _rerun_flags(
     folder: Path,
     was: Target | None,
     target: str | Callable[..., object] | None,
@@ -171,7 +171,7 @@ def _again(
 
 
 @contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[None]:
+def _claim_folder(path: Path) -> Iterator[None]:
     """Before anything is written: no other run is in the folder, or about to be, and no link leads out of it.
 
     Meanwhile nobody else launches into it: of two at once the second one finds the first one's supervisor.
@@ -186,7 +186,7 @@ def _claimed(path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(f"the run folder {path} cannot be made: {error.strerror}. Choose another.") from error
     try:
-        _hold(path, opened)
+        _hold_lock(path, opened)
         if held_by_others(path) or live_supervisor(run_paths(path)) is not None:
             raise RunError(
                 f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder."
@@ -196,7 +196,7 @@ def _claimed(path: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _hold(path: Path, opened: int) -> None:
+def _hold_lock(path: Path, opened: int) -> None:
     """Keep others from launching into a folder until the file descriptor is closed, where the file system has locks."""
     deadline = time.monotonic() + CLAIM_SECONDS
     while True:
@@ -210,7 +210,9 @@ def _hold(path: Path, opened: int) -> None:
             return None
 
 
-def _sorted(strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, run_config: bool) -> dict[str, Any]:
+def _sort_options(
+    strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, run_config: bool
+) -> dict[str, Any]:
     """A Strategy, Loop, Recipe and Care, each by its name, of what was given."""
     owners: dict[str, type[Any]] = {
         "strategy": Strategy,

@@ -60,18 +60,18 @@ class AttemptInfo:
 def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
     """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
     raised = folder.errors()
-    failures = value_or(list[dict[str, Any]](), _noted, folder, attempt.cut_at)
+    failures = value_or(list[dict[str, Any]](), _read_exits, folder, attempt.cut_at)
     for report in raised.values():
         if report["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
             return OutOfMemory(report["message"])
-    rank, how = _first(raised, failures)
+    rank, how = _first_failure(raised, failures)
     error = raised.get(rank) if rank is not None else None
     if error and (ours := as_raised(error)):
         folder.discard()
         return ours
     if short := _short_of_memory(folder, rank, how, error, attempt):
         return short
-    if _waited(folder, rank, error, raised):
+    if _waited_for_another(folder, rank, error, raised):
         # Equally far, it is the one that does not complain.
         quiet = (beat for number, beat in sorted(attempt.beats.items()) if number not in raised and number != rank)
         if beat := attempt.behind or next(quiet, None):
@@ -83,16 +83,16 @@ def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
             )
     if rank is None:
         lines = last_lines(launcher_log(folder))
-        return RankDied(f"accelerate launch {_ended(code)}, and no rank had failed. {lines}")
+        return RankDied(f"accelerate launch {_exit_text(code)}, and no rank had failed. {lines}")
     for number in (signal.SIGTERM, signal.SIGINT):
-        if error is None and how == _ended(128 + number):
+        if error is None and how == _exit_text(128 + number):
             return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it.")
     if error:
         how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
-    return RankDied(f"rank {rank} {how.removesuffix('.')}. {_place(folder, rank)}{end_of_log(folder, rank)}")
+    return RankDied(f"rank {rank} {how.removesuffix('.')}. {_where_was(folder, rank)}{end_of_log(folder, rank)}")
 
 
-def _noted(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
+def _read_exits(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
     """How the launcher says that ranks ended, before the supervisor itself killed those that were left."""
     noted = read_json(failures_of(folder))
     ended = [
@@ -117,7 +117,7 @@ def hung_error(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0
     )
 
 
-def _place(folder: Folder, rank: int) -> str:
+def _where_was(folder: Folder, rank: int) -> str:
     """Where a rank was. Its last heartbeat is up to a second old: steps may have been done since, by all ranks together."""
     beat = read_beats(folder.logs).get(rank)
     if beat is None:
@@ -131,18 +131,20 @@ def _short_of_memory(
 ) -> OutOfMemory | None:
     """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
     beats = read_beats(folder.logs)
-    aborted = rank is not None and error is None and how == _ended(-signal.SIGABRT)
-    if rank is not None and aborted and (match := _ABORTED.search(_end(folder.log(rank)))):
+    aborted = rank is not None and error is None and how == _exit_text(-signal.SIGABRT)
+    if rank is not None and aborted and (match := _ABORTED.search(_log_end(folder.log(rank)))):
         return OutOfMemory(aborted_for_memory(folder, rank, match["bytes"], beats.get(rank)))
     if not attempt.memory_kills:
         return None
-    if how == _ended(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
+    if how == _exit_text(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
         most = max(beats.values(), key=lambda beat: beat.rss, default=None)
         return OutOfMemory(killed_for_memory(folder, rank, most if rank is None else beats.get(rank)))
     return None
 
 
-def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, raised: Mapping[int, Any]) -> bool:
+def _waited_for_another(
+    folder: Folder, rank: int | None, error: Mapping[str, Any] | None, raised: Mapping[int, Any]
+) -> bool:
     """Whether what is told first is but a complaint about another rank, for which some rank waited too long.
 
     NCCL's watchdog ends its process by SIGABRT, and says why in the log.
@@ -150,12 +152,12 @@ def _waited(folder: Folder, rank: int | None, error: Mapping[str, Any] | None, r
     if rank is None:
         return False
     if error is None:
-        return "Watchdog caught collective operation timeout" in _end(folder.log(rank))
+        return "Watchdog caught collective operation timeout" in _log_end(folder.log(rank))
     messages = [str(record["message"]) for record in raised.values()]
     return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in messages)
 
 
-def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
+def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
     """The rank that failed first, and how.
 
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
@@ -166,14 +168,14 @@ def _first(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> 
     silent = [error for error in failures if error["rank"] not in raised and error["exitcode"] not in stop_codes]
     error = min(silent, key=lambda error: float(error["time"]), default=None)
     if error is not None and (first is None or error["time"] <= raised[first]["time"] + _SAME_TIME):
-        return error["rank"], _ended(error["exitcode"])
+        return error["rank"], _exit_text(error["exitcode"])
     if first is None and failures:
         error = min(failures, key=lambda error: float(error["time"]))
-        return error["rank"], _ended(error["exitcode"])
+        return error["rank"], _exit_text(error["exitcode"])
     return first, ""
 
 
-def _ended(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (which is also how the system ends a process when memory runs out)"
     if code < 0:
@@ -187,7 +189,7 @@ def end_of_log(folder: Folder, rank: int) -> str:
     return last_lines(log if log.exists() else launcher_log(folder))
 
 
-def _end(log: Path) -> str:
+def _log_end(log: Path) -> str:
     """The end of a log, with what stands before the stacks of all threads, which an abort writes behind its reason."""
     try:
         with open_regular(log) as file:
@@ -199,7 +201,7 @@ def _end(log: Path) -> str:
 
 def last_lines(log: Path) -> str:
     """The last lines of a log, and where it is."""
-    lines = [line.rpartition("\r")[2] for line in _end(log).replace("\r\n", "\n").split("\n")]  # a bar's last state
+    lines = [line.rpartition("\r")[2] for line in _log_end(log).replace("\r\n", "\n").split("\n")]  # a bar's last state
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
     indented = "".join(f"\n    {line}" for line in last)
     return f"Its last lines ({log}):{indented}" if last else f"It printed nothing ({log})."

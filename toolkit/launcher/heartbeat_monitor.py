@@ -99,10 +99,10 @@ class HeartbeatMonitor:
             return
         beat = self.behind()
         outside = [beat_ for beat_ in self.beats.values() if beat_.phase not in IN_A_STEP]
-        if outside in ([], [beat]) and (newest := beat or self._idle()):
+        if outside in ([], [beat]) and (newest := beat or self._idle_rank()):
             raise hung_error(self.folder, newest, self.timeout)
 
-    def _idle(self) -> Heartbeat | None:
+    def _idle_rank(self) -> Heartbeat | None:
         """Of ranks that came equally far the one that computes nothing; None where all compute."""
         used = {rank: beat.cpu - self._cpu.get(rank, 0.0) for rank, beat in self.beats.items()}
         if len(used) < 2:

@@ -50,7 +50,7 @@ def run_processes(token: str) -> list[psutil.Process]:
     """Living processes of this user that were started with the run's token in their environment."""
     import psutil
 
-    return [process for process in psutil.process_iter() if _carries(process, token)]
+    return [process for process in psutil.process_iter() if _carries_token(process, token)]
 
 
 def send(token: str, pids: Iterable[int], number: int) -> None:
@@ -60,11 +60,11 @@ def send(token: str, pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            if _carries(process, token):
+            if _carries_token(process, token):
                 process.send_signal(number)
 
 
-def _carries(process: psutil.Process, token: str) -> bool:
+def _carries_token(process: psutil.Process, token: str) -> bool:
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -77,5 +77,5 @@ def lives(pid: int, token: str) -> bool:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        return _carries(psutil.Process(pid), token)
+        return _carries_token(psutil.Process(pid), token)
     return False

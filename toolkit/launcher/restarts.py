@@ -73,10 +73,12 @@ def supervise_with_restarts(
         try:
             return supervise(folder, module, arguments, config, environ=environ, timeout=timeout)
         except OutOfMemory as error:
-            if restart_policy.on_oom != "shrink" or not (fewer := value_or(dict[str, int](), _fewer, folder)):
+            if restart_policy.on_oom != "shrink" or not (
+                fewer := value_or(dict[str, int](), _halved_micro_batch, folder)
+            ):
                 raise
             smaller = spell(fewer)
-            _say(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
+            _report(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
         except RankDied as error:
             done = value_or(furthest, last_step, folder.events)
             idle = idle + 1 if restarts and done <= furthest else 0
@@ -87,11 +89,11 @@ def supervise_with_restarts(
                 why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so there is no other."
                 raise type(error)(why) from None
             restarts += 1
-            _say(folder, f"{error}\nRestart {restarts} of {restart_policy.restarts}")
+            _report(folder, f"{error}\nRestart {restarts} of {restart_policy.restarts}")
         arguments = [*again, *smaller] if folder.run_json.exists() else list(first)
 
 
-def _fewer(folder: Folder) -> dict[str, int]:
+def _halved_micro_batch(folder: Folder) -> dict[str, int]:
     """Half the micro-batch, where a rank ran out of memory in a step and there is more than one sample in it."""
     beats = read_beats(folder.logs).values()
     if not folder.run_json.exists() or not any(beat.step and beat.phase in IN_A_STEP for beat in beats):
@@ -99,7 +101,7 @@ def _fewer(folder: Folder) -> dict[str, int]:
     return halved(from_dict(TrainConfig, read_run_json(folder.path)["train_config"]))
 
 
-def _say(folder: Folder, text: str) -> None:
+def _report(folder: Folder, text: str) -> None:
     """To the user, and into the logs, whose later lines are another attempt's."""
     newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     whence = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"

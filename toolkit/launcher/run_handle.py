@@ -55,11 +55,11 @@ class Run(Result):
         self._files = run_paths(self.folder)
         self._asked, self._process = strategy, process
         self._reading = threading.Lock()
-        self._said: IO[bytes] | None = None
+        self._supervisor_output: IO[bytes] | None = None
         with contextlib.suppress(OSError):
             # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-            self._said = open_regular(supervisor_log(self._files))
-            weakref.finalize(self, self._said.close)
+            self._supervisor_output = open_regular(supervisor_log(self._files))
+            weakref.finalize(self, self._supervisor_output.close)
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Run(Result):
         progress = read_progress(self.folder)
         if self.alive:
             return "running" if progress.step and not self._is_new else "starting", progress
-        return self._end()[0], dataclasses.replace(progress, left_seconds=None)
+        return self._ending()[0], dataclasses.replace(progress, left_seconds=None)
 
     @property
     def _is_new(self) -> bool:
@@ -96,17 +96,17 @@ class Run(Result):
     @property
     def message(self) -> str:
         """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
-        how, words = ("running", self._last_words()) if self.alive else self._end()
+        how, words = ("running", self._last_message()) if self.alive else self._ending()
         return "" if how == "finished" else words
 
-    def _end(self) -> tuple[str, str]:
+    def _ending(self) -> tuple[str, str]:
         """How it ended, and what was said of that: by the supervisor that this `Run` started, or else by the folder."""
         code = None if self._process is None or not self._is_last else self._process.poll()
-        about = self._about()
+        about = self._run_record()
         if code in (None, 0) and about:
             return ended(self._files, about)
         how = "stopped" if code in STOPPED else "failed"
-        return how, self._last_words() or (f"{how} before it had begun" if code is not None else "")
+        return how, self._last_message() or (f"{how} before it had begun" if code is not None else "")
 
     @property
     def _is_last(self) -> bool:
@@ -117,19 +117,19 @@ class Run(Result):
             return self._process is not None and bool(ours["pid"] == self._process.pid) and not later
         return True  # a new run that never began was removed with its folder
 
-    def _last_words(self) -> str:
-        if self._said is None:
+    def _last_message(self) -> str:
+        if self._supervisor_output is None:
             return ""
         with self._reading:
-            self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _LOG))
-            text = self._said.read().decode(errors="replace")
+            self._supervisor_output.seek(max(0, self._supervisor_output.seek(0, os.SEEK_END) - _LOG))
+            text = self._supervisor_output.read().decode(errors="replace")
         _, separator, last = ("\n" + text).rpartition("\ntoolkit: ")
         return redact(last.strip() if separator else text.strip()[-2000:])
 
     @property
     def strategy(self) -> Strategy:
         """As it was resolved, without `auto`; before that, and of code of one's own, as it was asked for."""
-        about = self._about()
+        about = self._run_record()
         if about:
             return from_dict(Strategy, about["strategy"])
         return self._asked or Strategy()
@@ -163,7 +163,7 @@ class Run(Result):
         Raises:
             RunError: where it cannot be read.
         """
-        return memory_of(self._files, self._about())
+        return memory_of(self._files, self._run_record())
 
     def logs(self, rank: int = 0) -> str:
         """What a rank printed: the last 16 MiB of it.
@@ -262,7 +262,7 @@ class Run(Result):
         about = {"folder": str(self.folder), "status": status, "message": "" if status in LIVE else self.message}
         return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
 
-    def _about(self) -> dict[str, Any]:
+    def _run_record(self) -> dict[str, Any]:
         try:
             return read_run_json(self.folder)
         except RunError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.strategy import Strategy
-from toolkit.core.atomic_io import at_home
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
 from toolkit.launcher.attempt_files import supervisor_file
 from toolkit.launcher.progress import Progress
@@ -66,7 +66,7 @@ def attach(path: str | Path) -> Run:
     Raises:
         RunError: for a folder without a run.
     """
-    folder = at_home(path)
+    folder = expand_user(path)
     if not folder.exists() and (Path(RUNS) / folder).exists():
         folder = Path(RUNS) / folder  # as `runs()` names it
     if not held_by_others(folder) and not supervisor_file(run_paths(folder)).exists():
@@ -76,7 +76,7 @@ def attach(path: str | Path) -> Run:
 
 def runs(root: str | Path = RUNS) -> Runs:
     """The runs under `root`, the newest first."""
-    place = at_home(root)
+    place = expand_user(root)
     places = {path.parent for path in place.glob("*/run.json")}
     places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
     folders = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)

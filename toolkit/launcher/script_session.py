@@ -43,7 +43,7 @@ def run_script(
             *old.get("attempts", []),
             {"strategy": dataclasses.asdict(strategy), "ranks": ranks, "started": timestamp()},
         ]
-        about = {**_about(target, strategy, job.parallelism, machine), "attempts": attempts}
+        about = {**_run_record(target, strategy, job.parallelism, machine), "attempts": attempts}
         write_json(folder.run_json, about)
         note_launch(folder, target)
         arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
@@ -58,7 +58,7 @@ def run_script(
         write_json(folder.run_json, {**about, "finished": timestamp()})
 
 
-def _about(target: Target, strategy: Strategy, parallelism: Parallelism, machine: Hardware) -> dict[str, Any]:
+def _run_record(target: Target, strategy: Strategy, parallelism: Parallelism, machine: Hardware) -> dict[str, Any]:
     return {
         "strategy": dataclasses.asdict(strategy),
         "train_config": {},

@@ -66,7 +66,7 @@ def supervise(
     """
     assert os.environ.get(TOKEN) != folder.token, "a supervisor needs a new token, or it would end itself with its run"
     clear(folder, config)
-    with _noted(folder):
+    with _write_outcome(folder):
         kills = value_or(0, memory_kills)
         watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
         stop = Stop()
@@ -87,7 +87,7 @@ def supervise(
 
 
 @contextlib.contextmanager
-def _noted(folder: Folder) -> Iterator[None]:
+def _write_outcome(folder: Folder) -> Iterator[None]:
     """What is said of an attempt that ended otherwise than asked stays in its folder."""
     try:
         yield
@@ -111,7 +111,7 @@ class _Attempt:
     def wait(self) -> int:
         """The launcher's exit status. Raises RankHung."""
         while (code := self.launcher.poll()) is None:
-            self._obey()
+            self._on_stop_signal()
             self._end_the_failed()
             if self.watch and self._failed_at is None and not self.stop.again:
                 self.watch.look()
@@ -125,7 +125,7 @@ class _Attempt:
         beats, behind, timeout = self.watch.beats, self.watch.behind(), self.watch.timeout
         return AttemptInfo(beats=beats, behind=behind, timeout=timeout, cut_at=self._cut_at, memory_kills=kills)
 
-    def _obey(self) -> None:
+    def _on_stop_signal(self) -> None:
         """Pass the first signal on; kill after the second, or when the step takes too long."""
         if self.stop.number is None:
             return
@@ -134,11 +134,11 @@ class _Attempt:
             self.launcher.kill()
         elif self._passed_on_at is None:
             self._passed_on_at, self._step_seconds = now, value_or(0.0, _last_step_seconds, self.folder)
-            self._pass_on(self.stop.number)
-        elif now >= self._passed_on_at + self._patience():
+            self._signal_ranks(self.stop.number)
+        elif now >= self._passed_on_at + self._stop_limit():
             self.launcher.kill()
 
-    def _pass_on(self, number: int) -> None:
+    def _signal_ranks(self, number: int) -> None:
         """To the ranks themselves: the launcher would give them 30 s. While they load they just end."""
         if self.watch is None:
             self.launcher.send_signal(number)
@@ -147,7 +147,7 @@ class _Attempt:
         else:
             self.launcher.kill()
 
-    def _patience(self) -> float:
+    def _stop_limit(self) -> float:
         """Seconds from the signal to the end of a rank's peace. What is being published is not cut off."""
         if self.watch is None:
             return STOP_SECONDS

@@ -78,7 +78,7 @@ def dump_function(
     try:
         shipped = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever a value's own code raises
-        raise RunError(_cannot(function, name, args, kwargs, error, cloudpickle.dumps)) from error
+        raise RunError(_explain_unpicklable(function, name, args, kwargs, error, cloudpickle.dumps)) from error
     data: bytes = cloudpickle.dumps((sys.path, shipped))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ def load_function(file: Path, sha256: str) -> tuple[Callable[..., object], tuple
     return function, args, kwargs
 
 
-def _cannot(
+def _explain_unpicklable(
     function: Callable[..., object],
     name: str,
     args: Sequence[Any],
@@ -149,7 +149,7 @@ def _cannot(
     """Which of the values that a function refers to is the one, where that can be found."""
     values = {f"argument {number}": value for number, value in enumerate(args, start=1)}
     values |= {f"argument {key!r}": value for key, value in kwargs.items()}
-    values |= {f"variable {key!r}": value for key, value in _referred(function).items()}
+    values |= {f"variable {key!r}": value for key, value in _referenced_values(function).items()}
     for what, value in values.items():
         try:
             dumps(value)
@@ -164,7 +164,7 @@ def _cannot(
     )
 
 
-def _referred(function: Callable[..., object]) -> dict[str, Any]:
+def _referenced_values(function: Callable[..., object]) -> dict[str, Any]:
     """Names of globals and closures in a function's code, with their values."""
     try:
         closure = inspect.getclosurevars(function)

@@ -72,7 +72,7 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
         raise RunError(
             f"{file}, which {folder.path} ran, cannot be read: {error.strerror}. Name it again with --target."
         ) from error
-    digest, noted = _digest(target, sha256), _noted(folder)
+    digest, noted = _digest(target, sha256), _is_noted(folder)
     if digest not in (trust, noted):
         words = shlex.quote(shlex.join([target.name, *target.arguments]))
         again = (
@@ -92,12 +92,12 @@ def note_launch(folder: Folder, target: Target) -> None:
     """Remember that this user runs the target in this folder, so that it goes on without being named again."""
     with contextlib.suppress(OSError, ToolkitError):  # then it has to be named
         about = {"folder": str(folder.path.resolve()), "digest": _digest(target, _sha256(_file(folder, target)))}
-        keep(_note(folder), json.dumps(about))
+        keep(_note_file(folder), json.dumps(about))
 
 
-def _noted(folder: Folder) -> str | None:
+def _is_noted(folder: Folder) -> str | None:
     try:
-        if (note := _note(folder)).stat().st_uid != os.getuid():
+        if (note := _note_file(folder)).stat().st_uid != os.getuid():
             return None
         trusted = read_json(note)
         check_fields(trusted, {"folder": str, "digest": str})
@@ -106,7 +106,7 @@ def _noted(folder: Folder) -> str | None:
         return None
 
 
-def _note(folder: Folder) -> Path:
+def _note_file(folder: Folder) -> Path:
     return state_folder("launched") / f"{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:32]}.json"
 
 

@@ -43,7 +43,7 @@ class _Recording:
         self._flag.value = True
         # What stands behind torch.profiler.profile, which would import torch._inductor for a second or more.
         self._profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-        with _without_kineto_lines():
+        with _silence_kineto():
             self._running.enter_context(self._profiler)
         # Ours is told apart from whichever starts later: that one sets this again.
         torch.autograd.profiler._set_is_profiler_enabled(False)
@@ -122,7 +122,7 @@ def _peaks(totals: Iterable[tuple[int, str]]) -> dict[str, int]:
     return highest
 
 
-def _busy() -> bool:
+def _is_profiler_active() -> bool:
     """Whether a torch profiler runs: in this thread, or in others (then only the second flag knows)."""
     import torch
 
@@ -141,10 +141,10 @@ class CpuWindow(Window):
         self._steps = 0
         self._recording: _Recording | None = None
         self._saved: set[str] = set()
-        if _busy():
+        if _is_profiler_active():
             self.reason = BUSY
             return
-        with self._costing():
+        with self._count_overhead():
             recording = self._recording = _Recording()
         self._forget = observe(lambda name, begins: recording.note(f"{'begin' if begins else 'end'}/{name}"))
 
@@ -160,7 +160,7 @@ class CpuWindow(Window):
         if self._recording is None:
             return
         self._forget()
-        with self._costing():
+        with self._count_overhead():
             totals = self._recording.stop()
         self._recording = None
         if totals is None:
@@ -173,7 +173,7 @@ class CpuWindow(Window):
     def saving(self, what: str = "result") -> Iterator[None]:
         fresh = self._recording is None and bool(self._live) and what not in self._saved
         self._saved.add(what)
-        if fresh and _busy():
+        if fresh and _is_profiler_active():
             self.reason = f"the save's peak is missing: {BUSY}"
         elif fresh:
             with self._save_window(), phase("save"):
@@ -184,14 +184,14 @@ class CpuWindow(Window):
 
     @contextmanager
     def _save_window(self) -> Iterator[None]:
-        with self._costing():
+        with self._count_overhead():
             recording = _Recording()
         try:
             # torch warns of blocks that are freed here and were allocated while nothing was counted.
             with recording.quiet():
                 yield
         finally:
-            with self._costing():
+            with self._count_overhead():
                 totals = recording.stop()
             if totals is None:
                 self.reason = f"the save's peak is missing: {TAKEN}"
@@ -205,7 +205,7 @@ class CpuWindow(Window):
 
 
 @contextmanager
-def _without_kineto_lines() -> Iterator[None]:
+def _silence_kineto() -> Iterator[None]:
     """Keep the profiler's library from writing «profiler_start» to every user's terminal; it reads this once."""
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:

@@ -30,7 +30,7 @@ class CudaWindow(Window):
         self._forget: Callable[[], None] | None = observe(self._on_phase)
 
     def _on_phase(self, name: str, begins: bool) -> None:
-        with self._costing():
+        with self._count_overhead():
             self._sample()
         if begins:
             self._inside.append(name)

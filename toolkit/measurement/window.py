@@ -64,7 +64,7 @@ class Window:
         )
 
     @contextmanager
-    def _costing(self) -> Iterator[None]:
+    def _count_overhead(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import EMBEDDED
-from toolkit.core.atomic_io import at_home
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError
 from toolkit.models.hub import first_line
 from toolkit.models.remote_code import check_links
@@ -59,7 +59,7 @@ def describe(
             raise ModelError(
                 f"model {name[:40]!r}…: {len(name):,} characters name no model. Give a folder or a Hub id."
             )
-        if name != EMBEDDED and os.path.isfile((folder := at_home(name)) / "config.json"):
+        if name != EMBEDDED and os.path.isfile((folder := expand_user(name)) / "config.json"):
             check_links(folder)
         source, text = config_text(name) if trust_remote_code is None else (None, None)
         if text is not None and (cached_spec := recall(text)) is not None:

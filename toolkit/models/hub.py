@@ -30,7 +30,7 @@ def hub_config(name: str) -> Path:
     """The config.json of a Hub id, from the Hub, or from the cache where the Hub does not answer."""
     from huggingface_hub import hf_hub_download
 
-    with _explained(name):
+    with _explain_errors(name):
         # Asked first: without a network huggingface_hub would retry for 23 s, with a warning each time.
         return Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable()))
 
@@ -48,7 +48,7 @@ def hub_snapshot(name: str, commit: str) -> Path:
             f"--trust-remote-code {commit}: expected a full commit of 40 digits of {name} on the Hub. A branch, a tag or "
             "a short hash may mean other code tomorrow."
         )
-    with _explained(name, commit):
+    with _explain_errors(name, commit):
         patterns = [*BESIDE, "*.py"]
         snapshot = Path(
             snapshot_download(name, revision=commit, allow_patterns=patterns, local_files_only=not hub_reachable())
@@ -58,7 +58,7 @@ def hub_snapshot(name: str, commit: str) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(name: str, commit: str | None = None) -> Iterator[None]:
+def _explain_errors(name: str, commit: str | None = None) -> Iterator[None]:
     """The Hub's refusals, each as one sentence."""
     from huggingface_hub import errors
 

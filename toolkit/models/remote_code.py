@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import leads_out
+from toolkit.core.atomic_io import outside_target
 from toolkit.core.errors import ModelError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -35,7 +35,7 @@ def check_code(name: str, folder: Path, trust: str | None, *, needed: bool, hub:
     """
     if trust is None and not needed:
         return
-    files = _files(name, folder, hub)
+    files = _code_files(name, folder, hub)
     if not files:
         raise ModelError(f"model {name!r} has no code of its own to trust: leave --trust-remote-code out.")
     here = folder.name if hub else digest_of(folder)
@@ -115,11 +115,11 @@ def check_inside(path: Path, folder: Path) -> None:
     Raises:
         ModelError: naming the file and where it leads.
     """
-    if leads := leads_out(path, folder):
+    if leads := outside_target(path, folder):
         raise ModelError(f"{path} is a link that leaves its folder, to {leads}. Copy the file there in its place.")
 
 
-def _files(name: str, folder: Path, hub: bool) -> list[str]:
+def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
     """The files that the folder's configs take classes from."""
     files = set()
     for reference in (*named_code(folder / "config.json"), *named_code(folder / "tokenizer_config.json")):

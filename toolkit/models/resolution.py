@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import EMBEDDED
-from toolkit.core.atomic_io import LIMIT, at_home, open_regular, read_json, spelled
+from toolkit.core.atomic_io import LIMIT, expand_user, open_regular, read_json, shorten_value
 from toolkit.core.errors import ModelError, nearest
 from toolkit.models.embedded import embedded_config
 from toolkit.models.hub import cached, first_line, hub_config, hub_snapshot
@@ -34,7 +34,7 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
         from transformers import LlamaConfig
 
         return None, LlamaConfig.from_dict(embedded_config())
-    path = at_home(name)
+    path = expand_user(name)
     if path.is_dir():
         return _folder_source(path), _read_config(name, path / "config.json", trust)
     if path.is_file():
@@ -58,7 +58,7 @@ def config_text(name: str) -> tuple[str | None, bytes | None]:
     """
     if name == EMBEDDED:
         return None, json.dumps(embedded_config()).encode()
-    path = at_home(name)
+    path = expand_user(name)
     source: str | None = None
     if path.is_dir():
         source, path = _folder_source(path), path / "config.json"
@@ -126,7 +126,9 @@ def check_depth(name: str, values: Mapping[str, Any]) -> None:
         if isinstance(value, dict):
             check_depth(name, value)
         elif re.search(r"layers?$|blocks?$|depth", str(key)) and isinstance(value, int) and value > DEEPEST:
-            raise ModelError(f"model {name!r}: its config says {key} {spelled(value)}, expected at most {DEEPEST:,}.")
+            raise ModelError(
+                f"model {name!r}: its config says {key} {shorten_value(value)}, expected at most {DEEPEST:,}."
+            )
 
 
 def check_tokenizer_code(spec: ModelSpec) -> None:
@@ -136,7 +138,7 @@ def check_tokenizer_code(spec: ModelSpec) -> None:
         ModelError: naming the files and the flag.
     """
     source = spec.source or spec.name
-    path = at_home(source)
+    path = expand_user(source)
     folder = path if path.is_dir() else cached(source)
     if not spec.runs_code and folder is not None and named_code(folder / "tokenizer_config.json"):
         check_code(spec.name, folder, None, needed=True, hub=not path.is_dir())

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import LIMIT, at_home, parse_json, read_json
+from toolkit.core.atomic_io import LIMIT, expand_user, parse_json, read_json
 from toolkit.core.errors import ModelError
 from toolkit.core.units import BYTES_OF
 from toolkit.models.hub import BESIDE, cached, first_line, hub_reachable, unreachable
@@ -28,7 +28,7 @@ def local_weights(source: str | Path) -> list[Path]:
         ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
             file that lies elsewhere.
     """
-    path = at_home(source)
+    path = expand_user(source)
     folder = path if path.is_dir() else cached(str(source))
     if folder is None:
         return []
@@ -57,7 +57,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
         ModelError: where there are none, where they are pickles, where a file is cut short, or an adapter lies beside them.
     """
     source = spec.source or spec.name
-    folder = at_home(source).is_dir()
+    folder = expand_user(source).is_dir()
     if not folder and spec.source is None:
         raise ModelError(
             f"model {source!r} is a config without weights: give a folder that holds model.safetensors, or a Hub id."
@@ -89,7 +89,7 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
     """
     if not spec.runs_code:
         return
-    source = at_home(spec.source or spec.name)
+    source = expand_user(spec.source or spec.name)
     if not spec.commit:
         check_code(spec.name, source, spec.trusted, needed=True, hub=False)
     for path in sorted(source.rglob("*.py")):
@@ -100,7 +100,7 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
 
 def copy_processor(spec: ModelSpec, folder: Path) -> None:
     """Copy the files with which the base prepares images and sound, where it has any; text training does not change them."""
-    source = at_home(spec.source or spec.name)
+    source = expand_user(spec.source or spec.name)
     base = source if source.is_dir() else cached(str(source))
     for path in sorted(base.glob("*processor_config.json")) if base is not None else ():
         (folder / path.name).write_bytes(path.read_bytes())

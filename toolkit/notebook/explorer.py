@@ -125,7 +125,9 @@ class Explorer:
         """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
         sentence = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
         shell_command = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.state))}</code></p>"
-        return portable(redact(f'<div class="toolkit-explorer">{sentence}{_beside(self.value)}{shell_command}</div>'))
+        return portable(
+            redact(f'<div class="toolkit-explorer">{sentence}{_figures_with_tables(self.value)}{shell_command}</div>')
+        )
 
     def __repr__(self) -> str:
         """The answer as text."""
@@ -166,7 +168,7 @@ WIDE = 60
 """Letters of a cell, from which a table stands below the pictures."""
 
 
-def _beside(value: Result | None) -> str:
+def _figures_with_tables(value: Result | None) -> str:
     """Pictures, and their tables beside them where there is room; wide tables below."""
     if value is None:
         return ""

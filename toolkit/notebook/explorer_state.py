@@ -15,7 +15,7 @@ from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.gpu_catalog import CARDS
 from toolkit.devices.machine import Hardware, hardware
-from toolkit.forecasting.finished_run import read_seen
+from toolkit.forecasting.finished_run import read_finished_run
 from toolkit.models import ModelSpec, describe
 
 HERE = "this machine"
@@ -92,7 +92,7 @@ class ExplorerState:
             ToolkitError: for a model, a machine or a run that is not known.
         """
         folder, implied = None if run is None else str(getattr(run, "folder", run)), on is None
-        finished = read_seen(folder) if folder is not None else None
+        finished = read_finished_run(folder) if folder is not None else None
         if finished is not None:
             model, strategy, train_config = (
                 finished.model if model is None else model,
@@ -105,12 +105,12 @@ class ExplorerState:
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
         specs = [candidate if isinstance(candidate, ModelSpec) else describe(candidate) for candidate in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
-        base = strategy or (Strategy(sharding=_sharded()[0]) if machine.ranks > 1 else Strategy())
+        base = strategy or (Strategy(sharding=_full_shardings()[0]) if machine.ranks > 1 else Strategy())
         second, batch = (
-            against or dataclasses.replace(base, sharding=_another(base, machine.ranks), dp_replicate=1),
+            against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1),
             train_config or TrainConfig(),
         )
-        standing = {"model": specs[0].name, "device": _called(machine, on), "devices": machine.ranks}
+        standing = {"model": specs[0].name, "device": _device_word(machine, on), "devices": machine.ranks}
         for name in NAMES[kind]:
             if name.startswith(SECOND):
                 standing[name] = getattr(second, name.removeprefix(SECOND))
@@ -119,7 +119,7 @@ class ExplorerState:
         return cls(
             models={spec.name: spec for spec in specs},
             here=machine,
-            named=_called(machine, on),
+            named=_device_word(machine, on),
             implied=implied,
             base=base,
             second=second,
@@ -209,18 +209,18 @@ class ExplorerState:
         return from_dict(TrainConfig, self.fields(self.batch))
 
 
-def _another(strategy: Strategy, ranks: int) -> str:
+def _compared_sharding(strategy: Strategy, ranks: int) -> str:
     """A sharding to compare this one with: another one that shards, else one that replicates."""
-    able = _sharded()[::-1] if ranks > 1 else _sharded()
+    able = _full_shardings()[::-1] if ranks > 1 else _full_shardings()
     return next((word for word in (*able, *usual_shardings()) if word != strategy.sharding), strategy.sharding)
 
 
-def _sharded() -> list[str]:
+def _full_shardings() -> list[str]:
     """The usual shardings that shard everything."""
     return [word for word in usual_shardings() if not SHARDINGS[word].smaller]
 
 
-def _called(machine: Hardware, on: Hardware | str | None) -> str:
+def _device_word(machine: Hardware, on: Hardware | str | None) -> str:
     """This machine's device is called so: its name is long, and nobody chose it."""
     return HERE if on is None else "cpu" if machine.device.kind == "cpu" else machine.device.name
 
@@ -281,9 +281,9 @@ def command(kind: str, state: ExplorerState) -> str:
     plain, batch = (state.base, state.batch) if state.run else (Strategy(), TrainConfig())
     if kind == "precision":
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
-    words += spell(dict(_otherwise(strategy, plain)))
+    words += spell(dict(_nondefault_flags(strategy, plain)))
     if kind != "precision":
-        words += spell(dict(_otherwise(state.fields(state.batch), batch)))
+        words += spell(dict(_nondefault_flags(state.fields(state.batch), batch)))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
@@ -300,7 +300,7 @@ def _model_word(state: ExplorerState) -> list[str]:
     return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
 
 
-def _otherwise(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> Iterator[tuple[str, Any]]:
+def _nondefault_flags(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
         if value != getattr(plain, name):
             yield name, value

@@ -76,7 +76,7 @@ class Slider(anywidget.AnyWidget):
             self.index = self._values.index(value)
 
     @validate("value")
-    def _known(self, proposal: Any) -> Any:
+    def _check_value(self, proposal: Any) -> Any:
         if proposal["value"] not in self._values:
             raise TraitError(f"{proposal['value']!r} is none of {self._values}")
         return proposal["value"]

@@ -52,10 +52,10 @@ class Panel:
         else:
             room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
             control = ipywidgets.Dropdown(options=_options(choice), **options, **room)
-        control.observe(lambda change: self._observed(choice.name, change.new), names="value")
+        control.observe(lambda change: self._on_change(choice.name, change.new), names="value")
         return control
 
-    def _observed(self, name: str, value: Any) -> None:
+    def _on_change(self, name: str, value: Any) -> None:
         if not self._own:
             self._moved(**{name: value})
 
@@ -81,7 +81,7 @@ class Panel:
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """Where an answer takes longer than a moment, it says so until then."""
-        late = threading.Timer(MOMENT, self.say, [BUSY], {"seen": True})
+        late = threading.Timer(MOMENT, self.say, [BUSY], {"visible": True})
         late.start()
         try:
             yield

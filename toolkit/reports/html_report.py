@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import at_home, open_regular, write_whole
+from toolkit.core.atomic_io import expand_user, open_regular, write_whole
 from toolkit.core.display import Result, Table
 from toolkit.core.drawing import figure
 from toolkit.core.errors import RunError
@@ -44,7 +44,7 @@ class Report(Result):
         Raises:
             RunError: where it cannot be written, and where another place holds a file that is no report.
         """
-        target = at_home(path) if path else self.run.path / "report.html"
+        target = expand_user(path) if path else self.run.path / "report.html"
         if path is None:
             refuse_links(self.run.path)
         elif target.exists() and not _is_report(target):
@@ -124,9 +124,9 @@ def reported(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _leave(path)  # in silence: what is said is the error
+        _write_page(path)  # in silence: what is said is the error
         raise
-    if written := _leave(path):
+    if written := _write_page(path):
         with contextlib.suppress(OSError):
             print(f"report: {written}", file=sys.stderr)
 
@@ -139,7 +139,7 @@ def _is_report(path: Path) -> bool:
         return False
 
 
-def _leave(path: Path) -> Path | None:
+def _write_page(path: Path) -> Path | None:
     """The page's place; None where it could not be written, whatever was in its way."""
     try:
         return report(path).write() if (path / "run.json").exists() else None

@@ -42,7 +42,7 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
     table = compared("Peak of a rank, by part", "part", rows)
     if within:
         table = replace(table, notes=["Indented: what is measured as one, transient, and forecast part by part."])
-    return _known(table, forecast, measured), picture
+    return _drop_empty_columns(table, forecast, measured), picture
 
 
 def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
@@ -57,7 +57,7 @@ def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | N
                 bars_.append(Bar(label=f"{name}, {label}", parts={name: source[name]}))
     rows = [_row(name, expected.get(name), measured_phases.get(name)) for name in names]
     title = "Highest total of each phase"
-    return _known(compared(title, "phase", rows), forecast, measured), bars(bars_, title=title)
+    return _drop_empty_columns(compared(title, "phase", rows), forecast, measured), bars(bars_, title=title)
 
 
 def _row(name: str, expected: int | None, measured: int | None) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def by_rank(memory: Mapping[str, Any]) -> Table:
     return Table(title="Measured, by rank and phase", columns=columns, rows=rows, notes=notes)
 
 
-def _known(table: Table, forecast: object, measured: object) -> Table:
+def _drop_empty_columns(table: Table, forecast: object, measured: object) -> Table:
     """Without the columns of what there is not."""
     if forecast and measured:
         return table

@@ -31,7 +31,7 @@ class Section:
         return "\n\n".join([f"== {self.title} ==", *paragraphs])
 
 
-def told(
+def sample_table(
     title: str,
     columns: Sequence[str],
     lines: Sequence[Mapping[str, Any]],

@@ -10,7 +10,7 @@ from toolkit.core.display import Table
 from toolkit.core.drawing import curve
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.reports.memory import compared, ratio
-from toolkit.reports.parts import Section, spell_number, told
+from toolkit.reports.parts import Section, sample_table, spell_number
 from toolkit.reports.record import Record, pace, step_seconds, throughput
 from toolkit.training.loop import Step
 
@@ -38,7 +38,7 @@ def training(run: Record) -> Section:
         picture = curve({"tokens/s": rates}, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)
         tables.append((_rates(run, sum(event.get("tokens") or 0 for event in steps)), picture))
     if run.evaluations:
-        evaluations = told("Evaluation losses", ("step", "loss"), run.evaluations, _evaluation, "events.jsonl")
+        evaluations = sample_table("Evaluation losses", ("step", "loss"), run.evaluations, _evaluation, "events.jsonl")
         tables.append((evaluations, ""))
     skipped = sum(bool(event.get("skipped")) for event in steps)
     words = f"In {skipped} step(s) fp16 overflowed, and they were skipped." if skipped else ""
@@ -58,7 +58,7 @@ def checkpoints(run: Record) -> Section:
     words += f", {stalled / trained:.1%} of the time in steps." if trained else "."
     columns = ("step", "bytes", "training waited", "written in")
     return Section(
-        title=title, words=words, tables=[(told(title, columns, saved, _checkpoint, "checkpoints.jsonl"), "")]
+        title=title, words=words, tables=[(sample_table(title, columns, saved, _checkpoint, "checkpoints.jsonl"), "")]
     )
 
 
@@ -87,7 +87,7 @@ def _steps(run: Record) -> Table:
         return f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"
 
     columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
-    return told("Steps", columns, run.steps, row, "events.jsonl")
+    return sample_table("Steps", columns, run.steps, row, "events.jsonl")
 
 
 def _cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:

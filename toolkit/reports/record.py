@@ -100,7 +100,7 @@ def read_record(path: str | Path) -> Record:
         memory=memory_of(folder, about),
         status=status,
         words=redact(words),
-        then="" if status in ("finished", "running") else redact(_then(folder)),
+        then="" if status in ("finished", "running") else redact(_last_beats(folder)),
     )
 
 
@@ -157,8 +157,10 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        return "running", "It goes on. " + " ".join(_where(beat) for beat in sorted(beats, key=lambda beat: beat.rank))
-    if (message := _said(folder, about)) is not None:
+        return "running", "It goes on. " + " ".join(
+            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
+        )
+    if (message := _supervisor_message(folder, about)) is not None:
         return message
     raised = folder.errors()
     if (rank := first_error(raised)) is not None:
@@ -166,10 +168,10 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped, as asked."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
-    return "failed", " ".join([killed, *(_where(beat) for beat in beats[:1])])
+    return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
 
 
-def _said(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
+def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
     """What the supervisor left of this attempt; an older one's word does not count."""
     try:
         end = read_json(folder.end)
@@ -190,12 +192,12 @@ def _started(about: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _then(folder: Folder) -> str:
+def _last_beats(folder: Folder) -> str:
     try:
         return resume_hint(folder)
     except StrategyError as error:
         return f"This version cannot go on with it: {error}"
 
 
-def _where(beat: Heartbeat) -> str:
+def _rank_location(beat: Heartbeat) -> str:
     return f"Rank {beat.rank} was {beat.where}."

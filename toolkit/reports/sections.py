@@ -16,11 +16,11 @@ from toolkit.core.redaction import MARK
 from toolkit.core.units import format_bytes, format_count, format_seconds
 from toolkit.exporters import logits_text
 from toolkit.reports.memory import by_part, by_phase, by_rank, ratio
-from toolkit.reports.parts import Section, spell_number, told
+from toolkit.reports.parts import Section, sample_table, spell_number
 from toolkit.reports.progress import checkpoints, speed, training
 from toolkit.reports.record import Record, throughput
 
-SAID = (
+OUTCOMES = (
     "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
     "micro_batch", "accumulation", "seq_len", "optimizer", "lr", "steps", "seed",
 )  # fmt: skip
@@ -31,7 +31,17 @@ STATES = ("trainable", "frozen", "master", "optimizer")
 
 def sections_of(run: Record) -> list[Section]:
     """All of them, in the order of the page."""
-    writers = (_outcome, _asked, _got, _beside, training, checkpoints, _saved, _attempts, _machine)
+    writers = (
+        _outcome_section,
+        _settings_section,
+        _audit_section,
+        _memory_section,
+        training,
+        checkpoints,
+        _export_section,
+        _attempts_section,
+        _machine_section,
+    )
     return [section for make in writers if (section := make(run)) is not None]
 
 
@@ -59,7 +69,7 @@ def figures(run: Record) -> list[tuple[str, str]]:
     return rows
 
 
-def _outcome(run: Record) -> Section:
+def _outcome_section(run: Record) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
     words = " ".join(dict.fromkeys(filter(None, (run.words, "" if run.then in run.words else run.then))))
@@ -68,9 +78,9 @@ def _outcome(run: Record) -> Section:
     )
 
 
-def _asked(run: Record) -> Section:
+def _settings_section(run: Record) -> Section:
     if run.target is not None:
-        return _own(run, run.target)
+        return _target_section(run, run.target)
     about, train_config, command = run.about, run.about["train_config"], run.command
     sizes = {**train_config, **about.get("parallelism", {})}
     samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
@@ -79,7 +89,7 @@ def _asked(run: Record) -> Section:
         TrainConfig: [("global batch", f"{samples} samples")],
         RunConfig: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
     }
-    tables = [_fields(kind, about[section(kind)], rows) for kind, rows in more.items()]
+    tables = [_changed_settings(kind, about[section(kind)], rows) for kind, rows in more.items()]
     notes = ["Fields that are not listed have their defaults."]
     if MARK in command:
         notes.append(f"The command held a secret where it says {MARK}: give it again.")
@@ -91,14 +101,14 @@ def _asked(run: Record) -> Section:
     )
 
 
-def _own(run: Record, target: Mapping[str, Any]) -> Section:
+def _target_section(run: Record, target: Mapping[str, Any]) -> Section:
     """Of a script, module or function: what it was, and the strategy that `tk.accelerator()` found ready."""
     rows = [("kind", target["kind"]), ("name", target["name"])]
     if target["arguments"]:
         rows.append(("arguments", " ".join(target["arguments"])))
     if target["sha256"]:
         rows.append(("sha256 of its file", target["sha256"]))
-    strategy = _fields(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
+    strategy = _changed_settings(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
     words = "Fields that are not listed have their defaults. "
     words += f"It held a secret where it says {MARK}: give it again. " if MARK in run.command else ""
     words += "What does the same again"
@@ -107,17 +117,19 @@ def _own(run: Record, target: Mapping[str, Any]) -> Section:
     return Section(title="What was asked", words=words + more, code=run.command, tables=tables)
 
 
-def _fields(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
+def _changed_settings(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
     """Those of a dataclass that say most, and those that differ from their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     cells = [
-        name for name, value in values.items() if value is not None and (name in SAID or value != defaults.get(name))
+        name
+        for name, value in values.items()
+        if value is not None and (name in OUTCOMES or value != defaults.get(name))
     ]
-    rows = [(name, _plain(values[name])) for name in cells]
+    rows = [(name, _cell_text(values[name])) for name in cells]
     return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, *more])
 
 
-def _got(run: Record) -> Section | None:
+def _audit_section(run: Record) -> Section | None:
     if run.target is not None:  # its ranks' memory is its own to measure
         return None
     audits = (run.memory or {}).get("audits") or []
@@ -129,11 +141,11 @@ def _got(run: Record) -> Section | None:
     return Section(
         title="Audit",
         words=f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s).",
-        tables=[(_holdings(audits), ""), (_ledger(audits[0]), "")],
+        tables=[(_state_table(audits), ""), (_dtype_table(audits[0]), "")],
     )
 
 
-def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
+def _state_table(audits: Sequence[Mapping[str, Any]]) -> Table:
     """Bytes of each rank beside the engine's account; ranks that hold the same are one row."""
 
     def cells(key: Mapping[str, Any]) -> tuple[str, ...]:
@@ -149,13 +161,13 @@ def _holdings(audits: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title="States held between steps, by rank", columns=("rank", *STATES), rows=rows, notes=notes)
 
 
-def _ledger(audit: Mapping[str, Any]) -> Table:
+def _dtype_table(audit: Mapping[str, Any]) -> Table:
     actual, expected = audit["measured"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
     rows = [(part, dtype, expected.get(part, "–")) for part, dtype in actual.items()]
     return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
 
 
-def _beside(run: Record) -> Section | None:
+def _memory_section(run: Record) -> Section | None:
     if run.target is not None:
         return None
     title = "Forecast beside measured"
@@ -180,7 +192,7 @@ def _beside(run: Record) -> Section | None:
     return Section(title=title, words=" ".join(words), tables=tables)
 
 
-def _saved(run: Record) -> Section | None:
+def _export_section(run: Record) -> Section | None:
     export = run.about.get("export")
     if run.status != "finished" or not export:
         return None
@@ -189,7 +201,7 @@ def _saved(run: Record) -> Section | None:
     return Section(title="The trained model", words=" ".join(export["notes"]), tables=[(table, "")])
 
 
-def _attempts(run: Record) -> Section | None:
+def _attempts_section(run: Record) -> Section | None:
     attempts = run.about.get("attempts") or []
     if not attempts:
         return None
@@ -206,10 +218,10 @@ def _attempts(run: Record) -> Section | None:
         )
 
     columns = ("attempt", "started", "sharding", "ranks", "from step")
-    return Section(title="Attempts", tables=[(told("Attempts", columns, numbered, row, "run.json"), "")])
+    return Section(title="Attempts", tables=[(sample_table("Attempts", columns, numbered, row, "run.json"), "")])
 
 
-def _machine(run: Record) -> Section:
+def _machine_section(run: Record) -> Section:
     about = run.about
     versions = [(name, version or "not installed") for name, version in about.get("versions", {}).items()]
     machine, rows = about.get("hardware") or {}, []
@@ -234,5 +246,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _plain(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)

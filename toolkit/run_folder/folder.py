@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import DRAFT, append_line, at_home, check_fields, read_json, unwritable, write_json
+from toolkit.core.atomic_io import DRAFT, append_line, check_fields, expand_user, read_json, unwritable, write_json
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
 from toolkit.run_folder.run_lock import hold, is_lock, run_token
@@ -237,7 +237,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         RunError: the folder holds a run or other files (or, resuming, none); it holds a link that leads out of it; another
             run's processes hold it after `wait` seconds; it cannot be made. Nothing is written then.
     """
-    path, token = at_home(path), token or run_token()
+    path, token = expand_user(path), token or run_token()
     if resume and not (path / "run.json").is_file():
         raise _no_run(path)
     if not resume and not (path / "lock").exists():
@@ -280,7 +280,7 @@ def open_readonly(path: str | Path) -> Folder:
 
 def run_paths(path: str | Path) -> Folder:
     """The paths of a run that may not have begun."""
-    return Folder(path=at_home(path), token="", created=False, lock=-1)
+    return Folder(path=expand_user(path), token="", created=False, lock=-1)
 
 
 def check_new(path: str | Path | None) -> None:
@@ -290,7 +290,7 @@ def check_new(path: str | Path | None) -> None:
         RunError: for a folder that holds a run or other files, and for a place that cannot be written.
     """
     if path is not None:
-        _refuse_old(at_home(path))
+        _refuse_old(expand_user(path))
     check_place(RUNS if path is None else path)
 
 
@@ -300,7 +300,7 @@ def check_place(path: str | Path) -> None:
     Raises:
         RunError: with the place that is in the way.
     """
-    path = at_home(path)
+    path = expand_user(path)
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     why = "it is a file" if not existing.is_dir() else "" if os.access(existing, os.W_OK) else "it cannot be written"
     if why:
@@ -317,7 +317,7 @@ def new_path(root: str | Path, word: str) -> Path:
     """
     stem = f"{time.strftime('%Y%m%d-%H%M')}-{word}"
     for number in range(1, 10_000):
-        path = at_home(root) / (stem if number == 1 else f"{stem}-{number}")
+        path = expand_user(root) / (stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:

@@ -145,14 +145,14 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def _register(self, earlier: Sequence[Any], optimizers: Sequence[Any]) -> None:
         """Replace `step` of what Accelerate has added, and give DeepSpeed's wrapper the model of the last optimizer."""
         for item in (*self._optimizers, *self._schedulers):
-            if not _is_in(item, earlier):
+            if not _contains(item, earlier):
                 self._replace_step(item)
         if self._deepspeed and optimizers:
             # `backward` uses the engine that was made first, which may be a teacher's.
             self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
         elif self._deepspeed:
             # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
-            self._optimizers[:] = [item for item in self._optimizers if _is_in(item, earlier)]
+            self._optimizers[:] = [item for item in self._optimizers if _contains(item, earlier)]
 
     def _completed_by(self, items: Sequence[Any]) -> Prepared | None:
         """Return the model and optimizer that these items complete: DDP accepts them in separate calls, too."""
@@ -160,7 +160,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return None
         optimizer = self._optimizers[-1]
         model = self._model_of(optimizer)
-        if model is None or not (_is_in(model, items) or _is_in(optimizer, items)):
+        if model is None or not (_contains(model, items) or _contains(optimizer, items)):
             return None
         return Prepared(self.job, model, optimizer, self)
 
@@ -171,7 +171,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Refuse a second optimizer where only one can step: under DeepSpeed, and under fp16, whose scale follows its step."""
-        added = [item for item in optimizers if not _is_in(item, self._optimizers)]
+        added = [item for item in optimizers if not _contains(item, self._optimizers)]
         if added and len(self._optimizers) + len(added) > 1 and (self._deepspeed or self.scaler is not None):
             strategy = self.job.strategy
             what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
@@ -337,7 +337,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             state.sync_gradients = before
 
 
-def _is_in(item: object, items: Sequence[object]) -> bool:
+def _contains(item: object, items: Sequence[object]) -> bool:
     return any(item is each for each in items)
 
 

@@ -70,7 +70,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     with bars, engine_environment(job):
         model = engine.load_model(job, Reader(job, accelerator))
     _check(job, model)
-    notes = [f"loading: {engine.loading_note(job)}", *_set_up(job, model, tokenizer)]
+    notes = [f"loading: {engine.loading_note(job)}", *_configure(job, model, tokenizer)]
     if job.strategy.adapter != "none":
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
@@ -98,7 +98,7 @@ class Reader:
 
     def read_on_main(self) -> PreTrainedModel:
         """Read on rank 0; on other ranks make the same modules without memory. A collective."""
-        return _read_once(self.job, self.accelerator)
+        return _read_on_rank0(self.job, self.accelerator)
 
 
 def _read(job: Job, **options: Any) -> PreTrainedModel:
@@ -139,7 +139,7 @@ def _read(job: Job, **options: Any) -> PreTrainedModel:
         conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()
     ]
     if job.device.kind == "cpu":
-        _own(model)
+        _copy_from_file(model)
     return cast("PreTrainedModel", model)
 
 
@@ -153,7 +153,7 @@ def _freeze(job: Job, model: PreTrainedModel) -> None:
             parameter.data = parameter.data.to(getattr(torch, job.compute_dtype))
 
 
-def _own(model: nn.Module) -> None:
+def _copy_from_file(model: nn.Module) -> None:
     """On CPU ranks copy tensors that still lie in the mapped file into memory that torch allocated.
 
     They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
@@ -169,7 +169,7 @@ def _own(model: nn.Module) -> None:
             tensor._local_tensor = local.clone()
 
 
-def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
+def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
     from accelerate.utils import broadcast_object_list
 
@@ -184,10 +184,10 @@ def _read_once(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     dtypes = on_main(accelerator, read)
     buffers = [persistent_buffers(model) if model is not None else {}]
     broadcast_object_list(buffers, from_process=0)
-    return _hollow(job, dtypes, buffers[0]) if model is None else model
+    return _build_empty(job, dtypes, buffers[0]) if model is None else model
 
 
-def _hollow(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) -> PreTrainedModel:
+def _build_empty(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) -> PreTrainedModel:
     """The model with rank 0's buffers, where each parameter has its shape, and one element of memory.
 
     Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
@@ -242,7 +242,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
 # Setting up ----------------------------------------------------------------------------------------------------------
 
 
-def _set_up(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Cache off, pad token, activation checkpointing. Says what is set, a line each."""
     spec = cast("ModelSpec", job.spec)
     text = model.config.get_text_config()

@@ -39,7 +39,7 @@ def restore_masters(prepared: Prepared) -> None:
                 whole = _broadcast(prepared, parameter.shape, read and (lambda name=parameter.name: read(name)))
                 _write(parameter.name, whole, masters.get(parameter.name, []))
     for name, master in masters.items():
-        _compare(name, master, copies.get(name, []))
+        _check_copy(name, master, copies.get(name, []))
 
 
 def _trained(spec: ModelSpec) -> list[Parameter]:
@@ -110,18 +110,18 @@ def _write(name: str, whole: torch.Tensor, masters: list[Part]) -> None:
     source = [(whole_box(whole.shape), whole)]
     copy(source, masters)
     for exact, master in overlaps(source, masters):
-        if not _same(master, exact.to(master.device)):
+        if not _equal_bits(master, exact.to(master.device)):
             raise StrategyMismatch(f"the master of {name}, in {master.dtype}, cannot hold the checkpoint's values.")
 
 
-def _compare(name: str, masters: list[Part], copies: list[Part]) -> None:
+def _check_copy(name: str, masters: list[Part], copies: list[Part]) -> None:
     """Check that a compute copy is the master rounded, wherever this rank holds both."""
     for exact, rounded in overlaps(masters, copies):
-        if not _same(exact.to(rounded.device, rounded.dtype), rounded):
+        if not _equal_bits(exact.to(rounded.device, rounded.dtype), rounded):
             raise StrategyMismatch(f"{name} in {rounded.dtype} is not its master in {exact.dtype}, rounded.")
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equal bit by bit."""
     import torch
 

@@ -29,7 +29,9 @@ def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutO
     """What a rank says of an error that `is_out_of_memory`: figures, and what to change."""
     request = _ASKED.search(str(error))
     size = f"It asked for {_size(request[1])}" if request else "How much it asked for is not known"
-    return OutOfMemory(f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_held()}. {advice(folder, beat)}")
+    return OutOfMemory(
+        f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_device_usage()}. {advice(folder, beat)}"
+    )
 
 
 def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) -> str:
@@ -38,7 +40,7 @@ def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) 
     where = f" {beat.where}" if beat else ""
     return (
         f"{who} was killed by the system, whose memory had run out{where}. How much it asked for is not known; "
-        f"{_last_held(beat)}. {advice(folder, beat)}"
+        f"{_last_usage(beat)}. {advice(folder, beat)}"
     )
 
 
@@ -46,10 +48,10 @@ def aborted_for_memory(folder: Folder, rank: int, request: str | None, beat: Hea
     """The message for a rank that one of its libraries ended; `request`: bytes, where the library said so."""
     size = f"It asked for {format_bytes(int(request))}" if request else "How much it asked for is not known"
     where = f" {beat.where}" if beat else ""
-    return f"rank {rank} ran out of memory{where}. {size}; {_last_held(beat)}. {advice(folder, beat)}"
+    return f"rank {rank} ran out of memory{where}. {size}; {_last_usage(beat)}. {advice(folder, beat)}"
 
 
-def _last_held(beat: Heartbeat | None) -> str:
+def _last_usage(beat: Heartbeat | None) -> str:
     total, _ = host_memory()
     usage = f"it held {format_bytes(beat.rss)} at its last heartbeat, and " if beat else ""
     return f"{usage}the host has {format_bytes(total)}"
@@ -115,13 +117,13 @@ def _kills(root: Path, own: Path, machine: Path) -> int:
         _, controllers, path = line.split(":", 2)
         if controllers in files:
             for folder in (root / controllers / path.lstrip("/"), root / controllers):
-                counts = _counted(folder / files[controllers])
+                counts = _read_counts(folder / files[controllers])
                 if counts is not None:
                     return counts
-    return _counted(machine) or 0
+    return _read_counts(machine) or 0
 
 
-def _counted(file: Path) -> int | None:
+def _read_counts(file: Path) -> int | None:
     with contextlib.suppress(OSError):
         if match := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
             return int(match[1])
@@ -134,7 +136,7 @@ def _size(text: str) -> str:
     return format_bytes(int(number)) if unit.lower() == "bytes" else text
 
 
-def _held() -> str:
+def _device_usage() -> str:
     """What this process holds, and what there is: of its device where it has one."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -147,10 +149,10 @@ def _held() -> str:
             )
     import psutil
 
-    return f"it held {format_bytes(psutil.Process().memory_info().rss)}; {_host()}"
+    return f"it held {format_bytes(psutil.Process().memory_info().rss)}; {_host_usage()}"
 
 
-def _host() -> str:
+def _host_usage() -> str:
     """What is free of the host's memory, and of this process's own limit on addresses, where it has one."""
     import resource
 

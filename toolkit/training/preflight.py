@@ -17,11 +17,11 @@ from toolkit.data import (
     Rows,
     batches,
     check_batch,
-    described,
     embedded_tokenizer,
     find_rows,
     ingest,
     prepare_data,
+    resolve_spec,
     sample_ids,
 )
 from toolkit.devices.machine import Device, Hardware, hardware
@@ -57,7 +57,7 @@ class Preflight:
     """Which files of a folder are the data, and which are left out."""
 
     @property
-    def handed_over(self) -> dict[str, str]:
+    def rank_environment(self) -> dict[str, str]:
         """Environment of the ranks: they open the same rows, and read no data."""
         evaluated = self.eval_rows.fingerprint if self.eval_rows else None
         return {PREPARED: json.dumps([self.rows.fingerprint, evaluated, self.notes])}
@@ -110,7 +110,7 @@ def run_preflight(
         cpu.set_deepspeed_cpu()
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
-    rows, eval_rows, notes = _prepared(prepared)
+    rows, eval_rows, notes = _prepare_data(prepared)
     # Mistakes in the data are found before anything heavy is imported.
     data = None if rows else ingest(run_config.data, text_column=run_config.text_column)
     eval_data = (
@@ -118,7 +118,7 @@ def run_preflight(
         if run_config.eval_data and not eval_rows
         else None
     )
-    spec = described(run_config.model, run_config.trust_remote_code)
+    spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
         check_quantized(spec, run_config.allow_unquantized)
@@ -146,7 +146,7 @@ def run_preflight(
     return Preflight(job=resolved, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
 
 
-def _prepared(message: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
+def _prepare_data(message: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
     """Rows, rows for evaluation and notes that the parent handed over; nothing without a parent."""
     if message is None:
         return None, None, ()

@@ -136,7 +136,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
     wrong = engine.check(prepared)
     if result.ranks != job.ranks:
         wrong.append(f"world size is {result.ranks}, expected {job.ranks}")
-    wrong += _ties(prepared)
+    wrong += _untied_names(prepared)
     if expected is not None:
         wrong += _bytes(state, expected, gradients is not None) + _dtypes(
             state.dtypes, expected.dtypes, gradients is not None
@@ -183,7 +183,7 @@ def _trains_other(prepared: Prepared) -> str | None:
     return f"the model trains {len(trained)} parameters and {job.spec.name} {len(expected)} (the first difference: {names[0]})"
 
 
-def _ties(prepared: Prepared) -> list[str]:
+def _untied_names(prepared: Prepared) -> list[str]:
     """Names that share one tensor in the checkpoint have to share one parameter."""
     spec = prepared.job.spec
     if spec is None or not spec.tied:

@@ -29,7 +29,7 @@ from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
-from toolkit.exporters import save, spelled, verify
+from toolkit.exporters import format_versions, save, verify
 from toolkit.run_folder.folder import Folder, read_run_json
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_lock import supervised
@@ -244,7 +244,7 @@ class RankRun:
         self._write_memory(self._audit or audit(prepared))
         if self.config.save:
             rows = self.preflight.rows
-            facts = {"data": f"fingerprint {rows.fingerprint}", "versions": spelled(versions())}
+            facts = {"data": f"fingerprint {rows.fingerprint}", "versions": format_versions(versions())}
             with phase("save"):
                 export = verify(prepared, self.folder.export, saved, rows.batch([0]), about=facts)
             self.accelerator.print(export or "")

@@ -99,7 +99,7 @@ class StepProfile(Result):
         """Each phase's highest total beside its forecast."""
         phases = {name: (self.forecast.phases.get(name), self.phases[name]) for name in PHASES if name in self.phases}
         rows = [
-            (name, *_beside(expected, measured))
+            (name, *_with_ratio(expected, measured))
             for name, (expected, measured) in {"peak": (self.forecast_bytes, self.peak_bytes), **phases}.items()
         ]
         notes = (
@@ -140,7 +140,7 @@ class StepProfiles(Result):
             took = ("–", format_step_seconds(trial.seconds), "–")
             if expected is not None:
                 took = (format_step_seconds(expected), took[1], f"{expected / trial.seconds:.2f}")
-            rows.append((name, *_beside(trial.forecast_bytes, trial.peak_bytes), *took))
+            rows.append((name, *_with_ratio(trial.forecast_bytes, trial.peak_bytes), *took))
         notes = ["x: the forecast as a multiple of what was measured."]
         if all(trial.forecast.timing is None for trial in self.trials.values()):
             first = next(iter(self.trials))
@@ -151,7 +151,7 @@ class StepProfiles(Result):
         return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
 
 
-def _beside(expected: int | None, measured: int) -> tuple[str, str, str]:
+def _with_ratio(expected: int | None, measured: int) -> tuple[str, str, str]:
     if expected is None:
         return "–", format_bytes(measured), "–"
     return format_bytes(expected), format_bytes(measured), f"{expected / measured:.2f}" if measured else "–"
@@ -191,7 +191,7 @@ def profile_steps(
     if preflight.forecast is None:
         raise StrategyError(f"{preflight.unforecast}")
     output = StringIO()
-    with _alone(), redirect_stdout(output):
+    with _separate_accelerate_state(), redirect_stdout(output):
         steps, state, memory = _run(preflight, run_config, measurement.start(machine.device.kind))
     return StepProfile(
         forecast=preflight.forecast,
@@ -231,7 +231,7 @@ def _run(
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _separate_accelerate_state() -> Iterator[None]:
     """Accelerate keeps one state for the whole process, and refuses another precision: what was there is set aside meanwhile."""
     import torch
     from accelerate.state import AcceleratorState, GradientState, PartialState

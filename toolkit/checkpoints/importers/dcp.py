@@ -8,13 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.checkpoints.importers.restricted_unpickler import OpaqueRecord, load_metadata, only_listed, refusing
+from toolkit.checkpoints.importers.restricted_unpickler import (
+    OpaqueRecord,
+    explain_refusals,
+    load_metadata,
+    only_listed,
+)
 from toolkit.checkpoints.importers.weights import (
     Entry,
     Weights,
     as_weights,
     ensure_inside,
-    listing,
+    list_files,
     require,
     wrap_errors,
 )
@@ -43,7 +48,7 @@ def open_dcp(folder: Path, root: Path) -> Weights:
         CheckpointError: for pickles that hold more than the list allows, names that leave the folder, files that are
             missing or cut short, and tensors of which a part is nowhere.
     """
-    listing(folder, root)
+    list_files(folder, root)
     raw = load_metadata(folder / METADATA)
     with wrap_errors(f"{folder / METADATA} is no metadata of a DCP checkpoint"):
         everything = _state(raw, "Metadata")
@@ -70,7 +75,7 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
 
     mine = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
     files = sorted({place.relative_path for place in mine.values()})
-    with refusing(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed():
+    with explain_refusals(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed():
         target = torch.empty(stored.size, dtype=stored.properties.dtype)
         metadata = Metadata(state_dict_metadata={key: stored}, storage_data=mine)
         reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
@@ -111,10 +116,10 @@ def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetada
         if index["fqn"] in tensors:
             place = _state(info, "_StorageInfo")
             places[MetadataIndex(index["fqn"], index.get("offset"))] = _StorageInfo(
-                relative_path=_of(str, place["relative_path"]),
-                offset=_of(int, place["offset"]),
-                length=_of(int, place["length"]),
-                transform_descriptors=[_of(str, word) for word in place.get("transform_descriptors") or []],
+                relative_path=_checked_type(str, place["relative_path"]),
+                offset=_checked_type(int, place["offset"]),
+                length=_checked_type(int, place["length"]),
+                transform_descriptors=[_checked_type(str, word) for word in place.get("transform_descriptors") or []],
             )
     for key, tensor in tensors.items():
         for chunk in tensor.chunks:
@@ -130,7 +135,7 @@ def _tensor(record: Any) -> TensorStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
     fields = _state(record, "TensorStorageMetadata")
-    dtype = _of(torch.dtype, _state(fields["properties"], "TensorProperties")[0])
+    dtype = _checked_type(torch.dtype, _state(fields["properties"], "TensorProperties")[0])
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype),
@@ -139,7 +144,7 @@ def _tensor(record: Any) -> TensorStorageMetadata:
     )
 
 
-def _of(kind: type[T], value: Any) -> T:
+def _checked_type(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value

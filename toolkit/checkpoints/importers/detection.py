@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.checkpoints.importers.dcp import METADATA, open_dcp
-from toolkit.checkpoints.importers.weights import Weights, ensure_inside, listing, wrap_errors
+from toolkit.checkpoints.importers.weights import Weights, ensure_inside, list_files, wrap_errors
 from toolkit.checkpoints.importers.whole import WHOLE, open_whole, whole_files
 from toolkit.checkpoints.importers.zero import is_zero, open_zero
 from toolkit.core.errors import CheckpointError
@@ -33,26 +33,26 @@ def open_foreign(folder: Path) -> Weights | None:
     """
     if not folder.is_dir():
         return None
-    opens = _known(folder, folder)
+    opens = _opener(folder, folder)
     if opens is not None:
         return opens()
     below = (path for path in sorted(folder.iterdir()) if path.is_dir() and not _OPTIMIZER.fullmatch(path.name))
-    openers = {path: opens for path in below if (opens := _known(path, folder)) is not None}
+    openers = {path: opens for path in below if (opens := _opener(path, folder)) is not None}
     if len(openers) > 1:
         names = ", ".join(path.name for path in list(openers)[:4])
         raise CheckpointError(f"{folder} holds several checkpoints or models: {names}. Give the one that you want.")
     return next((opens() for opens in openers.values()), None)
 
 
-def _known(folder: Path, root: Path) -> Callable[[], Weights] | None:
+def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
     """What opens a folder, by the names of its files. Only where they say that it is a checkpoint is anything else looked at."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     split = next((name for name in names if _RANKS.fullmatch(name)), None)
     if not (names & {"latest", METADATA, *WHOLE} or is_zero(names) or split):
         return None
-    files = {name: path for name, path in listing(ensure_inside(folder, root), root).items() if path.is_file()}
+    files = {name: path for name, path in list_files(ensure_inside(folder, root), root).items() if path.is_file()}
     if "latest" in files:
-        return partial(open_zero, _latest(folder, files["latest"]), root)
+        return partial(open_zero, _latest_folder(folder, files["latest"]), root)
     if is_zero(files):
         return partial(open_zero, folder, root)
     if METADATA in files:
@@ -68,7 +68,7 @@ def _known(folder: Path, root: Path) -> Callable[[], Weights] | None:
     return partial(open_whole, folder, whole_files(files))
 
 
-def _latest(folder: Path, pointer: Path) -> Path:
+def _latest_folder(folder: Path, pointer: Path) -> Path:
     """The folder that DeepSpeed's `latest` names."""
     with wrap_errors(f"{pointer} is no name of a folder"), pointer.open(encoding="utf-8") as file:
         tag = file.read(1024).strip()

@@ -80,7 +80,7 @@ class OpaqueRecord:
         self.state = state
 
 
-def _stand_in(path: str) -> type[OpaqueRecord]:
+def _opaque_class(path: str) -> type[OpaqueRecord]:
     return type(path, (OpaqueRecord,), {})
 
 
@@ -92,7 +92,7 @@ def only_listed() -> Iterator[None]:
     with _LOCK:
         before = get_safe_globals()
         clear_safe_globals()
-        add_safe_globals([(_stand_in(path), path) for path in DEEPSPEED])
+        add_safe_globals([(_opaque_class(path), path) for path in DEEPSPEED])
         try:
             yield
         finally:
@@ -101,7 +101,7 @@ def only_listed() -> Iterator[None]:
 
 
 @contextmanager
-def refusing(path: Path | str) -> Iterator[None]:
+def explain_refusals(path: Path | str) -> Iterator[None]:
     """Say which file and class was refused, or why the file cannot be read.
 
     Raises:
@@ -114,7 +114,7 @@ def refusing(path: Path | str) -> Iterator[None]:
             text = str(error)
             named = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
             if named:
-                raise _refused(path, named[1]) from None
+                raise _refusal(path, named[1]) from None
             if other := re.search(r"Unsupported operand (\d+)", text):
                 raise CheckpointError(
                     f"{path} holds pickle's instruction {other[1]}, which no checkpoint is read with (torch.save's own protocol, "
@@ -127,7 +127,7 @@ def refusing(path: Path | str) -> Iterator[None]:
             raise
 
 
-def _refused(path: Path | str, name: str) -> CheckpointError:
+def _refusal(path: Path | str, name: str) -> CheckpointError:
     return CheckpointError(
         f"{path} asks for {name!r}, which is not on the list of what a checkpoint may hold, and nothing of it was run. "
         "If you trust the file, write the checkpoint again without that object where it was made."
@@ -142,7 +142,7 @@ def load(path: Path) -> Any:
     """
     import torch
 
-    with refusing(path), only_listed():
+    with explain_refusals(path), only_listed():
         with path.open("rb") as file:
             mapped = file.read(len(_ZIP)) == _ZIP
             file.seek(0)
@@ -159,7 +159,7 @@ def load_metadata(path: Path) -> Any:
     Raises:
         CheckpointError: as `load`.
     """
-    with refusing(path):
+    with explain_refusals(path):
         data = path.read_bytes()
         check_tuples(io.BytesIO(data))
         return _Records(path, io.BytesIO(data)).load()
@@ -176,14 +176,14 @@ def check_tuples(file: IO[bytes]) -> None:
     memo: dict[int, int] = {}
     try:
         for opcode, argument, _ in pickletools.genops(file):
-            _follow(opcode, argument, stack, marks, memo)
+            _apply_instruction(opcode, argument, stack, marks, memo)
             if stack and stack[-1] > NESTED:
                 raise pickle.UnpicklingError(f"it nests more than {NESTED:,} tuples")
     except (ValueError, IndexError, KeyError) as error:
         raise pickle.UnpicklingError(f"it is no pickle ({error})") from None
 
 
-def _follow(
+def _apply_instruction(
     opcode: pickletools.OpcodeInfo, argument: Any, stack: list[int], marks: list[int], memo: dict[int, int]
 ) -> None:
     """What an instruction does to the stack, as far as tuples go."""
@@ -230,5 +230,5 @@ class _Records(pickle.Unpickler):
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if path not in DCP:
-            raise _refused(self._path, path)
-        return self._made.setdefault(path, _stand_in(path))
+            raise _refusal(self._path, path)
+        return self._made.setdefault(path, _opaque_class(path))

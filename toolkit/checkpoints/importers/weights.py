@@ -67,7 +67,7 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
     empty = [name for name, entry in entries.items() if 0 in entry.shape]
     if empty:
         raise CheckpointError(
-            f"{folder} ({kind}) holds tensors of size zero: {_few(empty)}. They were saved before they were gathered; "
+            f"{folder} ({kind}) holds tensors of size zero: {_first_names(empty)}. They were saved before they were gathered; "
             "save the checkpoint again with every rank taking part."
         )
     wrapped = all(name.startswith("module.") for name in entries)
@@ -85,7 +85,7 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
     )
 
 
-def listing(folder: Path, root: Path) -> dict[str, Path]:
+def list_files(folder: Path, root: Path) -> dict[str, Path]:
     """What lies in a folder, by name.
 
     Raises:
@@ -136,7 +136,7 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
     missing = [name for name in names if name not in files or not files[name].is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(names)} files: {_few(missing)}. "
+            f"{folder} lacks {len(missing)} of {len(names)} files: {_first_names(missing)}. "
             "Copy them there, or take another checkpoint."
         )
 
@@ -157,5 +157,5 @@ def wrap_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {type(error).__name__}: {first}. Copy it again, or take another.") from None
 
 
-def _few(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -59,11 +59,11 @@ def _safetensors(path: Path) -> dict[str, Entry]:
             shape = tuple(piece.get_shape())
             # A slice of nothing says torch's dtype; a tensor without dimensions has no slice.
             probe = piece[:0] if shape else file.get_tensor(name)
-            entries[name] = Entry(shape, dtype_name(probe.dtype), partial(_one, path, name))
+            entries[name] = Entry(shape, dtype_name(probe.dtype), partial(_read_tensor, path, name))
     return entries
 
 
-def _one(path: Path, name: str) -> torch.Tensor:
+def _read_tensor(path: Path, name: str) -> torch.Tensor:
     from safetensors import safe_open
 
     with wrap_errors(f"{path} cannot be read"), safe_open(path, "pt") as file:
@@ -79,11 +79,11 @@ def _pickled(path: Path) -> dict[str, Entry]:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             continue  # extra states of modules: no weights
         plain = checked(name, tensor)
-        entries[name] = Entry(tuple(plain.shape), dtype_name(plain.dtype), partial(_itself, plain))
+        entries[name] = Entry(tuple(plain.shape), dtype_name(plain.dtype), partial(_return_tensor, plain))
     return entries
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _return_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers.restricted_unpickler import load
-from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, listing, require, wrap_errors
+from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, list_files, require, wrap_errors
 from toolkit.checkpoints.importers.whole import checked
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import ceil_div, dtype_name, round_up
@@ -43,7 +43,7 @@ def open_zero(folder: Path, root: Path) -> Weights:
         CheckpointError: for a missing rank's file, by its name; for tensor, pipeline or expert parallelism, and ZeRO-0;
             for pickles that hold more than the list allows.
     """
-    files = listing(folder, root)
+    files = list_files(folder, root)
     states = _optimizer_states(folder, files)
     with wrap_errors(f"{folder} is not laid out as a ZeRO checkpoint"):
         flats = [_flat_groups(state) for state in states]
@@ -54,7 +54,7 @@ def open_zero(folder: Path, root: Path) -> Weights:
         models = [load(files[name]) for name in names]
         first = models[0]
         _check_parallelism(folder, first, states[0])
-        tensors = {name: _plain(name, tensor) for name, tensor in _own(first["module"])}
+        tensors = {name: _checked_tensor(name, tensor) for name, tensor in _unpartitioned(first["module"])}
         if third:
             tensors |= _frozen(models)
             tensors |= _partitioned(folder, first["param_shapes"], flats)
@@ -114,12 +114,12 @@ def _flat(tensors: Sequence[Any]) -> _Flat:
     return _Flat(tensors, [0, *accumulate(checked("a flat group", tensor).numel() for tensor in tensors)])
 
 
-def _plain(name: str, tensor: Any) -> _Tensor:
+def _checked_tensor(name: str, tensor: Any) -> _Tensor:
     tensor = checked(name, tensor)
     return _Tensor(tuple(tensor.shape), [_flat([tensor.reshape(-1)])], 0, tensor.numel())
 
 
-def _own(module: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _unpartitioned(module: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a rank's state dict holds whole; ZeRO-3 leaves empty places where a parameter is partitioned."""
     import torch
 

@@ -164,7 +164,7 @@ class DeepSpeed(Engine):
         if config.get("distributed_type") != "DEEPSPEED":
             return None
         ours = config.get("deepspeed_config", {})
-        return _bound(
+        return _fields_of_settings(
             str(ours.get("zero_stage", 2)),
             str(ours.get("offload_optimizer_device", "none")),
             str(ours.get("offload_param_device", "none")),
@@ -185,7 +185,7 @@ class DeepSpeed(Engine):
                 f"deepspeed_config_file {own!r}: the toolkit makes DeepSpeed's configuration from the Strategy. "
                 "Remove it from the Accelerate config file and say zero_stage and the offload devices there."
             )
-        return _bound(
+        return _fields_of_settings(
             environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
             environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
             environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
@@ -372,6 +372,6 @@ def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[st
     return zero
 
 
-def _bound(stage: str, optimizer: str, parameters: str, precision: str | None) -> dict[str, Any]:
+def _fields_of_settings(stage: str, optimizer: str, parameters: str, precision: str | None) -> dict[str, Any]:
     offload = "cpu" if parameters == "cpu" else "optimizer" if optimizer == "cpu" else "none"
     return {"sharding": f"zero{stage}", "offload": offload} | read_precision(precision)

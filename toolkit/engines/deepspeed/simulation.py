@@ -13,7 +13,7 @@ from toolkit.engines.deepspeed.zero3 import Fetches, partitioned
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import loaded, moments, optimizer_step, walk
+from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
 
@@ -26,8 +26,8 @@ def simulate_load(job: Job, ledger: Ledger, state: StateMemory) -> None:
     if job.settings["zero_optimization"]["stage"] == 3:
         partitioned(job, ledger, state)
     else:
-        loaded(ledger, job, state.parameters)
-        _flattened(job, ledger, state)
+        hold_loaded(ledger, job, state.parameters)
+        _simulate_flattening(job, ledger, state)
 
 
 def simulate_training(
@@ -38,13 +38,13 @@ def simulate_training(
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", state.master)
     moves = Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
-    moments(ledger, job, state, checkpoints, offload=offload)
+    hold_moments(ledger, job, state, checkpoints, offload=offload)
     walk(ledger, job, step, moves)
     ledger.enter("step")
     moves.step()
 
 
-def _flattened(job: Job, ledger: Ledger, state: StateMemory) -> None:
+def _simulate_flattening(job: Job, ledger: Ledger, state: StateMemory) -> None:
     """Stages 1 and 2 copy what is trained into one tensor: on the device where it is free twice, else on the host."""
     if job.device.kind == "cpu" or state.parameters + state.trainable <= job.device.free_bytes:
         ledger.touch("parameters", state.trainable)
@@ -67,7 +67,7 @@ class _Buckets:
         """Whether gradients are added up in fp32 although they come in half precision."""
         self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
-        self._own = _fullest(self._ranges, self._elements, job.parallelism.shard_size)
+        self._own = _fullest_rank(self._ranges, self._elements, job.parallelism.shard_size)
         self._bucket: list[str] | None = None
         self._filled = 0
         self._partition = 0
@@ -85,10 +85,10 @@ class _Buckets:
         if what == "gradient":
             self._ledger.hold("gradients", size)
             if self._early:
-                self._ready(name)
+                self._on_gradient(name)
         elif what == "end":
             for name in () if self._early else self._elements:
-                self._ready(name)
+                self._on_gradient(name)
             self._flush()
             if self._early:
                 self._release()
@@ -98,7 +98,7 @@ class _Buckets:
             self._bucket = None
             self._ledger.hold("buffers", -self._room * self._size)
 
-    def _ready(self, name: str) -> None:
+    def _on_gradient(self, name: str) -> None:
         """`reduce_independent_p_g_buckets_and_remove_grads`: into the bucket, which is reduced when it is full."""
         if self._bucket is None:
             self._bucket = []
@@ -159,6 +159,6 @@ def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dic
     return shard, parts
 
 
-def _fullest(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:
+def _fullest_rank(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:
     """The rank whose partition touches most elements: a parameter that two share is kept whole by both."""
     return max(range(ranks), key=lambda rank: sum(elements[name] for name, inside in ranges.items() if rank in inside))

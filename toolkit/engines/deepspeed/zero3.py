@@ -15,7 +15,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import loaded, optimizer_step
+from toolkit.engines.simulation import hold_loaded, optimizer_step
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
 
@@ -44,7 +44,7 @@ def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
     keep = ledger.offload if job.strategy.offload == "cpu" else ledger.hold
     if job.strategy.quantized:
         read = sum(state.bytes for state in states)
-        loaded(ledger, job, read)
+        hold_loaded(ledger, job, read)
         ledger.touch("parameters", max(ceil_div(state.bytes, job.parallelism.shard_size) for state in states))
         ledger.hold("parameters", -read)
     else:
@@ -98,7 +98,7 @@ class Fetches:
         self._around = 1 if job.strategy.adapter == "none" else 3
         """Modules that begin where the whole model does: PEFT puts two around it."""
         entered = (span.name for span in step if span.what in ("in", "back in"))
-        order = [name for name in entered for _ in range(self._times(name))]
+        order = [name for name in entered for _ in range(self._repeats(name))]
         sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
         self._passed = [0, *itertools.accumulate(sizes.get(module, 0) for module in order)]
         """Elements that are used before each place in the order."""
@@ -129,10 +129,10 @@ class Fetches:
         self._copies: list[int] = []
         """Bytes of what gloo's threads gather into, while no module computes."""
 
-    def _times(self, module: str) -> int:
+    def _repeats(self, module: str) -> int:
         return 1 if module else self._around
 
-    def _begin(self) -> None:
+    def _begin_micro_batch(self) -> None:
         """A step of the coordinator: forward and backward of one micro-batch."""
         self._at = 0
         self._queue = deque(self._places)
@@ -141,15 +141,15 @@ class Fetches:
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Modules begin and end, gradients come, and the backward ends."""
         if what == "forward":
-            self._begin()
+            self._begin_micro_batch()
         elif what in ("in", "back in"):
-            for _ in range(self._times(name)):
+            for _ in range(self._repeats(name)):
                 self._fetch(name)
         elif what in ("out", "back out") and name in self._own:
             self._release(name)
         elif what == "gradient":
             self._ledger.hold("gradients", size)
-            self._ready(name)
+            self._on_gradient(name)
         elif what == "end":
             self._reduce()
             for gathered in [*self._whole]:
@@ -159,22 +159,22 @@ class Fetches:
         """`_fetch_sub_module_impl`: what it owns, then what comes next, up to the bucket's size."""
         own = self._own.get(module)
         if own is not None:
-            self._need(own)
+            self._wait_for(own)
         ahead: set[str] = set()
         count, most = 0, min(self.LIVE - self._live // self._size, self._ahead)
         while self._queue and count < most:
             name, at = self._queue.popleft()
             self._fetched_for[name] = max(self._fetched_for[name], at)
-            if self._missing(name) and name not in ahead:
+            if self._is_missing(name) and name not in ahead:
                 ahead.add(name)
                 count += self._elements[name]
         if ahead:
             self._gather(ahead, idle=own is None)
         self._at += 1
 
-    def _need(self, own: Sequence[str]) -> None:
+    def _wait_for(self, own: Sequence[str]) -> None:
         """Whole when this returns; it is not fetched ahead again."""
-        if missing := {name for name in own if self._missing(name)}:
+        if missing := {name for name in own if self._is_missing(name)}:
             self._gather(missing)
         for name in own:
             self._wait(name)
@@ -186,7 +186,7 @@ class Fetches:
             name, at = self._queue.popleft()
             self._fetched_for[name] = at
 
-    def _missing(self, name: str) -> bool:
+    def _is_missing(self, name: str) -> bool:
         return name not in self._kept and name not in self._whole and name not in self._under_way
 
     def _gather(self, names: set[str], *, idle: bool = False) -> None:
@@ -206,7 +206,7 @@ class Fetches:
             self._ledger.hold("buffers", padded)
         else:
             (name,) = names
-            self._take(name, padded)
+            self._hold_whole(name, padded)
         if self._job.device.kind == "cpu":
             self._ledger.touch("workspace", padded)  # gloo gathers into a buffer of its own
             if idle and len(self._copies) < GLOO_THREADS:
@@ -220,7 +220,7 @@ class Fetches:
             return
         if not gather.done and gather.flat:
             for parameter in sorted(gather.names):
-                self._take(parameter, self._elements[parameter] * self._size)
+                self._hold_whole(parameter, self._elements[parameter] * self._size)
         gather.done = True
         if not any(other is gather for other in self._under_way.values()):
             self._ledger.hold("buffers", -gather.flat)
@@ -236,7 +236,7 @@ class Fetches:
             if not soon:
                 self._free(name)
 
-    def _take(self, name: str, size: int) -> None:
+    def _hold_whole(self, name: str, size: int) -> None:
         self._whole[name] = size
         self._live += size
         self._ledger.hold("buffers", size)
@@ -246,7 +246,7 @@ class Fetches:
         self._live -= size
         self._ledger.hold("buffers", -size)
 
-    def _ready(self, name: str) -> None:
+    def _on_gradient(self, name: str) -> None:
         """`reduce_independent_p_g_buckets_and_remove_grads`."""
         elements = self._elements[name]
         if self._filled and self._filled + elements > self._room:

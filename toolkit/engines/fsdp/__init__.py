@@ -145,7 +145,7 @@ class FSDP(Engine):
         if config.get("distributed_type") != "FSDP":
             return None
         ours, mesh = config.get("fsdp_config", {}), config.get("parallelism_config", {})
-        return _bound(
+        return _fields_of_settings(
             str(ours.get("fsdp_reshard_after_forward", True)),
             str(ours.get("fsdp_offload_params", False)),
             str(mesh.get("parallelism_config_dp_replicate_size", 1)),
@@ -162,7 +162,7 @@ class FSDP(Engine):
             return None
         if environ.get("FSDP_VERSION", "1") != "2":
             raise StrategyError("fsdp_version 1 is deprecated upstream and not supported. Write `fsdp_version: 2`.")
-        return _bound(
+        return _fields_of_settings(
             environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"),
             environ.get("FSDP_OFFLOAD_PARAMS", "false"),
             environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
@@ -281,7 +281,7 @@ class FSDP(Engine):
         return shards(prepared, create)
 
 
-def _bound(reshard: str, offload: str, replicate: str, precision: str | None) -> dict[str, Any]:
+def _fields_of_settings(reshard: str, offload: str, replicate: str, precision: str | None) -> dict[str, Any]:
     sharding = "hsdp" if int(replicate) > 1 else "fsdp" if reshard.lower() == "true" else "fsdp_grad_op"
     fields = {"sharding": sharding, "offload": "cpu" if offload.lower() == "true" else "none"}
     return fields | ({"dp_replicate": int(replicate)} if int(replicate) > 1 else {}) | read_precision(precision)

@@ -13,7 +13,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import constants, joined, moments, optimizer_step, walk
+from toolkit.engines.simulation import expert_copies, hold_moments, optimizer_step, quantization_constants, walk
 from toolkit.engines.states import State, parameters_of
 from toolkit.engines.traces import Segment, Trace
 
@@ -37,20 +37,20 @@ def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
     states = parameters_of(job)
     ledger.enter("load")
     # A GPU's are read into the host's memory, unless they are packed.
-    whole, beside = sum(state.bytes for state in states), joined(job)
+    whole, beside = sum(state.bytes for state in states), expert_copies(job)
     read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
     ledger.hold("parameters", read)
     if read:
         ledger.touch("workspace", beside)
     else:
         ledger.rank0_host(whole + beside)
-    ledger.hold("buffers", constants(job))
+    ledger.hold("buffers", quantization_constants(job))
     ledger.enter("prepare")
     keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
     if job.strategy.quantized:
         keep("parameters", memory.parameters)
     else:
-        _share_out(job, ledger, keep)
+        _scatter_full_state(job, ledger, keep)
     ledger.hold("parameters", -read)
     ledger.rank0_host(-ledger.alone)
 
@@ -59,7 +59,7 @@ def simulate_training(
     job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, memory: StateMemory, *, checkpoints: bool
 ) -> None:
     """The moments, and one step of all micro-batches."""
-    moments(ledger, job, memory, checkpoints, offload=job.strategy.offload != "none")
+    hold_moments(ledger, job, memory, checkpoints, offload=job.strategy.offload != "none")
     walk(ledger, job, step, _Groups(job, trace, ledger))
     ledger.enter("step")
     trained = (state for state in parameters_of(job) if state.trainable)
@@ -67,7 +67,7 @@ def simulate_training(
     ledger.hold("gradients", -ledger.held["gradients"])
 
 
-def _share_out(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
+def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
     """`fsdp2_load_full_state_dict`: name by name the whole tensor, and a shard of it, which stays.
 
     Tied weights have a shard for each of their names, until they are tied again. On a GPU the fullest rank is one that
@@ -148,7 +148,7 @@ class _Groups:
             self._order = []
             self._gather("")
         elif what == "backward":
-            self._early_gather()
+            self._prefetch()
         elif what == "end":
             for group in [*self._groups]:
                 self._reduce_scatter(group)
@@ -169,10 +169,10 @@ class _Groups:
         elif what == "out" and ends and not backward:
             self._order.append(ends)
             if self._groups[ends].resharded:
-                self._let_go(ends)
+                self._free_whole(ends)
         elif what == "back in" and ends:
             self._gather(ends, backward=True)
-            self._early_gather()
+            self._prefetch()
         elif what == "back out" and begins:
             self._reduce_scatter(begins)
 
@@ -209,7 +209,7 @@ class _Groups:
         self._ledger.hold("buffers", -self._gathered)
         self._gathered = 0
 
-    def _early_gather(self) -> None:
+    def _prefetch(self) -> None:
         """`_backward_prefetch`: the group that comes next, before this one computes."""
         if self._order:
             key = self._order.pop()
@@ -217,14 +217,14 @@ class _Groups:
                 self._collect(key)
                 self._early = key
 
-    def _let_go(self, key: str) -> None:
+    def _free_whole(self, key: str) -> None:
         if key in self._whole:
             self._whole.remove(key)
             self._ledger.hold("buffers", -self._groups[key].elements * self._compute)
 
     def _reduce_scatter(self, key: str) -> None:
         """Let the parameters go; copy the gradients into one buffer, which lives until the next group's; add up and scatter."""
-        self._let_go(key)
+        self._free_whole(key)
         group = self._groups[key]
         if not group.gradients:
             return

@@ -53,11 +53,11 @@ def refuse(job: Job) -> None:
             f"precision {strategy.precision!r} does not run with tp {tp} yet: its loss scaler takes no tensors over several "
             "meshes. Tensor parallelism runs in bf16, fp32 and bf16_pure. Choose precision 'bf16'."
         )
-    if job.spec is not None and (reason := next(_unsuited(job.spec, tp), None)):
+    if job.spec is not None and (reason := next(_unsupported_reasons(job.spec, tp), None)):
         raise StrategyError(f"tp {tp} does not run {job.spec.architecture}: {reason}")
 
 
-def _unsuited(spec: ModelSpec, tp: int) -> Iterator[str]:
+def _unsupported_reasons(spec: ModelSpec, tp: int) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
     if spec.moe is not None:
         yield "it has experts, and only dense models run so far. Choose --tp 1 with sharding 'fsdp'."
