@@ -1,4 +1,4 @@
-"""The same work under several strategies, in one table: what each engine took, and whether the losses agree."""
+"""Compare strategies on the same training: memory, speed, and whether the losses agree."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from toolkit.training.setup import choose_ranks, print_default
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One strategy's run."""
+    """The run of one strategy."""
 
     sharding: str
     strategy: Mapping[str, Any]
     engine: str
-    """Class of the prepared model."""
+    """The class of the prepared model."""
     ranks: int
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     tokens_per_second: float
-    """Global, from the median step after the fifth."""
+    """Tokens a second of all ranks, from the median step after the fifth."""
     parameter_bytes_per_rank: tuple[int, ...]
     measured: Mapping[str, Any] | None
     forecast: Mapping[str, Any] | None
@@ -51,25 +51,25 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Result):
-    """The same model, data, order and global batch under several strategies."""
+    """Runs of several strategies with the same model, data, order and global batch."""
 
     model: str
     data: str
     results: tuple[RunResult, ...]
 
     def difference(self, result: RunResult) -> float:
-        """The largest relative difference of a step's loss from the first strategy's."""
+        """Return the largest relative difference of a step's loss from the first strategy's."""
         pairs = list(zip(result.losses, self.results[0].losses, strict=True))
         if any(loss is None for pair in pairs for loss in pair):  # fp16 overflowed, and events say null
             return float("inf")
         return max(abs(mine - first) / abs(first) for mine, first in pairs)
 
     def agrees(self, result: RunResult) -> bool:
-        """Whether it is within what the precision allows."""
+        """Return whether the losses differ no more than the precision allows."""
         return self.difference(result) <= PRECISIONS[str(result.strategy["precision"])].agreement
 
     def tables(self) -> list[Table]:
-        """How fast and how true each was, and what each took beside its forecast."""
+        """Return speed and losses of each run, and its memory by phase next to the forecast."""
         rows = [
             (
                 result.sharding,
@@ -112,7 +112,7 @@ class Comparison(Result):
 
 
 def _with_ratio(measured: int, expected: int | None) -> str:
-    """Measured bytes, and the forecast as a multiple of them."""
+    """Return measured bytes, and the forecast as a multiple of them."""
     if not measured:
         return "–"
     return format_bytes(measured) + (f" x {expected / measured:.2f}" if expected else "")
@@ -127,7 +127,7 @@ def compare(
     root: Path,
     processes: int | None = None,
 ) -> Comparison:
-    """Train under each strategy in turn, in processes of its own, from the same weights, over the same global batches.
+    """Train under each strategy in turn, in new processes, from the same weights and over the same global batches.
 
     A strategy with fewer data-parallel ranks (`none` has one) accumulates, so that all have one global batch.
 
@@ -181,7 +181,7 @@ def _run(
 
 
 def read_run(path: Path) -> RunResult:
-    """A finished run's folder as a row of the comparison.
+    """Return a finished run's folder as a row of the comparison.
 
     Raises:
         RunError: where it is none, or its files do not say what a run's do.

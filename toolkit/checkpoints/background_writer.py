@@ -28,7 +28,7 @@ class BackgroundWriter:
         weakref.finalize(self, self._work.put, None)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Have it done. Nothing else may be under way.
+        """Start work on the thread. The previous work must be done.
 
         Raises:
             RuntimeError: where the thread has ended.
@@ -43,7 +43,7 @@ class BackgroundWriter:
             raise
 
     def wait(self) -> None:
-        """Until it is done. Raises what it raised."""
+        """Wait until the work is done, and raise its error."""
         while not self._idle.wait(_ALIVE) and self._thread.is_alive():
             pass
         if self._raised:

@@ -121,18 +121,18 @@ class CheckpointWriter:
         self._writer.do(lambda: self._write(step, tensors, about, stall))
 
     def published(self) -> list[Published]:
-        """What was published since the last call, on rank 0. Raises what stopped the writing, on the rank where it did."""
+        """Return what was published since the last call, on rank 0. Raise write errors on their own rank."""
         self._raise_background_error()
         # One by one: the thread may add another meanwhile.
         return [self._published.popleft() for _ in range(len(self._published))]
 
     def wait(self) -> None:
-        """Until what is being written is published; on other ranks than 0 until their part is written."""
+        """Wait until the current write is published; on other ranks than 0, until their part is written."""
         self._writer.wait()
         self._raise_background_error()
 
     def wait_published(self, step: int) -> None:
-        """Until the checkpoint of `step`, which was saved last, has its name, on every rank. A collective.
+        """Wait on every rank until the checkpoint of `step`, the last one saved, has its name. A collective.
 
         Raises:
             CheckpointError: on every rank, where rank 0 could not publish it.
@@ -141,7 +141,7 @@ class CheckpointWriter:
         assert published, f"step {step} was saved last"
 
     def wait_all(self, then: Callable[[], T]) -> T:
-        """Until what is being written is published, then the result of `then` on rank 0. A collective without a time limit."""
+        """Wait until the current write is published. Return `then()` of rank 0. A collective without a time limit."""
 
         def work() -> T:
             self.wait()
@@ -183,7 +183,7 @@ class CheckpointWriter:
         return copies | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
-        """The manifest's fields, as they are at the snapshot."""
+        """Return the manifest's fields at the time of the snapshot."""
         job = self.prepared.job
         counters = engine_of(job.strategy).counters(self.prepared)
         return {
@@ -258,7 +258,7 @@ class CheckpointWriter:
         return path, manifest.size_bytes
 
     def _await(self, partial: Path, ranks: range) -> None:
-        """Until every rank has noted its file.
+        """Wait until every rank has recorded its file.
 
         Raises:
             CheckpointError: where a rank could not write, or says nothing for too long.
@@ -279,7 +279,7 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def _alive_file(partial: Path, rank: int) -> Iterator[None]:
-    """A file that grows while this rank works: flushing and hashing take long, and change no other file."""
+    """Return the file that grows while this rank works: flushing and hashing take long and change no other file."""
     path = partial / f"rank-{rank:05d}.alive"
     with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
         yield
@@ -303,7 +303,7 @@ class _Waiting:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file, flushed to the disk."""
+    """Write a safetensors file and flush it to the disk."""
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path)
@@ -345,14 +345,14 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _is_json_value(value: Any) -> bool:
-    """What JSON gives back as it was; a schedule's functions are not."""
+    """Return whether JSON returns the value unchanged; a schedule's functions are not such values."""
     if isinstance(value, list):
         return all(_is_json_value(item) for item in value)
     return value is None or isinstance(value, int | float | str | bool)
 
 
 def _done_file(partial: Path, rank: int) -> Path:
-    """Where a rank says that its file is written."""
+    """Return the file in which a rank records that its part is written."""
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -364,7 +364,7 @@ def _write_atomically(note: Path, what: str) -> None:
 
 
 def _failed_file(partial: Path, rank: int) -> Path:
-    """Where a rank says that it could not."""
+    """Return the file in which a rank records that its part failed."""
     return partial / f"rank-{rank:05d}.failed"
 
 
@@ -381,7 +381,7 @@ def _check_schedule(schedule: Any) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight in one step, then from the disk: what is half-removed is never taken for a checkpoint."""
+    """Rename a folder, then delete it: a half-deleted folder never counts as a checkpoint."""
     renamed = path.with_name(f".{path.name}.old")
     shutil.rmtree(renamed, ignore_errors=True)
     path.rename(renamed)

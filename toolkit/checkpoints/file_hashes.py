@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal digits."""
+    """Return the sha256 of a file's bytes, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_all(paths: Iterable[Path]) -> list[str]:
-    """Of several files at once, on as many cores as there are: hashing gives the interpreter's lock free."""
+    """Hash several files in parallel, one thread a core: hashing releases the interpreter's lock."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(sha256_of, paths))

@@ -55,7 +55,7 @@ class Identity:
 
 
 def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
-    """The identity of a run that trains `spec` under `strategy` on rows with the fingerprint `data`."""
+    """Return the identity of a run: model, strategy, and `data`, the fingerprint of its rows."""
     shapes = json.dumps([(parameter.name, parameter.shape) for parameter in spec.parameters])
     adapter = {name: getattr(strategy, name) for name in ADAPTER_FIELDS} if strategy.adapter != "none" else {}
     return Identity(
@@ -131,7 +131,7 @@ def _base_digests(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _remembered(files: list[Path]) -> dict[Path, str]:
-    """sha256 of files, each computed once as long as its path, size and time of change stay."""
+    """Return the sha256 of files; each is computed once for a path, size and time of change."""
     memory = cache_folder("hashes")
     notes = {}
     for path in files:

@@ -169,7 +169,7 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[t
 
 
 def lay_out(prepared: Prepared) -> Layout:
-    """Divide trained tensors and buffers among the ranks: each region is written once, equal ones in about equal shares.
+    """Divide trained tensors and buffers among the ranks: each region is written once, in about equal shares.
 
     Buffers are written by the first rank that holds them, since nothing keeps them equal on all ranks. A collective.
 

@@ -42,12 +42,12 @@ _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def folder_name(step: int) -> str:
-    """The name of the checkpoint after `step` optimizer steps: `step-00000100`."""
+    """Return the name of the checkpoint after `step` optimizer steps: `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that a rank writes into it: `rank-00000.safetensors`."""
+    """Return the name of the file that a rank writes into it: `rank-00000.safetensors`."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -90,14 +90,14 @@ class Manifest:
         return sum(int(file["bytes"]) for file in self.files.values())
 
     def encode(self) -> bytes:
-        """`manifest.json`, byte for byte: the fields, and over them a sha256 of its own."""
+        """Return `manifest.json` byte for byte: the fields, and a sha256 over them."""
         fields = dataclasses.asdict(self)
         own = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
         return (json.dumps({**fields, "sha256": own}, indent=1) + "\n").encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """A checkpoint's manifest.
+    """Read a checkpoint's manifest.
 
     Raises:
         CheckpointError: for a missing or invalid manifest, and one that names a file in another folder.
@@ -129,7 +129,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """What a sha256 does not say: the manifest may be a stranger's."""
+    """Check what the sha256 cannot: the manifest may be crafted."""
     check_fields(vars(manifest), _KINDS)
     for name, file in manifest.files.items():
         if not _FILE.fullmatch(name):
@@ -172,12 +172,12 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """The published checkpoints of a run, newest first. That they are whole says `problems`."""
+    """Return the published checkpoints of a run, newest first. `validate` checks that they are complete."""
     return [path for path in listed(checkpoints) if not path.is_symlink()]
 
 
 def listed(checkpoints: Path) -> list[Path]:
-    """`complete`, and symlinks that are named like them: what `misplacement` has to be asked of."""
+    """Return the same as `list_checkpoints`, and symlinks with such names. Pass them to `misplacement`."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
@@ -185,7 +185,7 @@ def listed(checkpoints: Path) -> list[Path]:
 
 
 def misplacement(checkpoint: Path) -> list[str]:
-    """Why a folder among a run's checkpoints is none of them, however whole it is: else a copy could be the newest."""
+    """Return why a complete folder is not a checkpoint of this run: a copy could otherwise be the newest."""
     if checkpoint.is_symlink():
         return ["it is a symlink, and a run's checkpoints lie in its own folder"]
     try:
@@ -200,7 +200,7 @@ UNREADABLE = "it cannot be read"
 
 
 def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, too many, or changed.
+    """Return a sentence for each file of a checkpoint that is missing, unexpected or changed.
 
     Args:
         checkpoint: the folder.
@@ -244,7 +244,7 @@ def _differences(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -
 
 
 def _files(folder: Path) -> Iterable[Path]:
-    """All that is no folder; symlinks are not followed."""
+    """Yield all files under a folder. Symlinks are not followed."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             yield from _files(path)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_generators() -> dict[str, torch.Tensor]:
-    """Python's, numpy's, torch's and this rank's CUDA device's."""
+    """Return the generator states of Python, numpy, torch and this rank's CUDA device."""
     import numpy as np
     import torch
 
@@ -31,7 +31,7 @@ def read_generators() -> dict[str, torch.Tensor]:
 
 
 def write_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """The inverse of `read_generators`. A CUDA state is left aside where there is no device, and the other way round."""
+    """Set the states of `read_generators`. A CUDA state is skipped without a device."""
     import numpy as np
     import torch
 

@@ -38,7 +38,7 @@ class ResumePoint:
 
     @classmethod
     def nothing(cls) -> ResumePoint:
-        """A run's beginning."""
+        """Return the start of a run, without a checkpoint."""
         return cls(path=None, manifest=None, skipped=())
 
     @property
@@ -47,7 +47,7 @@ class ResumePoint:
         return self.manifest.step if self.manifest else 0
 
     def __str__(self) -> str:
-        """What is said to the user."""
+        """Return the line for the user."""
         source = (
             f"resuming from {self.path}, after step {self.step}" if self.path else "no checkpoint: starting from step 0"
         )
@@ -55,7 +55,7 @@ class ResumePoint:
 
 
 def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoint:
-    """The newest checkpoint of a run whose hashes hold; every rank hashes a part of the files. A collective.
+    """Return a run's newest checkpoint with valid hashes. Each rank hashes a part of the files. A collective.
 
     Nothing is renamed: `quarantine` does that to the newer ones that are damaged, once it is clear that the run goes on.
 

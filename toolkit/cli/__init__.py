@@ -22,7 +22,7 @@ __all__ = ["build_parser", "main"]
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends this process as an exception does, so that drafts are removed, with exit code 143."""
+    """Turn SIGTERM into an exception with exit code 143, so that drafts are removed."""
 
     def stop(number: int, _: object) -> None:
         print("toolkit: stopped by SIGTERM", file=sys.stderr)
@@ -40,7 +40,7 @@ def _terminable() -> Iterator[None]:
 
 @redacted_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `toolkit`. Exit codes: 0 done, 2 a user's mistake, 130 and 143 stopped, 1 anything else."""
+    """Run the command `toolkit`. Exit codes: 0 done, 2 user error, 130 and 143 stopped by a signal, 1 other errors."""
     try:
         with _terminable():
             flags = build_parser().parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Where results go: files that are checked before hours of work, JSON, standard output."""
+"""Where results go: standard output, JSON, and files that are checked before hours of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.core.redaction import redact_all
 
 @contextlib.contextmanager
 def quiet(target: str | None) -> Iterator[None]:
-    """With `--json -` standard output belongs to the JSON: what this process and its children print goes to the other."""
+    """With `--json -`, send everything but the JSON to standard error, also from child processes."""
     if target != "-":
         yield
         return
@@ -33,7 +33,7 @@ def quiet(target: str | None) -> Iterator[None]:
 
 
 def check_target(target: str | None, flag: str) -> None:
-    """Before hours of work: whether its result can be written."""
+    """Check before hours of work that a result can be written."""
     if target is None or target == "-":
         return
     folder = Path(target).absolute().parent
@@ -50,7 +50,7 @@ def check_target(target: str | None, flag: str) -> None:
 
 
 def write_config(path: Path, content: dict[str, Any], flag: str) -> None:
-    """An Accelerate config file. Somebody's own file is not written over."""
+    """Write an Accelerate config file. Another content in an existing file is an error."""
     import yaml
 
     text = yaml.safe_dump(content)
@@ -61,7 +61,7 @@ def write_config(path: Path, content: dict[str, Any], flag: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """A new file, and the folders above it; a device or a pipe takes it, too.
+    """Write a new file and the folders above it, or write into a device or a pipe.
 
     Raises:
         ToolkitError: where it cannot be written, or a file has come there.
@@ -75,7 +75,7 @@ def write(path: Path, text: str) -> None:
 
 
 def show(result: Result | dict[str, Any], target: str | None) -> None:
-    """A result on standard output and, as JSON, where `--json` says."""
+    """Print a result and write it as JSON where `--json` says."""
     value = redact_all(result.to_dict() if isinstance(result, Result) else result)
     if target is not None:
         text = json.dumps(value, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""What is known before a run: `doctor`, `describe`, `forecast`, `timeline`, `precisions`, `plan`, `config`."""
+"""Commands before a run: `doctor`, `describe`, `forecast`, `timeline`, `precisions`, `plan`, `config`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
-    """Refuse what no machine could run: a config file may be for another one than this."""
+    """Refuse a request that no machine can run; the file may be for another machine than this one."""
     from toolkit.devices.machine import hardware
     from toolkit.engines.job import resolve
 
@@ -156,7 +156,7 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
 
 
 def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
-    """One for each of the shardings that `--sharding` lists, or of these."""
+    """Return a strategy for each sharding that `--sharding` lists, or for each of `default`."""
     fields = given(flags, Strategy)
     words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
     groups = fields.pop("dp_replicate", 2)

@@ -1,4 +1,4 @@
-"""What came of runs: `report`, `compare`, `export`."""
+"""Commands after a run: `report`, `compare`, `export`."""
 
 from __future__ import annotations
 

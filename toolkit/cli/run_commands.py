@@ -1,4 +1,4 @@
-"""Runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`."""
+"""Commands for runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
 def _resume_own(
     path: Path, target: Target, strategy: Strategy, ranks: int, flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run a script, module or function again in its folder; it goes on from what it saved itself."""
+    """Run a script, module or function again in its folder. It continues from what it saved itself."""
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
     from toolkit.launcher import RestartPolicy
@@ -200,7 +200,7 @@ OURS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in da
 """Flags of `launch`."""
 
 CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")
-"""Flags that say how a run is looked after, and nothing of what it trains."""
+"""Flags about restarts, which change nothing of the training."""
 
 
 def _changed_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -18,12 +18,12 @@ Owner = TypeVar("Owner")
 
 
 def amount(default: Any, help: str, alias: str = "") -> Any:
-    """A dataclass field with the help text of its flag, and the name of another flag that sets it."""
+    """Return a dataclass field with its flag's help, and the name of an alias."""
     return field(default=default, metadata={"help": help, "alias": alias})
 
 
 def choice(default: str, values: Collection[str], help: str, later: tuple[str, ...] = ()) -> Any:
-    """A field that takes one of `values`; those in `later` have a name already and nothing behind it yet."""
+    """Return a field that takes one of `values`; values in `later` have a name and no engine yet."""
     return field(default=default, metadata={"help": help, "values": values, "later": later})
 
 
@@ -70,7 +70,7 @@ def section(owner: type[Any]) -> str:
 
 
 def flag(name: str) -> str:
-    """A field's flag: `"micro_batch"` → `"--micro-batch"`."""
+    """Return a field's flag: `"micro_batch"` → `"--micro-batch"`."""
     return "--" + name.replace("_", "-")
 
 
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         raise StrategyError(f"{message}. See `{self.prog} --help`.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Of a word that has to be one of several, the nearest is named."""
+        """Refuse an unknown choice, and name the nearest one."""
         if action.choices is not None and value not in action.choices:
             choices = ", ".join(map(str, action.choices))
             what = action.metavar or action.dest
@@ -135,7 +135,7 @@ def add_flags(
 
 
 def _type_of(kind: Any) -> type[Any]:
-    """The type of a field that may be left open: `float | None` → `float`."""
+    """Return the type of an optional field: `float | None` → `float`."""
     if isinstance(kind, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     plain: type[Any] = kind
@@ -147,24 +147,24 @@ def _default(f: dataclasses.Field[Any]) -> str:
 
 
 def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
-    """The fields of `owner` that were given as flags, with their values."""
+    """Return the fields of `owner` that the command line sets, with their values."""
     values = {f.name: getattr(flags, f.name, None) for f in dataclasses.fields(owner)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def to_flags(*owners: Any) -> list[str]:
-    """The shortest command line that says the same: only fields that differ from their defaults."""
+    """Return the shortest equivalent command line: only fields with other values than the default."""
     return spell({name: value for owner in owners for name, value in differing(owner).items()})
 
 
 def differing(owner: Any) -> dict[str, Any]:
-    """The fields of a dataclass whose values are not their defaults."""
+    """Return the fields of a dataclass whose values are not their defaults."""
     values = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def spell(values: Mapping[str, Any]) -> list[str]:
-    """A command line that gives these fields these values."""
+    """Return a command line that sets these fields to these values."""
     words: list[str] = []
     for name, value in values.items():
         if value is True:
@@ -179,7 +179,7 @@ def spell(values: Mapping[str, Any]) -> list[str]:
 
 
 def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any]:
-    """Fields of dataclasses from words: `"sharding=fsdp,micro_batch=8"`; a word without `=` is the value of `alone`.
+    """Parse fields: `"sharding=fsdp,micro_batch=8"`; a word without `=` is the value of `alone`.
 
     Raises:
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
@@ -199,7 +199,7 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
 
 
 def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
-    """A Strategy or Loop from JSON.
+    """Return a dataclass from its JSON.
 
     Raises:
         StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.

@@ -63,7 +63,7 @@ class Parallelism:
         return self.dp_size * self.cp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of a rank.
+        """Return the coordinates of a rank.
 
         Raises:
             ValueError: for a rank that does not exist.
@@ -76,16 +76,16 @@ class Parallelism:
         return Coordinates(**place, dp_rank=place["dp_replicate"] * self.dp_shard + place["dp_shard"])
 
     def first_rank(self, dp_rank: int) -> int:
-        """The first rank that reads the rows of a data-parallel rank."""
+        """Return the first rank that reads the rows of a data-parallel rank."""
         return dp_rank * self.cp * self.tp
 
     def loss_ranks(self) -> range:
-        """One rank of each `tp` and `pp` group: together they have every token once."""
+        """Return one rank of each `tp` and `pp` group: together they have every token once."""
         return range(0, self.ranks // self.pp, self.tp)
 
 
 def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
-    """Divide the ranks among the dimensions: what the strategy does not fix is data parallel.
+    """Divide the ranks among the dimensions: ranks that the strategy does not assign are data parallel.
 
     Raises:
         StrategyError: for a number of ranks that the strategy cannot divide.

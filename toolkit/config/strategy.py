@@ -109,7 +109,7 @@ SHARDINGS: dict[str, Sharding] = {
 
 
 def usual_shardings() -> list[str]:
-    """One sharding of each engine, in the order of the table."""
+    """Return one sharding of each engine, in the order of the table."""
     first: dict[str, str] = {}
     for row in sorted(SHARDINGS.values(), key=lambda row: not row.usual):
         first.setdefault(row.engine, row.word)
@@ -117,7 +117,7 @@ def usual_shardings() -> list[str]:
 
 
 def sharding_word(word: str) -> str:
-    """The sharding that a word or an alias names, in any case: `"FULL_SHARD"` → `"fsdp"`.
+    """Return the sharding of a word or an alias, in any case: `"FULL_SHARD"` → `"fsdp"`.
 
     Raises:
         StrategyError: for an unknown word, with the nearest known one.
@@ -233,7 +233,7 @@ class Strategy(Result):
 
 
 def catalog() -> dict[str, Strategy]:
-    """One Strategy for each sharding and each offload that it supports, by the name of its file in `accelerate_configs/`."""
+    """Return a Strategy for each sharding and offload, by the name of its file in `accelerate_configs/`."""
     return {
         row.word + (f"_offload_{offload}" if offload != "none" else ""): Strategy(
             sharding=row.word, offload=offload, dp_replicate=2 if row.hybrid else 1

@@ -66,7 +66,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def outside_target(path: Path, folder: Path) -> Path | None:
-    """Where a link leads that leaves its folder; None of any other. The Hub's cache links into the repository's own blobs."""
+    """Return the target of a link that leaves its folder, else None. The Hub cache's links stay inside."""
     real, inside = (Path(os.path.realpath(item)) for item in (path, folder))  # `resolve` raises for links in a circle
     above = [item for item in (inside, *inside.parents) if item.parent.name == "snapshots"]
     roots = [inside, *(item.parents[1] / "blobs" for item in above)]
@@ -74,7 +74,7 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def read_json(path: Path, *, finite: bool = True) -> Any:
-    """The JSON in a file; `finite` as in `parse_json`.
+    """Read the JSON in a file; `finite` as in `parse_json`.
 
     Raises:
         OSError: where it cannot be read.
@@ -84,7 +84,7 @@ def read_json(path: Path, *, finite: bool = True) -> Any:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """A regular file's bytes.
+    """Return a regular file's bytes.
 
     Raises:
         OSError: where it cannot be read, or is no regular file.
@@ -98,7 +98,7 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
-    """JSON; with `finite` of numbers alone that 64 bits can hold, as this package writes it.
+    """Parse JSON; with `finite`, only numbers that 64 bits can hold, as this package writes them.
 
     Raises:
         ValueError: for other numbers, for what is no JSON, and for what is nested too deeply.
@@ -132,14 +132,14 @@ def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
 
 
 def shorten_value(value: Any) -> str:
-    """A value in a message: its first 40 characters."""
+    """Return a value for a message: its first 40 characters."""
     text = str(value) if isinstance(value, str | int | float | None) else type(value).__name__
     text = text.replace("\n", "\\n")
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def expand_user(path: str | Path) -> Path:
-    """A path whose `~` is a home; as it is where there is no such user."""
+    """Return a path with `~` replaced by the home folder; without such a user it is unchanged."""
     return Path(os.path.expanduser(path))
 
 
@@ -203,7 +203,7 @@ LINE = 2**20
 
 
 def parse_event(line: bytes) -> dict[str, Any]:
-    """A line of `events.jsonl` or `checkpoints.jsonl`.
+    """Parse a line of `events.jsonl` or `checkpoints.jsonl`.
 
     Raises:
         ValueError: for one that is too long, no JSON object, or has fields of other types.
@@ -222,7 +222,7 @@ def parse_event(line: bytes) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The lines of `events.jsonl`. A torn last line, as a killed process leaves it, does not count.
+    """Return the lines of `events.jsonl`. An incomplete last line, as a killed process leaves it, does not count.
 
     Raises:
         RunError: for any other line that no run writes, with its number, and for a file that cannot be read.
@@ -247,7 +247,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def last_step(path: Path) -> int:
-    """The last step in `events.jsonl`; 0 before the first."""
+    """Return the last step in `events.jsonl`; 0 before the first."""
     return max((int(event.get("step", 0)) for event in read_events(path)), default=0)
 
 
@@ -269,7 +269,7 @@ def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -278,7 +278,7 @@ def _finite(value: Any) -> Any:
 
 
 def unwritable(path: Path, needed: int, why: str) -> RunError:
-    """For a file that the disk does not take, with the bytes that are needed and free."""
+    """Return the error for a failed write, with the needed and the free bytes."""
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({needed:,} bytes are needed, {shutil.disk_usage(path.parent).free:,} are free)"

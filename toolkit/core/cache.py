@@ -16,7 +16,7 @@ from toolkit.core.errors import ToolkitError
 
 
 def cache_folder(*parts: str) -> Path:
-    """A folder of the cache, made where it does not exist.
+    """Return a folder of the cache. It is created if needed.
 
     Raises:
         ToolkitError: where it cannot be made.
@@ -25,7 +25,7 @@ def cache_folder(*parts: str) -> Path:
 
 
 def state_folder(*parts: str) -> Path:
-    """A folder for what this user did on this machine, made where it does not exist. Nobody else may look into it.
+    """Return a folder for this user's state on this machine, created if needed, unreadable for others.
 
     Raises:
         ToolkitError: where it cannot be made.
@@ -49,7 +49,7 @@ def _make_folder(what: str, variable: str, default: Path, parts: tuple[str, ...]
 
 
 def cache_file(kind: str, key: bytes) -> Path:
-    """Where what was made from `key` is kept, under the versions of the libraries that made it.
+    """Return the cache file for `key` under the versions of the libraries that produced it.
 
     Raises:
         ToolkitError: where the cache cannot be made.
@@ -66,7 +66,7 @@ TRACING = ("config", "engines", "forecasting", "models")
 
 @lru_cache(maxsize=4)
 def source_digest(package: Path) -> str:
-    """sha256 of the code that describes and traces: results of an older state of it are not found again."""
+    """Return the sha256 of the code that describes and traces models: results of changed code are not reused."""
     files = [path for name in TRACING for path in sorted((package / name).rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 

@@ -55,7 +55,7 @@ class Table:
         return "\n".join([*above, *lines, *(_wrapped(visible(note), width) for note in self.notes)])
 
     def html(self) -> str:
-        """A plain `<table>` with a caption, and headers of columns and rows, readable without a style sheet or a script."""
+        """Return a plain `<table>` with a caption and headers, readable without a style sheet or a script."""
         caption = (
             f'<caption style="text-align:left;white-space:nowrap">{html.escape(self.title)}</caption>'
             if self.title
@@ -74,13 +74,13 @@ class Table:
         return redact(self.html())
 
     def _cells(self) -> tuple[list[list[str]], list[bool]]:
-        """What stands in them, and which columns stand to the right."""
+        """Return the cells' texts, and for each column whether it is right-aligned."""
         cells = [[visible(str(cell)).replace("\n", "\\n") for cell in row] for row in self.rows]
         return cells, [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
 
 
 def _row(row: Sequence[str], sides: Sequence[str]) -> str:
-    """A row of HTML, whose first cell says what the others are of."""
+    """Return a row of HTML; its first cell is the header."""
     kinds = ['th scope="row"', *["td"] * (len(row) - 1)]
     cells = zip(kinds, sides, row, strict=True)
     return "<tr>" + "".join(f"<{kind}{side}>{html.escape(cell)}</{kind[:2]}>" for kind, side, cell in cells) + "</tr>"
@@ -137,11 +137,11 @@ class Result:
         return redact("".join([headline, *self.pictures(), *(table.html() for table in self.tables())]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain containers, sizes in bytes and times in seconds."""
+        """Return plain containers, sizes in bytes and times in seconds."""
         if not dataclasses.is_dataclass(self) or isinstance(self, type):
             raise TypeError(f"{type(self).__name__} is no dataclass")
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """`to_dict()` as JSON text."""
+        """Return `to_dict()` as JSON text."""
         return json.dumps(redact_all(self.to_dict()), indent=2)

@@ -26,11 +26,11 @@ class ToolkitError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        """The message, without secrets, and without what a terminal would obey."""
+        """Return the message without secrets and terminal control characters."""
         return visible(redact(super().__str__()))
 
     def _render_traceback_(self) -> list[str]:
-        """In IPython: the line that asked, and the message. What would stand between are frames of this package."""
+        """Return the user's line and the message for IPython, without frames of this package."""
         cells = ("<ipython-input", "ipykernel_")
         frames = [
             frame for frame in traceback.extract_tb(self.__traceback__) if any(mark in frame.filename for mark in cells)
@@ -86,14 +86,14 @@ class MissingLibrary(ToolkitError):
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """`" Did you mean 'zero3'?"`, or nothing where no known word is near."""
+    """Return `" Did you mean 'zero3'?"`, or an empty string where no known word is near."""
     values = {str(candidate).lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(str(word).lower(), values, n=1, cutoff=0.5)
     return f" Did you mean {values[matches[0]]!r}?" if matches else ""
 
 
 def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:
-    """`find(*arguments)`, or `default` where that raises: an unknown part of a message never costs the message."""
+    """Return `find(*arguments)`, or `default` if it raises: a missing detail must not hide the message."""
     try:
         return find(*arguments)
     except Exception:
@@ -101,7 +101,7 @@ def value_or(default: T, find: Callable[..., T], *arguments: object) -> T:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it came from, says that an allocation failed, on a device or on the host."""
+    """Return whether an exception or one of its causes is a failed allocation, on a device or the host."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:

@@ -35,7 +35,7 @@ _parent_of_forks: int | None = None
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Be killed when the process that started this one ends, however it ends. Call it first, in the main thread.
+    """Kill this process when its parent ends, however it ends. Call it first, in the main thread.
 
     Linux does it by `prctl(PR_SET_PDEATHSIG)`; elsewhere a thread looks twice a second. A parent that was gone before
     the call ends this process at once. The signal comes when the *thread* that forked ends: torch elastic and
@@ -64,7 +64,7 @@ def leave_safe_path() -> None:
 
 
 def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
-    """From now on keep in `log` what this process prints, libraries and crashes included.
+    """Copy everything that this process prints into `log`, from libraries and crashes, too.
 
     Under a supervisor rank 0 is shown too, both streams on standard output, and the other ranks are not; without one
     (a bare `accelerate launch`) everybody prints as before. Secrets are redacted on the way, by a process of its own, so
@@ -112,7 +112,7 @@ def _ask_kernel() -> bool:
 
 
 def _is_launcher(pid: int) -> bool:
-    """Whether `pid` looks like a launcher, and not like the init or reaper that inherits a dead one's children.
+    """Return whether `pid` looks like a launcher, not like the init process that adopts orphans.
 
     A launcher has the module or script that it starts on its command line, as this process has; one that was called
     from Python has not, but runs Python and is not process 1.
@@ -127,7 +127,7 @@ def _is_launcher(pid: int) -> bool:
 
 
 def _register_fork_hooks() -> None:
-    """Forked children ask for the same. One that another thread forks must not: it would die with that thread."""
+    """Apply the same to forked children, unless another thread forks: they would die with that thread."""
     global _forks_arranged
     if _forks_arranged:
         return
@@ -149,7 +149,7 @@ def _register_fork_hooks() -> None:
 
 @contextlib.contextmanager
 def forks_die_with_parent() -> Iterator[None]:
-    """Whatever a library forks meanwhile dies with this process, and a signal ends it without this process's handlers."""
+    """Let forked children die with this process, and end on a signal without this process's handlers."""
     global _parent_of_forks
     if _parent_of_forks is None:
         os.register_at_fork(after_in_child=_in_fork)
@@ -183,13 +183,13 @@ class StopSignal:
         self.number = self.number or number
 
     def __enter__(self) -> StopSignal:
-        """Listen."""
+        """Start to listen."""
         self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         self.listening = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Listen no more: a signal ends the process again as it did before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -60,7 +60,7 @@ _MOVES = re.compile(r"\x1b\[[0-9;]{0,16}[AKm]")
 
 
 def visible(text: str, *, moves: bool = False) -> str:
-    """`text` with the characters spelled that a terminal would obey: a model's name could rewrite the screen, or the clipboard.
+    """Return `text` with control characters escaped: a model's name could rewrite the terminal or the clipboard.
 
     Args:
         moves: leave a progress bar's own sequences: for streams of a whole program. Elsewhere they are taken out.
@@ -78,7 +78,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` with `[redacted]` for every secret in it.
+    """Return `text` with `[redacted]` in place of every secret.
 
     Secret are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
     at least 8 characters), the Hub's token file, passwords in `.netrc`, and what has the shape of a well-known token.
@@ -87,13 +87,13 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """JSON's containers with every string in them redacted, keys excepted."""
+    """Return JSON containers with every string redacted, except for keys."""
     return _redact_values(value, _secrets_pattern())
 
 
 @contextlib.contextmanager
 def redacted_output() -> Iterator[None]:
-    """What Python prints on standard output and error meanwhile is redacted, write by write."""
+    """Redact Python's standard output and error meanwhile, write by write."""
     out, err = _Stream(sys.stdout), _Stream(sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
@@ -134,7 +134,7 @@ def _redact_values(value: Any, secrets: re.Pattern[str] | None) -> Any:
 
 
 def _secrets_pattern() -> re.Pattern[str] | None:
-    """One pattern for all secrets that this process knows, as they are now."""
+    """Return one pattern for all secrets that this process knows now."""
     named = [os.environ[name] for name in os.environ if _is_secret_name(name)]
     home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
     hub = os.environ.get("HF_HOME") or os.path.join(cache or os.path.join(home, ".cache"), "huggingface")
@@ -145,7 +145,7 @@ def _secrets_pattern() -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=1024)
 def _is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret. Asked for every variable of the environment at every line written."""
+    """Return whether a variable of this name holds a secret. Called for the whole environment at every written line."""
     upper = name.upper()
     return _SECRET.search(upper) is not None and _PLACE.search(upper) is None and upper != _OURS
 
@@ -162,7 +162,7 @@ def _read_secrets(path: str, pattern: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Longest first, line by line, and as JSON, HTML and addresses spell them."""
+    """Return a pattern of the secrets, longest first, by line, and in the spellings of JSON, HTML and URLs."""
     lines = {line.strip() for value in values for line in value.splitlines()}
     secrets = {spelling for line in lines if len(line) >= LEAST for spelling in (line, *_spellings(line))}
     ordered = sorted(secrets, key=lambda word: (-len(word), word))
@@ -189,7 +189,7 @@ _LONGEST = 2**20
 
 
 def _copy(source: int, targets: Sequence[int]) -> None:
-    """From one file descriptor to others until it ends, line by line; one that cannot be written stops no other."""
+    """Copy one file descriptor to others until it ends, by line; a failing one stops no other."""
     import select
 
     secrets, pending = _secrets_pattern(), b""

@@ -16,22 +16,22 @@ BYTES_OF = {
 
 
 def dtype_name(dtype: object) -> str:
-    """`torch.bfloat16` → `"bfloat16"`, without importing torch."""
+    """Return `"bfloat16"` for `torch.bfloat16`, without importing torch."""
     return str(dtype).removeprefix("torch.")
 
 
 def ceil_div(amount: int, parts: int) -> int:
-    """The smallest integer that is at least `amount / parts`."""
+    """Return the smallest integer that is at least `amount / parts`."""
     return -(-amount // parts)
 
 
 def round_up(amount: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `amount`."""
+    """Return the smallest multiple of `multiple` that is at least `amount`."""
     return ceil_div(amount, multiple) * multiple
 
 
 def format_bytes(size: float) -> str:
-    """Bytes in the largest binary unit that keeps the number at 1 or more: `"1.50 GiB"`, `"77.0 MiB"`."""
+    """Return bytes in the largest binary unit with a number of 1 or more: `"1.50 GiB"`, `"77.0 MiB"`."""
     if size >= GiB:
         return f"{size / GiB:,.2f} GiB"
     if size >= MiB:
@@ -40,7 +40,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A number of parameters or tokens, as people say it: `"5.05M"`, `"8.03B"`."""
+    """Return a count of parameters or tokens in the usual short form: `"5.05M"`, `"8.03B"`."""
     for bound, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= bound:
             return f"{count / bound:.2f}{suffix}"
@@ -48,7 +48,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as `"45 s"`, `"3 min 20 s"` or `"2 h 05 min"`; a fraction of a second in ms."""
+    """Return seconds as `"45 s"`, `"3 min 20 s"` or `"2 h 05 min"`; below a second in ms."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 1:
@@ -61,10 +61,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_step_seconds(seconds: float) -> str:
-    """As `format_seconds`, but to the hundredth where steps and settings differ by tenths: `"2.35 s"`."""
+    """Return seconds as `format_seconds`, but small differences stay visible: `"2.35 s"`."""
     return f"{seconds:.2f} s" if 1 <= seconds < 10 else format_seconds(seconds)
 
 
 def timestamp() -> str:
-    """Now, to the second, with its offset from UTC (ISO 8601)."""
+    """Return the current time to the second, with its offset from UTC (ISO 8601)."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -32,7 +32,7 @@ class Order:
     seed: int
 
     def ids(self, start: int, count: int) -> list[int]:
-        """The row ids at positions `start` to `start + count` of the whole training."""
+        """Return the row ids at positions `start` to `start + count` of the whole training."""
         ids: list[int] = []
         while len(ids) < count:
             epoch, at = divmod(start + len(ids), self.rows)
@@ -49,18 +49,18 @@ def _epoch(rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 
 def sample_ids(rows: Rows, train_config: TrainConfig, *, dp_size: int, step: int) -> list[int]:
-    """The row ids of the global batch that step `step` (from 0) trains on, in the order of training."""
+    """Return the row ids of the global batch of step `step` (from 0), in the order of training."""
     size = train_config.micro_batch * train_config.accumulation * dp_size
     return Order(rows=rows.count, seed=train_config.seed).ids(step * size, size)
 
 
 def hash_ids(ids: Sequence[int]) -> str:
-    """16 hexadecimal digits of the ids' sha256: what `events.jsonl` records of a global batch."""
+    """Return 16 hexadecimal digits of the ids' sha256, which `events.jsonl` records for a global batch."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
 def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
-    """The rows with these ids, for a message: each by its number, the first ones with the beginning of their text.
+    """Return a text with these rows for a message: their numbers, and for the first ones the start of their text.
 
     Never raises: what a message cannot tell must not cost the weights that are saved behind it.
     """
@@ -103,7 +103,7 @@ def batches(
     attention: str = "sdpa",
     workers: int = 0,
 ) -> Loader:
-    """This rank's micro-batches from `start_step` to `train_config.steps`, in order: `accumulation` of them are a step.
+    """Return this rank's micro-batches from `start_step` to `train_config.steps`, `accumulation` of them a step.
 
     A step takes the next micro_batch × accumulation × dp_size samples of `Order`, whichever way these three split it. Of
     them, the first micro_batch × dp_size belong to the first micro-step, and so on; of a micro-step the first
@@ -128,7 +128,7 @@ def batches(
 
 
 def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, attention: str = "sdpa") -> Loader:
-    """Every row once over all ranks, in the order of the rows, split over the ranks as `batches` does.
+    """Return every row once over all ranks, in order, split over the ranks as in `batches`.
 
     All ranks get equally many batches of equal shape: what is missing at the end is rows without a trained label. So a
     batch may have no trained label at all, and its mean loss is then not a number: add up sums and counts.

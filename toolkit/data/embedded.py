@@ -33,7 +33,7 @@ _TRAINED_FRACTION = 4
 
 
 def embedded_files() -> list[Path]:
-    """The Python standard library's own sources, sorted by name, about 4 MB; equal wherever Python is.
+    """Return the Python standard library's sources, sorted by name, about 4 MB; equal for each Python version.
 
     Raises:
         DataError: where this Python comes without its sources.
@@ -90,14 +90,14 @@ def embedded_tokenizer(folder: Path) -> None:
 
 
 def resolve_spec(model: str, trust_remote_code: str | None = None) -> ModelSpec:
-    """The model's spec; the embedded model is made first, once for this machine."""
+    """Return the model's spec. The embedded model is made first, once for this machine."""
     if model != EMBEDDED:
         return describe(model, trust_remote_code=trust_remote_code)
     return dataclasses.replace(describe(None, trust_remote_code=trust_remote_code), source=str(embedded_model()))
 
 
 def embedded_model() -> Path:
-    """The folder of the embedded model and its tokenizer, made once from a seed: where every strategy starts."""
+    """Return the folder of the embedded model and its tokenizer, made once from a seed."""
     from importlib import metadata
 
     from filelock import FileLock

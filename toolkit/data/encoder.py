@@ -44,7 +44,7 @@ class Encoder:
     seq2seq: bool = False
 
     def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
-        """Documents as tokens, in their order; the end-of-sequence token closes a text and a completion.
+        """Encode documents in order; the end-of-sequence token closes a text and a completion.
 
         A conversation is what the chat template makes of it, nothing added. Prompt and completion are encoded apart, so
         that a prompt is the same tokens here and in generation.
@@ -129,7 +129,7 @@ class Encoder:
                 )
 
     def _turns(self, messages: list[dict[str, str]], ids: list[int], template: str, where: str) -> list[bool]:
-        """Which tokens are the assistant's: what a turn adds to the conversation before it, without its header."""
+        """Return which tokens are the assistant's: those that a turn adds to the conversation, without its header."""
         trained = [False] * len(ids)
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -162,7 +162,7 @@ class Encoder:
 
 
 def chat_template_of(tokenizer: Any, template: str | None, where: str) -> str:
-    """The template's text.
+    """Return the template's text.
 
     Raises:
         DataError: for a tokenizer that has none, when none is given.
@@ -178,7 +178,7 @@ def chat_template_of(tokenizer: Any, template: str | None, where: str) -> str:
 
 
 def read_template(template: str | Path | None) -> str | None:
-    """A chat template's text, from a file's name or the text itself (which always holds a brace).
+    """Return a chat template's text, from a file or the text itself (which contains a brace).
 
     Raises:
         DataError: for a file that cannot be read.

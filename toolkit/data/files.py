@@ -45,7 +45,7 @@ class Document:
 def documents(
     source: Source, *, text_column: str = "text", hashes: dict[str, str] | None = None, cache: Path | None = None
 ) -> Iterator[Document]:
-    """The documents of a source, in its order, each checked as it is read. Every file is read once.
+    """Yield the documents of a source in order, each checked as it is read. Every file is read once.
 
     Args:
         source: from `find_source`.
@@ -90,7 +90,7 @@ def documents(
 
 
 def _ignore(_: bytes) -> None:
-    """In place of a hash's `update`, for a file whose hash is known."""
+    """Replace a hash's `update` for a file with a known hash."""
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _nonempty_string(value: Any, where: str, what: str) -> str:
-    """`value`, if it is a string with something in it."""
+    """Return `value` if it is a non-empty string."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {what} is {_type(value)}, expected a string. Write it in quotes, or remove the row.")
     _check_size(len(value), where)
@@ -158,7 +158,7 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a name that stands twice nobody knows which value is meant."""
+    """Return a JSON object; refuse duplicate names."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -179,7 +179,7 @@ def _check_size(size: int, where: str) -> None:
 def _rows(
     rows: Iterable[tuple[int, Any, int]], file: int, source: Source, text_column: str, name: str
 ) -> Iterator[Document]:
-    """Rows, with line and size, as documents. The first row says which kind all rows of this file are."""
+    """Yield rows, given with line and size, as documents. The first row decides the kind of all rows in the file."""
     kind = ""
     for line, row, size in rows:
         where = source.where(file, line)

@@ -27,7 +27,7 @@ def check_hub(source: str) -> None:
 
 
 def load_dataset(source: str, *, path: str, config: str | None = None, split: str = "train", **options: Any) -> Any:
-    """`datasets.load_dataset`, which runs no code of a dataset's own.
+    """Call `datasets.load_dataset`; a dataset's own code never runs.
 
     Raises:
         DataError: with the library's own first line.
@@ -39,7 +39,7 @@ def load_dataset(source: str, *, path: str, config: str | None = None, split: st
 
 
 def open_saved(source: str, folder: Path, split: str = "train") -> Any:
-    """A dataset that `save_to_disk` wrote.
+    """Open a dataset that `save_to_disk` wrote.
 
     Raises:
         DataError: with the library's own first line.
@@ -52,7 +52,7 @@ def open_saved(source: str, folder: Path, split: str = "train") -> Any:
 
 
 def configured_files(source: str, folder: Path) -> list[str]:
-    """The training files, relative to the folder, that its README.md names under `configs`; none without such a header.
+    """Return the training files under `configs` in the folder's README.md, relative to the folder, if there are any.
 
     Raises:
         DataError: for several configurations, for one without a split `train`, and for what the library cannot read.

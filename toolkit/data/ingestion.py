@@ -78,7 +78,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
-    """A progress bar on a terminal, if the work takes longer than two seconds."""
+    """Show a progress bar on a terminal if the work takes longer than two seconds."""
     from tqdm import tqdm
 
     with tqdm(total=total, desc=name, unit=unit, unit_scale=True, delay=2, disable=None, leave=False) as bar:
@@ -86,7 +86,7 @@ def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
 
 
 def _cached_contents(origin: Source, entry: Path, text_column: str) -> Contents | None:
-    """What an earlier reading of the same, unchanged files left."""
+    """Return the cached contents of the same, unchanged files."""
     hashes = _known_hashes(origin, entry)
     if not origin.files or not set(_hashed(origin)) <= set(hashes):
         return None
@@ -95,7 +95,7 @@ def _cached_contents(origin: Source, entry: Path, text_column: str) -> Contents 
 
 
 def _known_hashes(origin: Source, entry: Path) -> dict[str, str]:
-    """The hashes of the files that have not changed since; of a dataset, only if none has."""
+    """Return the hashes of the files that have not changed; of a dataset, only if none has."""
     try:
         stored = json.loads(entry.read_bytes())
         before, hashes = dict(stored["files"]), dict(stored["hashes"])
@@ -112,7 +112,7 @@ def _hashed(origin: Source) -> list[str]:
 
 
 def _stats(origin: Source) -> dict[str, list[int]]:
-    """Each regular file's device, inode, size, and times of change. No program can set the last one, `ctime`, back."""
+    """Return each file's device, inode, size and times of change. No program can set the last one, `ctime`."""
     result = {}
     for path in origin.files:
         with contextlib.suppress(OSError):  # reading it says why
@@ -159,7 +159,7 @@ def _quiet(origin: Source, size: int) -> contextlib.AbstractContextManager[None]
 
 
 def is_shown(size: int) -> bool:
-    """Whether libraries show their progress with so many bytes."""
+    """Return whether libraries show their progress for this many bytes."""
     return size >= LARGE and sys.stderr.isatty()
 
 

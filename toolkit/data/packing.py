@@ -48,7 +48,7 @@ class Counts:
 
 
 def supports_packing(spec: ModelSpec) -> bool:
-    """Whether this model keeps documents of a row apart where `position_ids` begin again at 0, without a mask.
+    """Return whether the model separates the documents of a row where `position_ids` restart at 0, without a mask.
 
     transformers finds packed documents in `masking_utils._preprocess_mask_arguments`, and only if the model hands its
     `position_ids` to every causal mask that it creates: some do not (OPT, Falcon: their packed documents see each
@@ -75,7 +75,7 @@ def supports_packing(spec: ModelSpec) -> bool:
 
 @lru_cache
 def _masks_by_position(source: str) -> bool:
-    """Whether a modeling file hands `position_ids` to every causal mask that it creates, and has no stateful layer."""
+    """Return whether a modeling file passes `position_ids` to every causal mask and has no stateful layer."""
     nodes = list(ast.walk(ast.parse(source)))
     if any(isinstance(node, ast.ClassDef) and _STATEFUL.search(node.name) for node in nodes):
         return False
@@ -95,7 +95,7 @@ def _masks_by_position(source: str) -> bool:
 def arrange(
     encoded: Iterable[Encoded], counts: Counts, *, kind: str, packed: bool, seq_len: int, pad: int
 ) -> Iterator[Columns]:
-    """Rows in a fixed order, those without a trained label left out; `counts` says what became of the documents.
+    """Yield rows in a fixed order, without those that have no trained label; `counts` counts the documents.
 
     A text flows on from row to row: what a row has no room for goes on in the next one as a document of its own.
     Prompts and conversations are never cut in two, only truncated to `seq_len`. For `seq2seq` the prompt is the input
@@ -149,13 +149,13 @@ class _Row:
         return count
 
     def put_pair(self, source: list[int], target: list[int]) -> _Row:
-        """An encoder's input and a decoder's labels; the model shifts the labels itself, so their first is trained."""
+        """Put in an encoder's input and a decoder's labels; the model shifts the labels, so the first is trained."""
         self.ids[: len(source)], self.mask[: len(source)], self.labels[: len(target)] = source, 1, target
         self.tokens = len(source) + len(target)
         return self
 
     def columns(self) -> Columns:
-        """The columns that were asked for, int32 [seq_len] each."""
+        """Return the requested columns, int32 [seq_len] each."""
         arrays = {
             "input_ids": self.ids,
             "labels": self.labels,

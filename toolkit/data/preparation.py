@@ -97,7 +97,7 @@ def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) 
 
 
 def _fingerprint(contents: Contents, tokenizer: Any, settings: dict[str, Any]) -> str:
-    """sha256 over the hashes of the source's contents, the tokenizer and the settings; file names are left out."""
+    """Return a sha256 over the hashes of the source's contents, the tokenizer and the settings, without file names."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(json.dumps(_tokenizer_state(tokenizer), sort_keys=True).encode())
     for each in contents.hashes:
@@ -106,7 +106,7 @@ def _fingerprint(contents: Contents, tokenizer: Any, settings: dict[str, Any]) -
 
 
 def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
-    """Everything that decides which ids a text becomes."""
+    """Return everything that decides how the tokenizer encodes a text."""
     state: dict[str, Any] = {
         "class": type(tokenizer).__name__,
         "special": tokenizer.special_tokens_map,

@@ -68,7 +68,7 @@ class Rows(Result):
         return not any((starts[at : at + 1024, 1:] == 0).any() for at in range(0, self.count, 1024))
 
     def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, torch.Tensor]:
-        """What the model's forward takes, int64 [len(ids), seq_len]; an id of -1 is a row in which nothing is trained.
+        """Return the inputs of the model's forward, int64 [len(ids), seq_len]; a row with the id -1 is not trained.
 
         `input_ids`, `labels` (not shifted; -100 trains nothing) and, packed,
         `position_ids`, else `attention_mask`. Under `attention` `flash_attention_*` packed rows are joined into one,
@@ -96,13 +96,13 @@ class Rows(Result):
 
 
 def find_rows(fingerprint: str) -> Rows | None:
-    """The rows with this fingerprint, if the cache has them."""
+    """Return the rows with this fingerprint if the cache has them."""
     folder = cache_folder("data") / fingerprint
     return open_rows(folder) if folder.exists() else None
 
 
 def open_rows(folder: Path) -> Rows:
-    """The rows in a cache folder.
+    """Open the rows in a cache folder.
 
     Raises:
         DataError: for a folder that is not one, or whose files are not as long as it says.

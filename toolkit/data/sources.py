@@ -61,13 +61,13 @@ class Source:
     """Of a folder: which files are read and which are left out, with counts."""
 
     def where(self, file: int, line: int) -> str:
-        """A document's place, for messages: its file and line (of a text: 0), or its row in a dataset."""
+        """Return a document's place for messages: its file and line (of a text: 0), or its row in a dataset."""
         if self.kind != "files":
             return f"{self.name}, row {line}"
         return f"{self.files[file]}, line {line}" if line else str(self.files[file])
 
     def rows(self, cache: Path | None) -> Iterator[Mapping[str, Any]]:
-        """The rows of a dataset. Tables are converted in the folder `cache`."""
+        """Return the rows of a dataset. Tables are converted in the folder `cache`."""
         if self.kind == "saved":
             yield from open_saved(self.name, self.files[0].parent)
         elif self.kind == "hub":
@@ -78,7 +78,7 @@ class Source:
 
 
 def find_source(source: str | Path | None) -> Source:
-    """What a name given as `--data` means.
+    """Return the source that a `--data` value names.
 
     None or `embedded`; a file; a folder; a folder that `save_to_disk` wrote; or a Hub id as `ID`, `ID:SPLIT` or
     `ID:CONFIG:SPLIT` (split `train` unless named).
@@ -114,7 +114,7 @@ def find_source(source: str | Path | None) -> Source:
 
 
 def _folder(name: str, path: Path) -> Source:
-    """The data files of a folder and its subfolders: one family, without files that describe and other splits.
+    """Return the data files under a folder: one family of formats, without descriptions and other splits.
 
     The header of a Hub dataset's README.md decides, where it names the files of the training split.
 
@@ -161,7 +161,7 @@ def _folder(name: str, path: Path) -> Source:
 
 
 def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
-    """The files of the training split, and its name; all files where their names name no splits.
+    """Return the files of the training split and its name; all files where the names contain no split.
 
     A file of rows names one as `datasets` finds it: `train.jsonl`, `test/part-0.parquet`. Where none names `train`, files
     that name no split are it. Names of text files count only where each of them names a split and one is `train`:
@@ -184,7 +184,7 @@ def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _split_of(name: str) -> str:
-    """The split that a file's folders or its own name say, or nothing."""
+    """Return the split in the name of a file or its folders, or an empty string."""
     match = next(filter(None, map(_SPLIT.search, Path(name).parts)), None)
     return _SPLIT_NAMES[(match.lastindex or 1) - 1] if match else ""
 
@@ -198,7 +198,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_description(name: str) -> bool:
-    """Whether a file describes data, and is none where there are others."""
+    """Return whether a file describes data and does not count as data where there are other files."""
     file = Path(name).name
     text = _suffix(name) in ("", *TEXT)
     return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
@@ -210,7 +210,7 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def _summary(chosen: Sequence[str], split: str, other_splits: Sequence[str], left_out: Sequence[str]) -> str:
-    """Such as `12 parquet files; left out: README.md, 2 .yaml files`."""
+    """Return a summary such as `12 parquet files; left out: README.md, 2 .yaml files`."""
     kinds = Counter(Path(n).suffix.lower().lstrip(".") for n in chosen)
     text = ", ".join(f"{count:,} {kind} file{'s' * (count > 1)}" for kind, count in sorted(kinds.items()))
     text += f" of the split {split}" if split else ""

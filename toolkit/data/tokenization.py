@@ -30,7 +30,7 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def tokenize(contents: Contents, encoder: Encoder, folder: Path) -> Iterator[Encoded]:
-    """The documents' tokens, in their order. Those of several processes lie meanwhile in `folder`, memory-mapped.
+    """Yield the documents' tokens in order. Tokens of several processes lie in `folder` meanwhile, memory-mapped.
 
     Raises:
         DataError: as `Encoder.encode`.
@@ -77,7 +77,7 @@ def _by_processes(contents: Contents, encoder: Encoder, folder: Path, processes:
 
 
 def _documents(columns: Mapping[str, Sequence[Any]], source: Source) -> Iterator[Document]:
-    """The documents of a batch of the cache."""
+    """Yield the documents of a batch of the cache."""
     names = ("text", "prompt", "completion", "messages")
     for file, line, *values in zip(columns["file"], columns["line"], *(columns[name] for name in names), strict=True):
         content = {name: value for name, value in zip(names, values, strict=True) if value is not None}
@@ -86,13 +86,13 @@ def _documents(columns: Mapping[str, Sequence[Any]], source: Source) -> Iterator
 
 
 def _encode(columns: Mapping[str, Sequence[Any]], encoder: Encoder, source: Source) -> dict[str, list[Any]]:
-    """A batch of documents as columns of tokens."""
+    """Encode a batch of documents into columns of tokens."""
     encoded = list(encoder.encode(_documents(columns, source)))
     return {name: [getattr(document, name) for document in encoded] for name in ("ids", "trained", "whole", "split")}
 
 
 def _encoded(records: Any) -> Iterator[Encoded]:
-    """The documents of an Arrow record batch; their tokens are views of the memory map."""
+    """Yield the documents of an Arrow record batch; their tokens are views of the memory map."""
     ids, trained = records.column("ids"), records.column("trained")
     values, flags = ids.values.to_numpy(), trained.values.to_numpy(zero_copy_only=False)
     ends = ids.offsets.to_numpy()[1:].tolist()
@@ -110,7 +110,7 @@ def _cores() -> int:
 
 @contextlib.contextmanager
 def _workers() -> Iterator[None]:
-    """Processes that `datasets` starts meanwhile end with this one. The environment is afterwards as it was."""
+    """Let `datasets`' child processes end with this one. The environment is restored afterwards."""
     environ, parallelism = os.environ, os.environ.get(PARALLELISM)
     try:
         with forks_die_with_parent():

@@ -66,7 +66,7 @@ by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little p
 
 
 def card_key(name: str, word: str) -> str:
-    """The catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"` → `"H100-80GB"`.
+    """Return the catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"` → `"H100-80GB"`.
 
     Raises:
         ToolkitError: for a name that is not in the catalog, with the nearest, or that is several's.
@@ -83,7 +83,7 @@ def card_key(name: str, word: str) -> str:
 
 
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
-    """The card for what a driver calls it (`"NVIDIA A100-SXM4-80GB"`), by name and nearest memory; None if unknown."""
+    """Return the card for a driver's name (`"NVIDIA A100-SXM4-80GB"`) and the nearest memory; None if unknown."""
     words = set(re.split(r"[\s_-]+", driver.upper()))
     matches = [
         card

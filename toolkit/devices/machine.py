@@ -55,7 +55,7 @@ class Hardware(Result):
         return self.count * self.nodes
 
     def tables(self) -> list[Table]:
-        """The figures of the device and its host."""
+        """Return the figures of the device and its host."""
         device = self.device
         layout = f"{self.count} a node, {self.nodes} nodes" if self.nodes > 1 else f"{self.count}"
         capability = [("compute capability", "{}.{}".format(*device.capability))] if device.capability else []
@@ -72,7 +72,7 @@ class Hardware(Result):
 
 
 def hardware(name: str | None = None) -> Hardware:
-    """This machine, or a named one.
+    """Return this machine, or a named one.
 
     Args:
         name: `"cpu"`, `"2x cpu"` (ranks that share this host), `"T4"`, `"8x H100-80GB"`, `"2 nodes x 8x A100-80GB"`.
@@ -86,7 +86,7 @@ def hardware(name: str | None = None) -> Hardware:
 
 
 def torch_build() -> str | None:
-    """What the installed torch was built for: `"cpu"`, `"cuda 13.0"`, `"rocm 7.1"`; None without torch. No import."""
+    """Return the target of the installed torch: `"cpu"`, `"cuda 13.0"`, `"rocm 7.1"`; None without torch. No import."""
     module = importlib.util.find_spec("torch")
     version = Path(module.origin).with_name("version.py") if module and module.origin else None
     if version is None or not version.is_file():
@@ -99,7 +99,7 @@ def torch_build() -> str | None:
 
 
 def host_memory() -> tuple[int, int]:
-    """Total and available bytes of this host: physical memory, or what this process's control group leaves of it."""
+    """Return total and available bytes of this host: physical memory, or the limit of this process's control group."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -163,7 +163,7 @@ def _this_machine() -> Hardware:
 
 
 def _cpu(total: int, free: int) -> Device:
-    """bf16 runs on every CPU, fp16 (under DeepSpeed) where oneDNN has it. FlexAttention has no backward there."""
+    """Return this CPU. bf16 runs on every CPU, fp16 (under DeepSpeed) with oneDNN; FlexAttention has no backward."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -176,7 +176,7 @@ def _cpu(total: int, free: int) -> Device:
 
 
 def _gpus() -> list[Device]:
-    """The GPUs that CUDA would show this process, by NVML: no CUDA context is made.
+    """Return the GPUs that CUDA would show this process, read by NVML without a CUDA context.
 
     Raises:
         ToolkitError: where there is a GPU and the driver does not answer.
@@ -227,7 +227,7 @@ def _text(value: str | bytes) -> str:
 
 
 def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
-    """UUIDs of the devices that `CUDA_VISIBLE_DEVICES` leaves, in its order.
+    """Return the UUIDs of the devices in `CUDA_VISIBLE_DEVICES`, in its order.
 
     An entry is an index, the beginning of a `GPU-` UUID, or a whole `MIG-` UUID. As in CUDA, the first entry that names
     nothing ends the list (CUDA C++ Programming Guide, "Environment Variables").
@@ -278,7 +278,7 @@ def _parse_name(name: str) -> Hardware:
 def _cuda(
     name: str, total: int, free: int, capability: tuple[int, int] | None, card: GPUSpec | None, *, named: bool
 ) -> Device:
-    """bf16 is native from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide, Compute Capabilities).
+    """Return a CUDA device: native bf16 from compute capability 8.0, fp16 from 7.0 (CUDA Programming Guide).
 
     AMD's have no such number; those of the catalog compute both.
     """
@@ -296,7 +296,7 @@ def _cuda(
 
 
 def _installed(kernel: str) -> bool:
-    """As transformers' `is_flash_attn_2_available` and `is_flash_attn_3_available` ask, without importing torch."""
+    """Return the installed flash-attention packages, by transformers' own rules and without importing torch."""
     from importlib import metadata
 
     from packaging.version import Version

@@ -38,11 +38,11 @@ class Diagnosis(Result):
     abilities: tuple[Ability, ...]
 
     def status(self, check: str) -> str:
-        """The status that a check found."""
+        """Return the status of a check."""
         return next(finding.status for finding in self.findings if finding.check == check)
 
     def ability(self, field: str, value: str) -> Ability:
-        """Whether a value of a Strategy's field can run here."""
+        """Return whether a value of a Strategy's field can run here."""
         return next(ability for ability in self.abilities if (ability.field, ability.value) == (field, value))
 
     def headline(self) -> str:
@@ -98,7 +98,7 @@ def _with_compiling(group: Sequence[str]) -> tuple[str, ...]:
 
 
 def _rank(finding: Finding) -> int:
-    """Software first, then the machine, then the Hub."""
+    """Order findings: software, the machine, the Hub."""
     order = (
         "python", "torch", "torch build", "transformers", "accelerate", "deepspeed", "deepspeed operators",
         "bitsandbytes", "peft", "flash-attn", "datasets", "ipywidgets", "GPUs", "bf16", "processes",
@@ -145,7 +145,7 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
 
 
 def _lines(child: subprocess.Popen[str]) -> queue.Queue[str | None]:
-    """A child's lines as they come; None at their end."""
+    """Put a child's lines into the queue as they come; None at their end."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -160,7 +160,7 @@ def _lines(child: subprocess.Popen[str]) -> queue.Queue[str | None]:
 
 
 def _next_line(lines: queue.Queue[str | None], limit: float, stop: threading.Event) -> str | None:
-    """The next line, within `limit` seconds.
+    """Return the next line within `limit` seconds.
 
     Raises:
         queue.Empty: where none came, or somebody said stop.

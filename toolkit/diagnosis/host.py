@@ -25,7 +25,7 @@ class Environment(Result):
     """Of Python and the libraries that train; None for what is not installed."""
 
     def tables(self) -> list[Table]:
-        """The machine, and the versions."""
+        """Return the machine and the versions."""
         (machine,) = self.hardware.tables()
         rows = [("date", self.date), ("processor cores", str(self.cores)), *machine.rows]
         installed = [(name, version or "not installed") for name, version in self.versions.items()]
@@ -36,7 +36,7 @@ class Environment(Result):
 
 
 def environment() -> Environment:
-    """This machine and what is installed on it, now. Nothing heavy is imported, and no device is touched.
+    """Return this machine and its installed libraries. Imports nothing heavy and touches no device.
 
     Raises:
         ToolkitError: for a GPU whose driver does not answer.

@@ -31,7 +31,7 @@ _EXTRAS = {"deepspeed": "deepspeed", "bitsandbytes": "qlora"}
 
 
 def library(name: str) -> Finding:
-    """A library that has only to be there, be new enough and import."""
+    """Check that a library is installed, new enough and importable."""
     from importlib import metadata
 
     missing = absent(name)
@@ -47,7 +47,7 @@ def library(name: str) -> Finding:
 
 
 def absent(name: str) -> Finding | None:
-    """The finding for a library that is not installed."""
+    """Return the finding for a library that is not installed."""
     if importlib.util.find_spec(name) is not None:
         return None
     extra = f"[{_EXTRAS[name]}]" if name in _EXTRAS else ""
@@ -56,7 +56,7 @@ def absent(name: str) -> Finding | None:
 
 
 def _required_versions(name: str) -> Any:
-    """The versions of a library that this distribution asks for; None where it is not installed as one."""
+    """Return the required versions of a library; None where the toolkit is not installed as a distribution."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -69,7 +69,7 @@ def _required_versions(name: str) -> Any:
 
 
 def torch_computes() -> Finding:
-    """torch, with a product of matrices on the device that training would use."""
+    """Check torch with a matrix product on the training device."""
     finding = library("torch")
     if finding.status != "ok":
         return finding
@@ -86,7 +86,7 @@ def torch_computes() -> Finding:
 
 
 def bf16_computes() -> Finding:
-    """bfloat16 on the device that training would use."""
+    """Check bfloat16 on the training device."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,7 +121,7 @@ def processes_talk() -> Finding:
 
 
 def deepspeed_drives() -> Finding:
-    """DeepSpeed, and that it drives the device that training would use."""
+    """Check that DeepSpeed uses the training device."""
     finding = library("deepspeed")
     if finding.status != "ok":
         return finding
@@ -136,7 +136,7 @@ def deepspeed_drives() -> Finding:
 
 
 def operators(compile_them: bool = False) -> Finding:
-    """DeepSpeed's compiled operators: what is built, and whether the rest can be, at first use or now.
+    """Check DeepSpeed's compiled operators: which are built, and whether the others can be.
 
     On a CPU its collectives in shared memory are compiled by the first run (about 40 s); on a GPU its Adam for
     offloaded optimizer states (about 2 min).
@@ -169,7 +169,7 @@ def operators(compile_them: bool = False) -> Finding:
 
 
 def _missing_to_load(built: bool) -> dict[str, str]:
-    """What loading an operator lacks, and the fix. One that is built still asks ninja whether it is up to date."""
+    """Return what an operator needs to be loaded, and the fix. A built one still asks ninja whether it is current."""
     from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
     lacks = {}
@@ -185,7 +185,7 @@ def _missing_to_load(built: bool) -> dict[str, str]:
 
 
 def _is_built(builder: Any) -> bool:
-    """Whether an operator was built with DeepSpeed, or by an earlier run (torch/utils/cpp_extension.py says where)."""
+    """Return whether an operator is built, with DeepSpeed or by an earlier run (torch/utils/cpp_extension.py)."""
     import torch
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import get_default_build_root
@@ -197,7 +197,7 @@ def _is_built(builder: Any) -> bool:
 
 
 def bitsandbytes_packs() -> Finding:
-    """bitsandbytes, with a round trip through 4 bits on the device that training would use."""
+    """Check bitsandbytes with a round trip through 4 bits on the training device."""
     import_bitsandbytes()
     finding = library("bitsandbytes")
     if finding.status != "ok":
@@ -216,7 +216,7 @@ def bitsandbytes_packs() -> Finding:
 
 
 def flash_attention() -> Finding:
-    """FlashAttention, for GPUs of compute capability 8.0 and more. One built for another torch fails at import."""
+    """Check FlashAttention, for compute capability 8.0 or more. A build for another torch fails at import."""
     from importlib import metadata
 
     capability = hardware().device.capability
@@ -258,7 +258,7 @@ def check(name: str) -> Finding:
 
 
 def broken(name: str, detail: str) -> Finding:
-    """The finding for a check that did not come to its end."""
+    """Return the finding for a check that did not finish."""
     plain = name.removesuffix(COMPILE)
     fix = f"`pip install --force-reinstall {plain}`" if plain in _INSTALLED else ""
     return Finding(check=plain, status="broken", detail=detail, fix=fix)
@@ -269,7 +269,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def read(line: str) -> Finding:
-    """A finding from the line that the child printed."""
+    """Return the finding in a line that the child printed."""
     return Finding(**json.loads(line))
 
 

@@ -23,12 +23,12 @@ LEAST_FILES = 4096
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """Check the interpreter."""
     return Finding(check="python", status="ok", detail=f"{platform.python_version()} ({sys.executable})")
 
 
 def gpus() -> Finding:
-    """NVIDIA GPUs that this process may use."""
+    """Check the NVIDIA GPUs that this process may use."""
     try:
         machine = hardware()
     except ToolkitError as error:
@@ -45,13 +45,13 @@ def gpus() -> Finding:
 
 
 def memory() -> Finding:
-    """Memory of the host, or what its control group leaves."""
+    """Check the memory of the host or its control group."""
     total, free = host_memory()
     return Finding(check="host memory", status="ok", detail=f"{format_bytes(total)}, {format_bytes(free)} free")
 
 
 def shared_memory() -> Finding:
-    """`/dev/shm`, which dataloader workers, NCCL and DeepSpeed's collectives on CPU share."""
+    """Check `/dev/shm`, which dataloader workers, NCCL and DeepSpeed's CPU collectives share."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding(check="/dev/shm", status="n/a", detail="this system has none")
@@ -66,7 +66,7 @@ def shared_memory() -> Finding:
 
 
 def disk() -> Finding:
-    """Room where runs are written."""
+    """Check the free disk space for runs."""
     free = shutil.disk_usage(Path.cwd()).free
     short = free < LEAST_DISK
     return Finding(
@@ -78,7 +78,7 @@ def disk() -> Finding:
 
 
 def limits() -> Finding:
-    """What the shell allows a process: open files (dataloaders, shards), locked memory (pinned buffers, RDMA)."""
+    """Check the shell's limits: open files (dataloaders, shards), locked memory (pinned buffers, RDMA)."""
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,7 +94,7 @@ def limits() -> Finding:
 
 
 def widgets() -> Finding:
-    """Live views in a notebook."""
+    """Check live views in a notebook."""
     if importlib.util.find_spec("ipywidgets") is None:
         fix = "`pip install 'accelerate-toolkit[notebook]'`"
         return Finding(check="ipywidgets", status="missing", detail="not installed: no live view in notebooks", fix=fix)
@@ -104,7 +104,7 @@ def widgets() -> Finding:
 
 
 def hub_cache() -> Finding:
-    """The local cache of the Hugging Face Hub."""
+    """Check the local cache of the Hugging Face Hub."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
@@ -118,7 +118,7 @@ def hub_cache() -> Finding:
 
 
 def hub() -> Finding:
-    """Whether the Hugging Face Hub answers. Being offline is a fact, no fault."""
+    """Check whether the Hugging Face Hub answers. Being offline is not a failure."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -130,7 +130,7 @@ def hub() -> Finding:
 
 
 def build() -> Finding:
-    """What the installed torch was built for, without importing it."""
+    """Return the target of the installed torch, without importing it."""
     build = torch_build()
     if build is None:
         fix = "`pip install torch`; see pytorch.org for CUDA."

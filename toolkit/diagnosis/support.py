@@ -27,7 +27,7 @@ class Ability:
 
 
 def list_abilities(findings: Sequence[Finding]) -> Iterator[Ability]:
-    """Every value of sharding, offload, adapter, precision and attention, in the order of the Strategy's own lists."""
+    """Yield whether each sharding, offload, adapter, precision and attention can run, in the Strategy's order."""
     by_check = {finding.check: finding for finding in findings}
     try:
         machine = hardware()
@@ -51,7 +51,7 @@ Found = dict[str, Finding]
 
 
 def _failed_check(by_check: Found, *checks: str) -> str:
-    """The first of these checks that failed, as a reason."""
+    """Return the first of these checks that failed, as a reason."""
     relevant = (by_check[check] for check in checks if check in by_check)
     return next(
         (f"{finding.check}: {finding.detail}" for finding in relevant if finding.status in ("missing", "broken")), ""
@@ -71,7 +71,7 @@ def _sharding(word: str, machine: Hardware, by_check: Found) -> tuple[bool, str]
 
 
 def _refusal(strategy: Strategy, machine: Hardware) -> str:
-    """Why this machine cannot run a strategy on the fewest ranks that shard, or on those that it has; empty where it can."""
+    """Return why this machine cannot run a strategy on the fewest ranks that shard, or on its own; empty if it can."""
     most = machine.count if machine.device.kind == "cuda" else strategy.least_ranks
     try:
         resolve(strategy, TrainConfig(), None, min(strategy.least_ranks, most), machine.device)
@@ -81,7 +81,7 @@ def _refusal(strategy: Strategy, machine: Hardware) -> str:
 
 
 def _working_shardings(machine: Hardware, by_check: Found, **fields: str) -> tuple[list[str], str]:
-    """The shardings that run with these fields here, and why the first of the others does not."""
+    """Return the shardings that run with these fields, and why the first other one does not."""
     able, reason = [], ""
     for word, row in SHARDINGS.items():
         try:

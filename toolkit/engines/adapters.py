@@ -29,7 +29,7 @@ MOST_UNQUANTIZED = 0.5
 
 
 def unquantized_share(spec: ModelSpec) -> float:
-    """The share of all weights, by elements, that stays as it is: embeddings, norms, head, fused experts."""
+    """Return the share of weights, by elements, that is not quantized: embeddings, norms, head, fused experts."""
     linear = {f"{name}.weight" for name in quantizable(spec)}
     return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in linear) / spec.elements
 
@@ -100,7 +100,7 @@ def import_bitsandbytes() -> None:
 
 
 def quantization(job: Job) -> BitsAndBytesConfig | None:
-    """4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (Dettmers et al. 2022)."""
+    """Return the quantization. 4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (2022)."""
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -120,7 +120,7 @@ def quantization(job: Job) -> BitsAndBytesConfig | None:
 
 
 def quantized_modules(model: nn.Module) -> dict[str, int]:
-    """The modules whose weights are quantized, and how many weights each had before they were packed."""
+    """Return the quantized modules, each with its number of weights before packing."""
     return {
         name: child.in_features * child.out_features
         for name, child in model.named_modules()
@@ -179,7 +179,7 @@ def _seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
-    """PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
+    """Put PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
 
     Raises:
         StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer, and where it
@@ -211,7 +211,7 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
 
 
 def _check_adapted(model: nn.Module, targets: list[str]) -> None:
-    """PEFT turns some names of linear modules into a mixture's fused experts, and adapts those instead.
+    """Check PEFT's targets: it maps some names of linear modules to fused experts and adapts those instead.
 
     Raises:
         StrategyError: with the names that it leaves alone.
@@ -231,7 +231,7 @@ def _check_adapted(model: nn.Module, targets: list[str]) -> None:
 
 
 def read_dtype(job: Job) -> str:
-    """torch's name of the dtype that weights are read in: as the engine will hold them; frozen ones in the compute dtype."""
+    """Return torch's name of the dtype for loading: the engine's own; for frozen weights the compute dtype."""
     return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
 
 

@@ -76,7 +76,7 @@ class Engine:
         raise NotImplementedError
 
     def requirements(self, job: Job) -> Mapping[str, str]:
-        """Libraries beyond torch, each with how to install it or what to choose instead."""
+        """Return the libraries beyond torch, each with how to install it or what to choose instead."""
         return {}
 
     def checks(self, strategy: Strategy, device: Device) -> Sequence[str]:
@@ -84,11 +84,11 @@ class Engine:
         return ()
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Arguments for `Accelerator(...)`; `timeout`: how long a rank waits for another."""
+        """Return the arguments of `Accelerator(...)`; `timeout`: how long a rank waits for another."""
         raise NotImplementedError
 
     def environment(self, job: Job) -> dict[str, str | None]:
-        """Environment variables that its libraries read while they are set up; None: must not be set."""
+        """Return the environment variables that its libraries read during set-up; None: must not be set."""
         return {}
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Engine:
         raise NotImplementedError
 
     def autocast_dtype(self, job: Job) -> str | None:
-        """torch's name of the dtype of autocast; None where the weights themselves have the compute dtype."""
+        """Return torch's name of the autocast dtype; None where the weights themselves have the compute dtype."""
         return None
 
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
@@ -122,7 +122,7 @@ class Engine:
         return trace_config(job, masked=masked, autocast=self.autocast_dtype(job))
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
-        """Whether the simulation needs this event of a trace: the fewer, the faster a forecast."""
+        """Return whether the simulation needs this event of a trace: the fewer, the faster a forecast."""
         return True
 
     def simulate_step(
@@ -290,12 +290,12 @@ def engine_named(name: str) -> Engine:
 
 
 def kept_dtype(job: Job) -> str:
-    """torch's name of the dtype in which the engine holds trained parameters, besides any masters."""
+    """Return torch's name of the dtype in which the engine holds trained parameters, besides any masters."""
     return engine_of(job.strategy).expected_state(job).dtypes["trainable"]
 
 
 def all_engines() -> Iterator[Engine]:
-    """Every engine of the table, once."""
+    """Return every engine of the table once."""
     for name in dict.fromkeys(row.engine for row in SHARDINGS.values()):
         yield engine_named(name)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def gloo(timeout: timedelta | None = None) -> InitProcessGroupKwargs:
-    """The handler that makes Accelerate's DeepSpeed path use gloo."""
+    """Return the handler that makes Accelerate's DeepSpeed path use gloo."""
     from accelerate.utils import InitProcessGroupKwargs
 
     return InitProcessGroupKwargs(backend="gloo", timeout=timeout)

@@ -59,7 +59,7 @@ class DDP(Engine):
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """No plugin: Accelerate's own DDP."""
+        """Return no plugin: Accelerate uses DDP by itself."""
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],
@@ -67,18 +67,18 @@ class DDP(Engine):
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """`MULTI_GPU` with `use_cpu: false` starts several processes on a CPU too; `MULTI_CPU` starts one."""
+        """Return a config file. `MULTI_GPU` with `use_cpu: false` starts several CPU processes, `MULTI_CPU` one."""
         kind = "NO" if strategy.sharding == "none" else "MULTI_GPU"
         return base_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
 
     def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A file without DeepSpeed and FSDP."""
+        """Return the fields of a file without DeepSpeed and FSDP."""
         kinds = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
         sharding = kinds.get(str(config.get("distributed_type", "NO")))
         return {"sharding": sharding} | read_precision(config.get("mixed_precision")) if sharding else None
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
-        """`accelerate launch` without DeepSpeed and FSDP; nothing where it was not `accelerate launch`."""
+        """Return the fields of `accelerate launch` without DeepSpeed and FSDP; None without `accelerate launch`."""
         other = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
         if "ACCELERATE_MIXED_PRECISION" not in environ or any(environ.get(name) == "true" for name in other):
             return None
@@ -86,7 +86,7 @@ class DDP(Engine):
         return {"sharding": sharding} | read_precision(environ["ACCELERATE_MIXED_PRECISION"])
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """All parameters, and two moments of each trained one in its own dtype (Rajbhandari et al. 2020, section 3.1)."""
+        """Return all parameters and two moments of each trained one (Rajbhandari et al. 2020, section 3.1)."""
         states = list(parameters_of(job))
         trained = sum(state.elements for state in states if state.trainable)
         return StateMemory(
@@ -100,21 +100,21 @@ class DDP(Engine):
         )
 
     def autocast_dtype(self, job: Job) -> str | None:
-        """The weights keep the dtype that they are trained in."""
+        """Return the compute dtype: the weights keep the dtype that they are trained in."""
         return None if job.settings["autocast"] == "no" else job.compute_dtype
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
-        """Gradients alone."""
+        """Return whether the event is a gradient."""
         return what == "gradient"
 
     def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
-        """Every rank reads the whole model."""
+        """Simulate loading: every rank reads the whole model."""
         hold_loaded(ledger, job, self.expected_state(job, rank).parameters)
 
     def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
-        """Whole gradients, and buckets of the same size beside them."""
+        """Simulate whole gradients, and buckets of the same size."""
         memory = self.expected_state(job, rank)
         if job.parallelism.dp_size > 1:
             ledger.touch("buffers", min(memory.parameters, BROADCAST))
@@ -126,20 +126,20 @@ class DDP(Engine):
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
-        """One all-reduce of all gradients, with the last micro-batch: 2 (N - 1)/N of them (Rajbhandari et al. 2020, section 7)."""
+        """Return one all-reduce of all gradients in the last micro-batch: 2 (N - 1)/N of them (Rajbhandari 2020)."""
         ranks = job.parallelism.loss_size
         size = sum(state.elements for state in parameters_of(job) if state.trainable) * BYTES_OF[job.weight_dtype]
         sent = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
         return [sent] if ranks > 1 else []
 
     def compute_note(self, job: Job) -> str:
-        """Under autocast the weights stay as they are."""
+        """Return the note that autocast leaves the weights as they are."""
         if job.settings["autocast"] == "no":
             return "on the weights as they are held"
         return f"under autocast: products in {job.compute_dtype}, what needs the range in float32"
 
     def check(self, prepared: Prepared) -> list[str]:
-        """Several ranks are wrapped in DDP, one is not."""
+        """Check that several ranks are wrapped in DDP, and one is not."""
         expected = "DistributedDataParallel" if prepared.job.parallelism.dp_size > 1 else None
         class_name = type(prepared.model).__name__
         if expected and class_name != expected:
@@ -151,7 +151,7 @@ class DDP(Engine):
         )
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
-        """What the parameters' storages and the optimizer's state hold."""
+        """Measure the storages of the parameters and of the optimizer's state."""
         size, kinds = moment_bytes(prepared.optimizer)
         parameters = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
         # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`).
@@ -161,7 +161,7 @@ class DDP(Engine):
         )
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged over the ranks with the last micro-batch only. DDP decides it in the forward."""
+        """Average gradients over the ranks in the last micro-batch only. DDP decides it in the forward."""
         return nullcontext() if last else prepared.accelerator.no_sync(prepared.model)
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
@@ -177,7 +177,7 @@ class DDP(Engine):
         yield from buffer_shards(module)
 
     def after_restore(self, prepared: Prepared, counters: Counters) -> None:
-        """Counters; then DDP goes through one step's worth of gradients that are thrown away.
+        """Set the counters; then run DDP through one step of gradients, which are discarded.
 
         After its first backward DDP sums gradients in buckets of another order (`reducer.cpp`, `rebuild_buckets`), which
         with more than two ranks changes their last bits. A run that goes on has to sum as one that was never stopped.
@@ -196,7 +196,7 @@ class DDP(Engine):
 
 
 def _reduced(job: Job) -> tuple[str, ...]:
-    """One process reduces nothing."""
+    """Return the parts that are reduced; one process reduces nothing."""
     return ("reduce",) if job.parallelism.dp_size > 1 else ()
 
 

@@ -62,12 +62,12 @@ class Job:
         return self.train_config.micro_batch * self.train_config.accumulation * self.parallelism.dp_size
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of a rank on every dimension."""
+        """Return the coordinates of a rank."""
         return self.parallelism.coordinates(rank)
 
 
 def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None, ranks: int, device: Device) -> Job:
-    """What was asked, with nothing left open: precision, attention, learning rate, the engine's settings.
+    """Resolve a request completely: precision, attention, learning rate, the engine's settings.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do, before any process starts.
@@ -96,7 +96,7 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
 
 
 def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
-    """Number of ranks where none is given: one a device; on a CPU at least `Strategy.least_ranks`.
+    """Return the default number of ranks: one a device; on a CPU at least `Strategy.least_ranks`.
 
     Without data parallelism it follows from the strategy: 1 for `none`, `tp` for `none` with tensor parallelism.
     """
@@ -106,7 +106,7 @@ def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
 
 
 def resolve_precision(precision: str, device: Device) -> str:
-    """`auto`: bf16 where the device has it natively, else fp16 on a GPU, fp32 on a CPU."""
+    """Resolve `auto`: bf16 where the device has it natively, else fp16 on a GPU, fp32 on a CPU."""
     if precision != "auto":
         return precision
     if device.kind == "cpu":
@@ -115,7 +115,7 @@ def resolve_precision(precision: str, device: Device) -> str:
 
 
 def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, device: Device) -> str:
-    """`auto`: the first of the device's kernels that takes this dtype and that the model's class supports.
+    """Resolve `auto`: the device's first kernel that takes this dtype and that the model's class supports.
 
     Raises:
         StrategyError: for a named kernel that is not there or does not take this dtype, with those that do.
@@ -140,7 +140,7 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
 
 
 def default_lr(strategy: Strategy, spec: ModelSpec | None) -> float:
-    """1e-3 for the embedded model, 2e-4 for an adapter (Dettmers et al. 2023), 2e-5 for all weights."""
+    """Return 1e-3 for the embedded model, 2e-4 for an adapter (Dettmers et al. 2023), 2e-5 for all weights."""
     if spec is not None and spec.name == "embedded":
         return 1e-3
     return 2e-4 if strategy.adapter != "none" else 2e-5

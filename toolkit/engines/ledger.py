@@ -11,7 +11,7 @@ class Ledger:
     """Bytes by part. Every change is one call; the highest totals follow from the calls."""
 
     def __init__(self, *, shared: bool = False) -> None:
-        """`shared`: a rank's device is the host's memory, so what is offloaded stays in it."""
+        """Start empty. `shared`: the device's memory is the host's, so offloaded states stay in it."""
         self.shared = shared
         self.host = self.host_peak = 0
         """Of a rank, where its device has a memory of its own."""
@@ -28,24 +28,24 @@ class Ledger:
         self.parts: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """What follows belongs to this phase, and so does what is held as it begins."""
+        """Begin a phase: what is held now counts in it, too."""
         self.phase = phase
         self._high = self.phases.get(phase, -1)
         self._look(0, "workspace")
 
     def hold(self, part: str, size: int) -> None:
-        """More of a part, or less where `size` is negative."""
+        """Hold `size` more bytes of a part; less if `size` is negative."""
         self.held[part] += size
         self.total += size
         if self.total > self._high:
             self._look(0, part)
 
     def touch(self, part: str, size: int) -> None:
-        """For a moment `size` bytes more of a part."""
+        """Hold `size` more bytes of a part for a moment."""
         self._look(size, part)
 
     def walk(self, rise: int, net: int, logits_rise: int = 0, logits_net: int = 0) -> None:
-        """Activations that rise and then change by `net`, which is at most their rise; of both so much are logits."""
+        """Add activations that rise by `rise` and end at `net`; the last two arguments are the logits among them."""
         if self.total + rise > self._high:
             self._look(rise, "activations", logits_rise)
         if net or logits_net:
@@ -54,20 +54,20 @@ class Ledger:
             self.total += net
 
     def offload(self, part: str, size: int) -> None:
-        """As `hold`, in the host's memory."""
+        """Hold bytes in the host's memory."""
         if self.shared:
             self.hold(part, size)
         self.host += size
         self.host_peak = max(self.host, self.host_peak)
 
     def touch_host(self, part: str, size: int) -> None:
-        """As `touch`, in the host's memory."""
+        """Hold bytes in the host's memory for a moment."""
         if self.shared:
             self.touch(part, size)
         self.host_peak = max(self.host + size, self.host_peak)
 
     def rank0_host(self, size: int) -> None:
-        """More, or less, of the host's memory that rank 0 alone takes: where it reads for all, or writes for all."""
+        """Hold bytes in the host's memory on rank 0 alone, which reads or writes for all ranks."""
         self.alone += size
         self.alone_peak = max(self.alone, self.alone_peak)
 
@@ -80,7 +80,7 @@ class Ledger:
             self.parts = self._parts(more, part, logits)
 
     def _parts(self, more: int, part: str, logits: int) -> dict[str, int]:
-        """What is held, and `more` of a part, of which so much are logits."""
+        """Return the held bytes with `more` of a part, of which `logits` are logits."""
         parts = {**self.held, part: self.held[part] + more - logits}
         return {**parts, "logits": self.held["logits"] + logits} if logits else parts
 

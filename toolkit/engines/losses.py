@@ -54,7 +54,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 def _mean(model: Any, output: Any) -> torch.Tensor:
-    """The loss that a model returned; zero where no position is trained, of which the mean is not a number."""
+    """Return the loss that a model returned; zero where no position is trained, where the mean is NaN."""
     loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is None:
         raise StrategyError(
@@ -66,7 +66,7 @@ def _mean(model: Any, output: Any) -> torch.Tensor:
 
 
 def _auxiliary(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor | float:
-    """The load-balancing loss of a mixture of experts that asks for one, once for each trained token."""
+    """Return the load-balancing loss of a mixture of experts that has one, once for each trained token."""
     config: Any = getattr(getattr(model, "module", model), "config", None)
     if getattr(config, "z_loss_coefficient", 0):
         raise StrategyError(

@@ -21,7 +21,7 @@ def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[s
 
 
 def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
-    """Accelerate divides the loss by the accumulation steps, which a loss weighted by tokens has to undo."""
+    """Run the backward of a weighted loss: Accelerate divides it by the accumulation steps, which is undone."""
     accelerator = prepared.accelerator
     with phase("backward"):
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
@@ -71,7 +71,7 @@ def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:
 
 
 def read_counters(prepared: Prepared) -> Counters:
-    """The optimizer's steps, and what torch's GradScaler keeps."""
+    """Read the optimizer's steps, and the state of torch's GradScaler."""
     scaler = prepared.accelerator.scaler
     steps = steps_of(prepared.optimizer)
     if scaler is None:
@@ -81,7 +81,7 @@ def read_counters(prepared: Prepared) -> Counters:
 
 
 def write_counters(prepared: Prepared, counters: Counters) -> None:
-    """The inverse of `read_counters`."""
+    """Set what `read_counters` returns."""
     scaler = prepared.accelerator.scaler
     set_steps(prepared.optimizer, counters.steps)
     if scaler is not None and counters.scale is not None:

@@ -64,7 +64,7 @@ def settle() -> None:
 
 
 def workers() -> Iterator[Path]:
-    """The `/proc` folders of this process's gloo worker threads; none on other systems than Linux."""
+    """Return the `/proc` folders of gloo's worker threads; none on other systems than Linux."""
     for task in Path("/proc/self/task").glob("*"):
         try:
             if (task / "comm").read_text().rstrip("\n") == WORKER:
@@ -74,7 +74,7 @@ def workers() -> Iterator[Path]:
 
 
 def _is_idle(worker: Path) -> bool:
-    """Whether the thread waits for work.
+    """Return whether the thread waits for work.
 
     It is then in `pthread_cond_wait`, the futex call FUTEX_WAIT_BITSET without a timeout. Waits for the GIL and for
     peers have a timeout, and a wait for a mutex is a FUTEX_WAIT. A thread that is not blocked shows «running».

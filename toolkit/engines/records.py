@@ -100,7 +100,7 @@ class Transfer(NamedTuple):
 
 
 def on_device(job: Job, state: StateMemory) -> StateMemory:
-    """The part of a rank's states that lives on its device: offloaded states do not. On CPU ranks everything does."""
+    """Return the part of a rank's states on its device, without offloaded ones. On CPU ranks it is everything."""
     if job.device.kind == "cpu" or job.strategy.offload == "none":
         return state
     moved = {"master": 0, "optimizer": 0} | ({"trainable": 0, "frozen": 0} if job.strategy.offload == "cpu" else {})

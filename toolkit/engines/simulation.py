@@ -21,11 +21,11 @@ class Moves(Protocol):
     """Whether a micro-batch leaves more behind than it found; the second does not add to that."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """One of the events that `traces.Event` names."""
+        """Handle an event of `traces.Event`."""
 
 
 def walk(ledger: Ledger, job: Job, step: Sequence[Segment], moves: Moves) -> None:
-    """The micro-batches of a step, forward and backward: as many as are unlike."""
+    """Walk through the different micro-batches of a step, forward and backward."""
     for number in range(min(job.train_config.accumulation, 2 if moves.grows else 1)):
         ledger.enter("forward")
         if number == 0:
@@ -34,7 +34,7 @@ def walk(ledger: Ledger, job: Job, step: Sequence[Segment], moves: Moves) -> Non
 
 
 def blas_workspaces(job: Job) -> int:
-    """Bytes that cuBLAS keeps, of the thread that runs forwards and of the one that runs backwards.
+    """Return the bytes that cuBLAS keeps for the forward thread and the backward thread.
 
     aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`. Of AMD's GPUs the catalog knows a gfx94, whose
     rocBLAS has the most; where hipBLASLt is taken instead it is less.
@@ -59,7 +59,7 @@ def _walk(ledger: Ledger, step: Sequence[Segment], moves: Moves) -> None:
 
 
 def hold_loaded(ledger: Ledger, job: Job, size: int) -> None:
-    """Parameters that are read, and in `prepare` lie on the device. A GPU's are read into the host's memory, unless packed."""
+    """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
     ledger.enter("load")
     if job.device.kind == "cpu" or job.strategy.quantized:
         ledger.hold("parameters", size)
@@ -75,7 +75,7 @@ def hold_loaded(ledger: Ledger, job: Job, size: int) -> None:
 
 
 def expert_copies(job: Job) -> int:
-    """What reading takes beside the whole model, an adapter not yet on it: the experts of a layer.
+    """Return the bytes that loading needs besides the model, without its adapter: the experts of a layer.
 
     The files have them one by one, and they are joined from copies (transformers/core_model_loading.py). Where the files are
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
@@ -93,7 +93,7 @@ def expert_copies(job: Job) -> int:
 
 
 def quantization_constants(job: Job) -> int:
-    """Bytes that stand beside weights of 4 bits: a byte for each 64, four for each 256 of these, and both codes.
+    """Return the bytes of 4-bit constants: one for each 64 weights, four for each 256 of these, and both codes.
 
     Source: bitsandbytes/functional.py `QuantState`, with nested `state2`. Every rank holds them whole.
     """
@@ -107,7 +107,7 @@ def quantization_constants(job: Job) -> int:
 
 
 def hold_moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
-    """Made before the first step where checkpoints are laid out over them, else by the first step itself.
+    """Hold the moments: before the first step if checkpoints need their layout, else from the first step on.
 
     A checkpoint's own buffers come with them.
     """
@@ -131,7 +131,7 @@ def optimizer_step(ledger: Ledger, job: Job, sizes: Iterable[int]) -> None:
 
 
 def host_transfers(job: Job) -> list[Transfer]:
-    """Transfers of an offload: gradients to the host and weights back, once a step; parameters to the device for every pass."""
+    """Yield an offload's transfers: gradients and weights once a step, parameters in every pass."""
     offload = job.strategy.offload
     if offload == "none":
         return []

@@ -44,7 +44,7 @@ class State:
 
 
 def adapted(spec: ModelSpec, targets: str) -> list[str]:
-    """Names of the linear modules that get an adapter; none outside of the text part.
+    """Return the names of the linear modules that get an adapter; none outside the text part.
 
     `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
     """
@@ -56,13 +56,13 @@ def adapted(spec: ModelSpec, targets: str) -> list[str]:
 
 
 def quantizable(spec: ModelSpec) -> list[str]:
-    """Names of the linear modules that 4 and 8 bits pack."""
+    """Return the names of the linear modules that 4 and 8 bits pack."""
     left = set(spec.unquantized)
     return [name for name in spec.linears if name not in left]
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a model's checkpoint contains, by name."""
+    """Return the buffers that a model's checkpoint contains, by name."""
     return {
         f"{module_name}.{name}" if module_name else name: buffer
         for module_name, module in model.named_modules()
@@ -79,7 +79,7 @@ def buffer_shards(model: torch.nn.Module) -> Iterator[Shard]:
 
 
 def packed_shape(elements: int, size: int) -> tuple[int, int]:
-    """Of weights in 4 bits: a column of storage elements of `size` bytes each."""
+    """Return the shape of 4-bit weights: a column of storage elements of `size` bytes each."""
     return ceil_div(ceil_div(elements, 2), size), 1
 
 
@@ -95,12 +95,12 @@ def optimizer_bytes(job: Job, elements: int) -> int:
 
 
 def optimizer_dtypes(job: Job) -> str:
-    """torch's names of the dtypes of the optimizer's states, joined by `+`."""
+    """Return torch's names of the dtypes of the optimizer's states, joined by `+`."""
     return "+".join(sorted({state.dtype or job.weight_dtype for state in job.optimizer.states}))
 
 
 def parameters_of(job: Job) -> tuple[State, ...]:
-    """Every parameter that the job's model holds, in the model's order, tied ones once.
+    """Return every parameter of the job's model, in the model's order, tied ones once.
 
     Without an adapter the text part is trainable, which is all of most models, and the rest is frozen in the compute dtype.
     With one the base is frozen in the compute dtype, or packed: 4 bits an element in storage elements of the compute dtype
@@ -148,7 +148,7 @@ def _states(job: Job) -> Iterator[State]:
 
 
 def _adapter_parameters(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
-    """What an adapter adds to a linear module, behind its own parameters (peft/tuners/lora/layer.py `LoraLayer`)."""
+    """Yield what an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
     rank = job.strategy.lora_rank
     shapes = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
     for part, shape in shapes.items():
@@ -166,7 +166,7 @@ def measured_state(
     dtypes: dict[str, str],
     more: Mapping[bool, int] | None = None,
 ) -> StateMemory:
-    """An audit's result from the tensors that hold parameters: unique storages, trainable and frozen apart.
+    """Return a measured state from the tensors that hold parameters: unique storages, trainable and frozen.
 
     `tensors` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
     `more` are bytes, trainable and frozen, that the first step will hold from then on.
@@ -191,7 +191,7 @@ def measured_state(
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
-    """Bytes and dtypes of an optimizer's moments as this rank holds them; (None, "") before the first step.
+    """Return bytes and dtypes of an optimizer's moments on this rank; (None, "") before the first step.
 
     Step counters (one element each) are not counted.
     """
@@ -277,7 +277,7 @@ def measured_distributed(
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:
-    """Optimizer steps taken; 0 before the first."""
+    """Return the number of optimizer steps; 0 before the first."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 

@@ -28,7 +28,7 @@ _calls = itertools.count()
 
 
 def pg_timeout(seconds: float) -> timedelta:
-    """A timeout for a process group.
+    """Return a timeout for a process group.
 
     A millisecond more than asked: Accelerate leaves out what equals its own default for NCCL (600 s), and torch's for
     gloo, 1800 s, would come in its place.
@@ -37,7 +37,7 @@ def pg_timeout(seconds: float) -> timedelta:
 
 
 def handlers(timeout: timedelta | None) -> list[InitProcessGroupKwargs]:
-    """What tells Accelerate; nothing where torch's own default is meant."""
+    """Return Accelerate's handlers for a timeout; none for torch's own default."""
     from accelerate.utils import InitProcessGroupKwargs
 
     return [] if timeout is None else [InitProcessGroupKwargs(timeout=timeout)]
@@ -93,7 +93,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
 
 
 def wait_for(store: Any, alive: str, done: str, limit: float) -> bytes:
-    """The value of the key `done`, once it is there.
+    """Return the value of the key `done` as soon as it exists.
 
     Raises:
         TimeoutError: where the counter `alive` stands still for `limit` seconds.
@@ -111,7 +111,7 @@ def wait_for(store: Any, alive: str, done: str, limit: float) -> bytes:
 
 
 def limit_of(accelerator: Accelerator) -> float:
-    """Seconds that a collective may take."""
+    """Return the seconds that a collective may take."""
     import torch.distributed as dist
 
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(accelerator.device)

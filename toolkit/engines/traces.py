@@ -100,7 +100,7 @@ class LayerStack:
     """Indices of the layers that were kept: the first two and the last of each kind."""
 
     def source(self, layer: int) -> int:
-        """The kept layer, by its place among the kept ones, that stands for a layer of the whole model.
+        """Return the index, among the kept layers, of the one that stands for a layer of the whole model.
 
         The first and the last of a kind stand for themselves, the second for all between: what is made once in a
         forward belongs to the first layer, what is made once in a backward to the last.
@@ -109,7 +109,7 @@ class LayerStack:
         return self.kept.index(layer if layer in same else same[1])
 
     def repeated_layers(self) -> Iterator[tuple[str, str, int]]:
-        """Of each kept layer that stands for several: its name, that of the first of its kind, and how many."""
+        """Yield each kept layer that stands for several: its name, the first name of its kind, their number."""
         counts = Counter(self.source(layer) for layer in range(len(self.kinds)))
         for place, count in counts.items():
             first = self.source(self.kinds.index(self.kinds[self.kept[place]]))
@@ -129,7 +129,7 @@ class Trace:
     """Traces of the other simulated ranks, in the order of `Engine.simulated_ranks`; empty where all ranks are alike."""
 
     def scaled(self, other: Trace, times: int) -> Trace | None:
-        """This trace with `times` the difference from here to `other`'s sizes added; None where the two differ in more."""
+        """Return this trace plus `times` the difference to `other`; None where the two differ in more than sizes."""
         same = len(self.events) == len(other.events) and all(
             first[0] == second[0] and first[2] == second[2]
             for first, second in zip(self.events, other.events, strict=True)

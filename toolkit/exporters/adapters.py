@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def job_of(source: Source, spec: ModelSpec) -> Job:
-    """What the checkpoint's run trained, as one process on this host would: its engine and its kernel are not needed."""
+    """Return the checkpoint's job as one process on this host, without its engine and attention kernel."""
     assert source.manifest is not None
     was = source.manifest.strategy
     fields = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
@@ -41,7 +41,7 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
 
 
 def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:
-    """The base with the checkpoint's adapter on it, which computes in fp32 as PEFT lets a loaded one do.
+    """Put the checkpoint's adapter on the base. It computes in fp32, as PEFT lets a loaded adapter do.
 
     Args:
         base: from `read_base`, or a skeleton.
@@ -77,7 +77,7 @@ def write_adapter(model: PeftModel, source: Source, dtype: str | None, folder: P
 
 
 def planned_adapter(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
-    """What PEFT's `save_pretrained` has to write of a state: its names on the disk, and the bytes."""
+    """Return what PEFT's `save_pretrained` has to write for a state: names on the disk, and bytes."""
     from peft import get_peft_model_state_dict
 
     return {
@@ -87,12 +87,12 @@ def planned_adapter(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def compare_adapter(base: Any, expected: torch.Tensor, folder: Path, spec: ModelSpec) -> float:
-    """The logits' error of a saved adapter, opened by PEFT over the base again."""
+    """Return the logits' error of a saved adapter that PEFT opens on the base."""
     return relative_error(logits(reopen_adapter(base, folder), spec), expected)
 
 
 def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:
-    """The base's weights with the adapter's merged into them by PEFT. Takes the model apart.
+    """Return the base's weights with the adapter merged by PEFT. Takes the model apart.
 
     Args:
         model: from `with_adapter`; a quantized base is dequantized first, for it is over that that it was trained.

@@ -50,7 +50,7 @@ class Weights(Protocol):
         """torch's names."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, in its own shape and dtype, in host memory."""
+        """Return one tensor in its own shape and dtype, in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class InMemory:
         self.dtypes: Mapping[str, str] = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self._tensors[name].cpu()
 
 
@@ -115,7 +115,7 @@ class BaseWeights:
         self._whole: Any = None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """From its files where they use the model's own names; else transformers reads it whole, once.
+        """Read a tensor from its file if the file uses the model's names; else transformers reads the whole model once.
 
         Raises:
             ModelError: where it has no weights, or lacks this one.
@@ -140,7 +140,7 @@ class BaseWeights:
 
 @contextlib.contextmanager
 def opened_source(path: Path) -> Iterator[Source]:
-    """A run's newest sound checkpoint, one checkpoint, or a folder of DeepSpeed's or Accelerate's.
+    """Open a run's newest sound checkpoint, one checkpoint, or a folder of DeepSpeed's or Accelerate's.
 
     Raises:
         RunError: for a folder without any; for a checkpoint whose hashes do not hold (`CheckpointError`).

@@ -94,7 +94,7 @@ def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any
 
 
 def gathered(prepared: Prepared, names: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Whole tensors by name, on rank 0's host memory; None on other ranks, which send what they hold. A collective.
+    """Yield whole tensors by name in rank 0's host memory; None on other ranks, which send shards. A collective.
 
     Masters where an engine keeps them, else parameters. One tensor is in flight at a time.
     """
@@ -192,7 +192,7 @@ def verify(
 def _compare(
     prepared: Prepared, folder: Path, probe: Mapping[str, torch.Tensor], trained: torch.Tensor
 ) -> tuple[float | None, tuple[str, ...]]:
-    """The logits' error on rank 0, and notes: how it was measured, or why it was not.
+    """Return the logits' error on rank 0, and notes about the comparison.
 
     They are computed on rank 0's device where the model fits there a second time, else on the host.
 
@@ -228,7 +228,7 @@ def _compare(
 
 
 def _device_for_check(prepared: Prepared) -> torch.device | None:
-    """Where there is memory for the whole model a second time, with a fifth to spare; it is read on the host first."""
+    """Return a device with memory for a second model and a fifth to spare; it is read on the host first."""
     import torch
 
     job = prepared.job
@@ -248,7 +248,7 @@ def _device_for_check(prepared: Prepared) -> torch.device | None:
 
 
 def _job_on_device(job: Job, place: torch.device) -> Job:
-    """The same job, with an attention kernel that computes in this place."""
+    """Return the same job with an attention kernel for this device."""
     assert job.spec is not None
     if place.type == "cuda" or job.strategy.attention in ("sdpa", "eager"):
         return job
@@ -258,7 +258,7 @@ def _job_on_device(job: Job, place: torch.device) -> Job:
 def _result(
     prepared: Prepared, folder: Path, error: float | None, notes: tuple[str, ...], about: Mapping[str, Any]
 ) -> Export:
-    """What was saved, with its model card written."""
+    """Write the model card and return the result."""
     job = prepared.job
     saved = tensor_headers(folder)
     adapter = job.strategy.adapter != "none"

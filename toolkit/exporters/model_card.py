@@ -74,7 +74,7 @@ def write_card(
 
 
 def base_name(spec: ModelSpec) -> str:
-    """The Hub id of the model that was trained from, or the last part of its folder's name; no whole path."""
+    """Return the Hub id of the base model, or the last part of its folder's name; no whole path."""
     if spec.name == EMBEDDED or not os.path.exists(expand_user(spec.name)):
         return spec.name
     source = spec.source or spec.name
@@ -84,7 +84,7 @@ def base_name(spec: ModelSpec) -> str:
 def rows_of(
     strategy: Mapping[str, Any], train_config: Mapping[str, Any], *, parallelism: Parallelism, steps: int
 ) -> dict[str, Any]:
-    """What something was trained with, but for data and versions; `strategy` and `train_config` as their dataclasses' fields."""
+    """Return the settings of a training for the card, without data and versions, from fields of both dataclasses."""
     default = dataclasses.asdict(Strategy())
     fields = [f"{name} {value}" for name, value in strategy.items() if value != default[name] and name != "sharding"]
     batch = train_config["micro_batch"] * train_config["accumulation"] * parallelism.dp_size
@@ -98,7 +98,7 @@ def rows_of(
 
 
 def manifest_rows(manifest: Manifest) -> dict[str, Any]:
-    """The same of a checkpoint, with what else its manifest says."""
+    """Return the card's settings from a checkpoint's manifest."""
     identity = manifest.identity
     return {
         **rows_of(
@@ -115,5 +115,5 @@ def manifest_rows(manifest: Manifest) -> dict[str, Any]:
 
 
 def format_versions(versions: Mapping[str, str | None]) -> str | None:
-    """Libraries with their versions, those that are installed."""
+    """Return the installed libraries with their versions."""
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or None

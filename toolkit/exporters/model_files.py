@@ -25,7 +25,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model on the meta device, with the configs that its export gets: as its source says, with the pad token."""
+    """Build the model on the meta device with the configs of its export: the source's, with the pad token."""
     import torch
     from transformers import AutoConfig, GenerationConfig
 
@@ -48,7 +48,7 @@ class FullStateDict:
     kind = "model"
 
     def __init__(self, weights: Weights, model: PreTrainedModel, spec: ModelSpec) -> None:
-        """`model`: the skeleton.
+        """Plan the files of a model; `model` is the skeleton.
 
         Raises:
             RunError: where `weights` lack a tensor, hold one of another shape, or one that the model does not know.
@@ -94,7 +94,7 @@ class FullStateDict:
         }
 
     def tensor(self, name: str) -> torch.Tensor:
-        """From where it is."""
+        """Return a tensor from its source."""
         return self._kept[name] if name in self._kept else self._weights.tensor(self._held[name])
 
     @property
@@ -107,7 +107,7 @@ class FullStateDict:
 
 
 def _buffer(weights: Weights, origin: BaseWeights, name: str) -> torch.Tensor:
-    """A buffer of the checkpoint; the source's own if training only rounded it."""
+    """Return a buffer of the checkpoint; the source's own if training only rounded it."""
     import torch
 
     value = weights.tensor(name)
@@ -119,7 +119,7 @@ def _buffer(weights: Weights, origin: BaseWeights, name: str) -> torch.Tensor:
 
 
 def saved_dtypes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> dict[str, str]:
-    """The dtype that each tensor is saved in: its own, or what is asked for, but for those that transformers keeps in fp32."""
+    """Return the dtype of each saved tensor: its own or the requested one, except for those that stay in fp32."""
     import torch
     from transformers.core_model_loading import build_glob_alternation
 
@@ -133,13 +133,13 @@ def saved_dtypes(model: PreTrainedModel, weights: FullStateDict, dtype: str | No
 
 
 def saved_bytes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> int:
-    """What the weights will take on the disk."""
+    """Return the bytes of the weights on the disk."""
     dtypes = saved_dtypes(model, weights, dtype).items()
     return sum(math.prod(weights.shapes[name]) * BYTES_OF[saved_dtype] for name, saved_dtype in dtypes)
 
 
 def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
-    """What `save_pretrained` has to write of a state: transformers' names on the disk, and the bytes; a layer at a time."""
+    """Yield what `save_pretrained` has to write for a state, a layer at a time: names on the disk, and bytes."""
     import torch
 
     saved = {name: tensor for name, tensor in state.items() if name not in (model._keys_to_ignore_on_save or ())}
@@ -217,7 +217,7 @@ def _on_disk(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Names that are converted together: a repeated layer's, or all of them where a conversion joins more than that."""
+    """Return names that are converted together: a repeated layer's, or all where a conversion joins more."""
     by_storage: dict[str, list[str]] = {}
     for name in metas:
         layer = re.match(r"(.*?\.\d+)\.", name)

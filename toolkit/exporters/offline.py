@@ -127,7 +127,7 @@ def _result(request: _Request, written: _Written, folder: Path) -> Export:
 
 
 def _trained_model_spec(source: Source, model: str | None, trust: str | None) -> ModelSpec:
-    """The model that was trained from, which has to be the checkpoint's own."""
+    """Return the spec of the base model, which has to match the checkpoint's."""
     identity = source.manifest.identity if source.manifest else {}
     own = str(source.path) if (source.path / "config.json").is_file() else None
     name = model or identity.get("source") or identity.get("model") or own
@@ -159,7 +159,7 @@ def _trained_model_spec(source: Source, model: str | None, trust: str | None) ->
 
 
 def _cached_folder(source: Source, name: str) -> str:
-    """The cached folder of a model on the Hub that a manifest names: it may be a stranger's, and nothing is fetched for it.
+    """Return the cached folder of a Hub model in a manifest. The manifest may be crafted: nothing is downloaded.
 
     Raises:
         ModelError: where it is not in the cache.
@@ -187,7 +187,7 @@ def _whole(request: _Request, draft: Path) -> _Written:
 
 
 def _logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
-    """What logits say of an export whose bytes are the checkpoint's: they come second, and remove nothing."""
+    """Return notes about the logits of an export with correct bytes: a difference is a warning only."""
     return (NO_ROOM,) if error is None else tolerance_note(error, limit)
 
 
@@ -239,7 +239,7 @@ def _adapter(request: _Request, draft: Path) -> _Written:
 
 
 def _write(request: _Request, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
-    """A whole model's files, checked one by one."""
+    """Write a whole model's files and check each."""
     tokenizer = load_tokenizer(request.spec)
     model = skeleton(request.spec, tokenizer)
     complete = FullStateDict(weights, model, request.spec)

@@ -52,7 +52,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` where all went well, and is removed where it did not.
+    """Yield a draft folder that becomes `folder` on success and is removed on an error.
 
     Args:
         folder: a new or an empty one; its parents are made.
@@ -101,7 +101,7 @@ def _restore_old(old: Path, final: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Everything in a folder, at any depth, and the folder itself, to the disk."""
+    """Flush a folder and everything in it to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -16,7 +16,7 @@ from toolkit.models.hf_loading import auto_class, without_engine
 
 
 def reopen(job: Job, folder: Path) -> Any:
-    """The model in `folder`, in evaluation mode, on the host; an adapter over its base, read (and quantized) again.
+    """Reopen the model in `folder` on the host, in evaluation mode; an adapter on its base, read (and quantized) again.
 
     An adapter is in the dtype it was trained in, so that its logits can be compared. PEFT would read it in fp32.
 
@@ -37,7 +37,7 @@ def reopen(job: Job, folder: Path) -> Any:
 
 
 def reopen_adapter(base: Any, folder: Path) -> Any:
-    """The adapter in `folder` over its base, in evaluation mode."""
+    """Reopen the adapter in `folder` on its base, in evaluation mode."""
     import_bitsandbytes()
     from peft import PeftModel
 
@@ -49,7 +49,7 @@ def reopen_adapter(base: Any, folder: Path) -> Any:
 
 
 def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -> Any:
-    """A whole model in `folder`, in evaluation mode, on the host.
+    """Reopen a whole model in `folder`, in evaluation mode, on the host.
 
     Raises:
         RunError: for keys that are missing or that the model does not know.
@@ -72,7 +72,7 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
 
 
 def read_base(job: Job, *, on_host: bool = False) -> Any:
-    """The frozen model that an adapter is trained over, as it was trained over: in the compute dtype, or quantized.
+    """Read an adapter's frozen base as in training: in the compute dtype, or quantized.
 
     Args:
         job: of the adapter.

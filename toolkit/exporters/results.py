@@ -72,7 +72,7 @@ BITS = {
 
 
 def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -> str:
-    """The Python that loads a folder with transformers, or with PEFT over its base.
+    """Return the Python line that loads a folder with transformers, or with PEFT on its base.
 
     Args:
         spec: of the model.
@@ -98,7 +98,7 @@ NO_ROOM = (
 
 
 def not_compared(problem: Exception, folder: Path, *, opened: bool) -> str:
-    """A sentence for a saved model, of the trained bytes, that cannot compute here; a warning where it does not even open."""
+    """Return a note for a saved model with correct bytes that cannot compute here; a warning if it does not open."""
     reason = f"{type(problem).__name__}: {first_line(problem)}".replace(str(folder), ".")
     if opened:
         return f"Logits were not compared ({reason}). The saved bytes are the trained ones."
@@ -109,7 +109,7 @@ def not_compared(problem: Exception, folder: Path, *, opened: bool) -> str:
 
 
 def tolerance_note(error: float, limit: float) -> tuple[str, ...]:
-    """A sentence for logits that differ more than usual, of a model whose saved bytes are the trained ones."""
+    """Return a note for a model with correct bytes whose logits differ more than usual."""
     if error <= limit:
         return ()
     return (
@@ -130,7 +130,7 @@ class SavedTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
-        """`tensor` may lie on any device."""
+        """Return the fingerprint of `tensor`, on any device."""
         import torch
 
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -148,7 +148,7 @@ def shapes(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of one file, from its header alone."""
+    """Yield the tensors of one file, from its header alone."""
     names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

@@ -45,7 +45,7 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
 
 
 def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
-    """What is wrong with one tensor. One that is not finite may have been trained so: then its bytes are equal."""
+    """Return what is wrong with one tensor. A value that is not finite may be trained: then the bytes are equal."""
     import torch
 
     saved = SavedTensor.of(tensor)
@@ -62,7 +62,7 @@ def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None)
 
 
 def check_tied(model: Any, spec: ModelSpec) -> None:
-    """What shares one tensor in the model still does.
+    """Check that tied parameters still share one tensor.
 
     Raises:
         RunError: naming what does not.
@@ -73,7 +73,7 @@ def check_tied(model: Any, spec: ModelSpec) -> None:
 
 
 def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: str) -> float | None:
-    """The logits' error of a saved model against the checkpoint's own tensors in the model; None where memory lacks.
+    """Return the logits' error of a saved model against the checkpoint's tensors; None without enough memory.
 
     One model is in memory at a time.
 
@@ -89,7 +89,7 @@ def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: 
 
 
 def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
-    """What a saved model says on the probe, and the dtypes that transformers opens it in.
+    """Return a saved model's logits on the probe, and the dtypes in which transformers opens it.
 
     Raises:
         RunError: for a model that does not open whole, or whose tied weights came untied.
@@ -104,7 +104,7 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
 
 
 def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
-    """What a model says on the probe: tokens drawn from a seed, as many as it takes, in fp32."""
+    """Return a model's logits on the probe in fp32: tokens drawn from a seed, as many as it takes."""
     import torch
 
     length = min(PROBE_TOKENS, spec.max_positions or PROBE_TOKENS)
@@ -117,23 +117,23 @@ def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖."""
+    """Return ‖actual − expected‖ / ‖expected‖."""
     return float((actual - expected).norm() / expected.norm())
 
 
 def check_attention(spec: ModelSpec) -> str:
-    """A kernel that needs no GPU."""
+    """Return a kernel that needs no GPU."""
     return "sdpa" if "sdpa" in spec.attentions else "eager"
 
 
 def fits(spec: ModelSpec, dtype: str) -> bool:
-    """Whether there is host memory for the whole model in this dtype, with a fifth to spare."""
+    """Return whether the host has memory for the whole model in this dtype, with a fifth to spare."""
     gc.collect()
     return host_memory()[1] > 1.2 * BYTES_OF[dtype] * spec.elements
 
 
 def _assemble_model(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
-    """A model with the checkpoint's tensors put in by name, in the dtypes that the saved one is opened in."""
+    """Build a model from the checkpoint's tensors by name, in the dtypes of the saved model."""
     import torch
     from accelerate import init_empty_weights
     from transformers import AutoConfig

@@ -52,7 +52,7 @@ def pack(model: PreTrainedModel) -> None:
 
 
 def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
-    """The names that the shallow model has, as it spells them."""
+    """Yield the names that the shallow model has, in its spelling."""
     for name in names:
         stack = next((candidate for candidate in stacks if name.startswith(f"{candidate.name}.")), None)
         if stack is None:
@@ -64,7 +64,7 @@ def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[
 
 
 def _replace(model: PreTrainedModel, name: str) -> None:
-    """A linear module becomes bitsandbytes' of 4 bits; its weight stays as it is."""
+    """Replace a linear module with bitsandbytes' 4-bit module; its weight stays."""
     import_bitsandbytes()
     from bitsandbytes.nn import Linear4bit, Params4bit
 

@@ -42,7 +42,7 @@ class Calibration:
 
 
 def read_run(path: Path) -> Calibration:
-    """What a run's `memory.json`, `events.jsonl` and `run.json` say.
+    """Read a run's `memory.json`, `events.jsonl` and `run.json`.
 
     Raises:
         RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
@@ -74,7 +74,7 @@ def read_run(path: Path) -> Calibration:
 
 
 def calibrated(forecast: F, lesson: Calibration) -> F:
-    """The forecast with what the run took more, which is workspace, or less, which is taken from the largest part.
+    """Correct the forecast by a run: what it took more is workspace, what it took less comes off the largest part.
 
     Raises:
         RunError: for a run on another kind of device.

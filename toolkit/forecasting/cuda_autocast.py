@@ -44,7 +44,7 @@ SUMS = (
 
 @contextmanager
 def cuda_casts() -> Iterator[None]:
-    """Within it autocast on the processor takes fake tensors as CUDA's takes real ones.
+    """Let autocast on the CPU treat fake tensors as CUDA's treats real ones.
 
     What both list alike (products in half precision, most losses in fp32) stays as it is.
     """
@@ -95,7 +95,7 @@ def _sum(operator: Any) -> Callable[..., Any]:
 
 
 def _is_fake(values: Any) -> bool:
-    """A thread that trains meanwhile keeps its own casts."""
+    """Return whether a value is fake: a thread that trains meanwhile keeps its own casts."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._pytree import tree_leaves
 
@@ -113,7 +113,7 @@ def _to_wide(value: Any) -> Any:
 
 
 def _no_autocast() -> Any:
-    """The kernel below: as C++'s `ExcludeDispatchKeyGuard` in autocast's wrappers."""
+    """Run the kernel below autocast, as C++'s `ExcludeDispatchKeyGuard` does."""
     import torch
 
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

@@ -33,7 +33,7 @@ class Difference:
         return self.other / self.one if self.one and self.other is not None else None
 
     def spell(self, value: float | None) -> str:
-        """A value with its unit."""
+        """Return a value with its unit."""
         if value is None:
             return "–"
         if self.unit == "bytes":
@@ -73,7 +73,7 @@ class ForecastDiff(Result):
         return f"{'; '.join(sentences)}.{pace}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Both forecasts' JSON, and the differences."""
+        """Return both forecasts' JSON, and the differences."""
         return {
             "labels": list(self.labels),
             "one": self.one.to_dict(),
@@ -86,7 +86,7 @@ class ForecastDiff(Result):
         }
 
     def pictures(self) -> Sequence[str]:
-        """Both peaks by part, and what a rank sends."""
+        """Return pictures of both peaks by part, and of what a rank sends."""
         both = list(zip(self.labels, (self.one, self.other), strict=True))
         peaks = [
             Bar(label=f"{label}, {forecast.peak_phase}", parts={part: forecast.parts.get(part, 0) for part in PARTS})
@@ -103,7 +103,7 @@ class ForecastDiff(Result):
         )
 
     def tables(self) -> list[Table]:
-        """What was asked, the figures, and why they differ."""
+        """Return the different fields, the figures, and why they differ."""
         fields = [(name, *(str(value) for value in values)) for name, values in self.fields.items()]
         rows = [
             (
@@ -124,7 +124,7 @@ class ForecastDiff(Result):
 
 
 def _sent_bytes(forecast: Forecast) -> dict[str, float]:
-    """What a rank sends in a step: parameters, and gradients."""
+    """Return the bytes that a rank sends in a step: parameters and gradients."""
     parts = {"parameters": 0.0, "gradients": 0.0}
     for sent in collectives(forecast.job):
         parts["gradients" if sent.what.startswith("gradients") else "parameters"] += sent.size * sent.times
@@ -132,7 +132,7 @@ def _sent_bytes(forecast: Forecast) -> dict[str, float]:
 
 
 def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
-    """What differs between two forecasts, and why.
+    """Return the differences between two forecasts, and their reasons.
 
     Args:
         one: the first.
@@ -162,7 +162,7 @@ def _differing_fields(one: Forecast, other: Forecast) -> dict[str, tuple[Any, An
 
 
 def _label(forecast: Forecast, fields: Mapping[str, tuple[Any, Any]], place: int) -> str:
-    """The sharding where that differs, else what does: `zero3`, `offload cpu`, `micro_batch 8`."""
+    """Return the sharding if it differs, else another difference: `zero3`, `offload cpu`, `micro_batch 8`."""
     words = [
         str(values[place]) if name in ("model", "hardware") else f"{name} {values[place]}"
         for name, values in fields.items()

@@ -90,7 +90,7 @@ class DtypeReport(Result):
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Each column, its places as stage → part → dtype."""
+        """Return each column, its dtypes as stage → part → dtype."""
         columns = []
         for column in self.columns:
             nested = {name: _nested(getattr(column, name)) for name in ("dtypes", "measured")}
@@ -103,13 +103,13 @@ class DtypeReport(Result):
         return {**vars(self), "columns": columns}
 
     def pictures(self) -> Sequence[str]:
-        """Bytes for each trained weight."""
+        """Return a picture of the bytes for each trained weight."""
         rows = [Bar(label=column.label, parts=column.element_bytes) for column in self.columns if not column.refused]
         title = f"{self.precision}: bytes for each trained weight, before anything is sharded"
         return [bars(rows, title=title, spell=lambda size: f"{size:g} B")] if rows else []
 
     def tables(self) -> list[Table]:
-        """Dtypes by stage, then how weights are read and cast."""
+        """Return dtypes by stage, then how weights are read and cast."""
         able = [column for column in self.columns if not column.refused]
         refused = [(column.label, column.refused) for column in self.columns if column.refused]
         places = sorted(
@@ -154,7 +154,7 @@ def dtype_report(
     ranks: int | None = None,
     run: str | Path | None = None,
 ) -> DtypeReport:
-    """The dtypes of each strategy, from loading to the checkpoint. Nothing is launched, and no device is touched.
+    """Return the dtypes of each strategy from loading to the checkpoint. No launch, no device.
 
     Args:
         model: a spec, or what `describe` takes.
@@ -238,13 +238,13 @@ PER_WEIGHT = {"parameters": "trainable", "master": "master", "gradients": "gradi
 
 
 def _frozen(job: Job) -> str:
-    """The dtypes of frozen weights; of packed ones what their bits lie in."""
+    """Return the dtypes of frozen weights; of packed ones the storage dtype."""
     kinds = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
     return f"4 bits in {kinds}" if job.strategy.adapter == "qlora" else kinds
 
 
 def _measured(finished: FinishedRun) -> dict[Place, str]:
-    """Where a run's audit looked, and what it found."""
+    """Return the dtypes that a run's audit measured."""
     weights = "weights" if finished.strategy.adapter == "none" else "the adapter's weights"
     places = {
         "trainable": ("preparation", weights),

@@ -26,7 +26,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def patched(config: TraceConfig) -> Iterator[None]:
-    """Within it fake tensors take the stand-ins. Others, say of a thread that trains meanwhile, take what they always do.
+    """Replace kernels for fake tensors only; real ones, as of a thread that trains meanwhile, take the usual kernels.
 
     A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
     GPU that choice is made here. `grouped_mm` has no fake kernel in fp32, and that of bitsandbytes' product tells nothing of
@@ -78,7 +78,7 @@ def _fake_operator(module: Any, name: str, ours: Callable[..., Any]) -> Iterator
 
 
 def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor) -> Any:
-    """transformers' own operator of the same result, which can be traced; kept is what torch's keeps.
+    """Use transformers' own operator, which can be traced, and keep what torch's kernel keeps.
 
     A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`): of frozen experts no input is kept.
     """
@@ -111,7 +111,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """By the rules of torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
+    """Follow torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
 
     Flash attention takes half precision without a mask, from compute capability 8.0 on; the memory-efficient kernel what has
     a mask or is fp32, but no grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta
@@ -139,7 +139,7 @@ def _attention(
 
 
 def _fake_product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bias: torch.Tensor | None = None) -> Any:
-    """bitsandbytes/autograd/_functions.py `MatMul4Bit`; backends/default/ops.py `_gemm_4bit_default_impl`."""
+    """Follow bitsandbytes/autograd/_functions.py `MatMul4Bit`; backends/default/ops.py `_gemm_4bit_default_impl`."""
     import torch
 
     class Product(torch.autograd.Function):
@@ -155,7 +155,7 @@ def _fake_product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bi
 
 
 def _fake_dequantize(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """The weights whole, made from scales that were made whole themselves."""
+    """Return dequantized weights, made from scales that are dequantized first."""
     import torch
 
     scales = torch.empty(math.ceil(shape[0] * shape[1] / BLOCK))

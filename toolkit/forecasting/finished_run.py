@@ -55,7 +55,7 @@ class FinishedRun:
 
 
 def read_finished_run(run: str | Path) -> FinishedRun:
-    """What run.json and memory.json of a run's folder say.
+    """Read run.json and memory.json of a run's folder.
 
     Raises:
         RunError: where there is no run, or none that came to its end.
@@ -83,7 +83,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
 
 
 def _hardware(values: Mapping[str, Any]) -> Hardware:
-    """As a forecast's JSON spells it."""
+    """Return the hardware in the spelling of a forecast's JSON."""
 
     def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

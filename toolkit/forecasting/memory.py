@@ -26,7 +26,7 @@ BLOCK = {"cpu": 1, "cuda": 512}
 
 
 def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
-    """A micro-batch of the job's model, as shallow as can be.
+    """Return the trace of a micro-batch of the job's model, with as few layers as possible.
 
     Args:
         job: with a spec.
@@ -55,7 +55,7 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
-    """The configurations of the same job under the other engines, where they differ."""
+    """Yield the different configurations of the same job under the other engines."""
     for word in usual_shardings():
         try:
             strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
@@ -67,12 +67,12 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
 
 
 def whole_step(job: Job, trace: Trace) -> list[Segment]:
-    """The trace, spread over the whole depth, cut where the job's engine does something."""
+    """Repeat the trace over the whole depth, split at the engine's boundaries."""
     return _spread(trace, BLOCK[job.device.kind], engine_of(job.strategy))
 
 
 def fused_peak(job: Job, trace: Trace) -> int:
-    """The peak with a fused loss, which makes logits chunk by chunk and never holds them whole: without a byte of them.
+    """Return the peak with a fused loss, which computes logits in chunks and never holds them whole.
 
     Liger (Hsu et al. 2024), cut cross-entropy (Wijmans et al. 2024). At least so much: a chunk is not in it. The toolkit trains
     without one.
@@ -89,7 +89,7 @@ def _without_logits(trace: Trace) -> Trace:
 
 @lru_cache(maxsize=16)
 def _spread(trace: Trace, block: int, engine: Engine) -> list[Segment]:
-    """Strategies of one engine share it."""
+    """Return the repeated trace; strategies of one engine share it."""
     return split_segments(trace, block, partial(engine.is_boundary, trace))
 
 
@@ -101,7 +101,7 @@ def replay(
     checkpoints: bool,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
-    """What the fullest rank holds, from its start to the saved result.
+    """Simulate what the fullest rank holds, from its start to the saved result.
 
     Args:
         job: with a spec.
@@ -124,7 +124,7 @@ def replay(
 
 
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
-    """The most of a checkpoint's snapshot, of which each rank takes its part, and of the result, which rank 0 writes.
+    """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
 
     On a GPU both go to the host, the result tensor by tensor; there rank 0 holds it whole.
     """

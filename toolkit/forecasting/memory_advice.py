@@ -39,14 +39,14 @@ def changes(
 
 
 def halved(train_config: TrainConfig) -> dict[str, int]:
-    """Half the micro-batch (or the next less that divides a rank's share) with the same global batch; empty at 1."""
+    """Return half the micro-batch (or the next divisor of a rank's share) with the same global batch; empty at 1."""
     share = train_config.micro_batch * train_config.accumulation
     micro = max((size for size in range(1, train_config.micro_batch // 2 + 1) if share % size == 0), default=0)
     return {"micro_batch": micro, "accumulation": share // micro} if micro else {}
 
 
 def changed(strategy: Strategy, train_config: TrainConfig, change: Mapping[str, Any]) -> tuple[Strategy, TrainConfig]:
-    """Both with a change; `dp_replicate` goes where the new sharding has none.
+    """Apply a change to both; `dp_replicate` is dropped if the new sharding has none.
 
     Raises:
         StrategyError: for a word that is unknown, and for what no engine can do.

@@ -73,12 +73,12 @@ class Plan(Result):
         return self.ranked[0]
 
     def config(self) -> dict[str, Any]:
-        """The best one's Accelerate config file."""
+        """Return the best candidate's Accelerate config file."""
         strategy = self.best.strategy
         return engine_of(strategy).to_yaml(strategy, self.hardware.ranks, self.hardware.nodes)
 
     def command(self, model: str, config: str = "accelerate.yaml") -> str:
-        """What starts the best one."""
+        """Return the command that launches the best candidate."""
         best = self.best
         left_out = ("sharding", "offload", "dp_replicate")  # the file binds them
         strategy = {name: value for name, value in differing(best.strategy).items() if name not in left_out}
@@ -86,7 +86,7 @@ class Plan(Result):
         return f"accelerate launch --config_file {config} -m toolkit.finetune {flags}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Both lists, each candidate with its forecast's JSON."""
+        """Return both lists, each candidate with its forecast's JSON."""
         return {
             "model": self.model,
             "hardware": dataclasses.asdict(self.hardware),
@@ -140,7 +140,7 @@ def plan(
     one_document: bool = False,
     allow_unquantized: bool = False,
 ) -> Plan:
-    """Every candidate, the fastest that fits first. Nothing is launched, and no device is touched.
+    """Rank all candidates, the fastest that fits first. No launch, no device.
 
     Args:
         model: a spec, or what `describe` takes.
@@ -184,7 +184,7 @@ def plan(
 
 
 def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
-    """Every sharding, offload and checkpointing that the table allows beside what was asked."""
+    """Yield every sharding, offload and activation checkpointing that the request leaves open."""
     for word, sharding in SHARDINGS.items():
         if (sharding.data_parallel == "none") != (machine.ranks == base.tp * base.cp * base.pp):
             continue
@@ -203,7 +203,7 @@ def _strategies(base: Strategy, machine: Hardware) -> Iterator[Strategy]:
 
 
 def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfig]:
-    """Micro-batches that divide a rank's share, the smallest first."""
+    """Yield micro-batches that divide a rank's share, the smallest first."""
     for micro in (size for size in range(1, share + 1) if share % size == 0):
         yield dataclasses.replace(train_config, micro_batch=micro, accumulation=share // micro)
 

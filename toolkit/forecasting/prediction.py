@@ -35,7 +35,7 @@ def forecast(
     one_document: bool = False,
     allow_unquantized: bool = False,
 ) -> Forecast:
-    """What a run will take, on the fullest rank: nothing is launched, and no device is touched.
+    """Forecast a run on its fullest rank, without launching it or touching a device.
 
     Args:
         model: a spec, or what `describe` takes.
@@ -71,7 +71,7 @@ def resolve_request(
     *,
     ranks: int | None = None,
 ) -> tuple[Job, Hardware]:
-    """The job and the machine that these name, each as `forecast` takes it.
+    """Resolve the arguments of `forecast` to a job and a machine.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do.
@@ -91,7 +91,7 @@ def resolve_request(
 
 
 def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
-    """The same, with the smallest change that fits: of single ones, then of several together."""
+    """Add the smallest change that fits: single ones first, then several together."""
     assert job.spec is not None
     for change, strategy, train_config in _smaller_requests(forecast):
         try:
@@ -109,7 +109,7 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
 
 
 def _permanent_bytes(job: Job) -> int:
-    """Bytes that stay on the device from the first step on: less than any peak."""
+    """Return the bytes that stay on the device after the first step: a lower bound of every peak."""
     state = on_device(job, engine_of(job.strategy).expected_state(job))
     return state.parameters + state.master + (state.optimizer or 0)
 
@@ -142,7 +142,7 @@ def _smaller_requests(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Stra
 def forecast_job(
     job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True, others: bool = False
 ) -> Forecast:
-    """The same of a job, which a worker runs as it is; `checkpoints`: whether it writes any; `others`: as in `traced`."""
+    """Forecast a job; `checkpoints`: whether it writes any; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
@@ -150,7 +150,7 @@ def forecast_job(
 
 
 def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
-    """A forecast from what a step computes, and the ledger that it was replayed into."""
+    """Build a forecast from a step's segments and the ledger of their simulation."""
     return Forecast(
         job=job,
         hardware=machine,
@@ -175,7 +175,7 @@ def _limit(job: Job, machine: Hardware) -> int:
 
 
 def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
-    """Of a node; rank 0's own beside that of all, as if both were highest at once."""
+    """Return a node's need; rank 0's own is added to all ranks', as if both peaked at once."""
     ranks = ceil_div(job.ranks, machine.nodes)
     return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.alone_peak
 

@@ -42,7 +42,7 @@ class _Side:
         return sum(state.elements for state in parameters_of(self.job) if state.trainable)
 
     def whole(self, part: str) -> int:
-        """Bytes of a state where nothing is sharded, in the dtype that the engine keeps it in."""
+        """Return the bytes of an unsharded state in the engine's dtype."""
         dtypes = self.account.dtypes
         frozen = sum(state.bytes for state in parameters_of(self.job) if not state.trainable)
         if part == "parameters":
@@ -62,7 +62,7 @@ class _Side:
 
 
 def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """What holds, sends and computes otherwise: parameters, masters, moments; what a step makes; communication; time."""
+    """Yield reasons: parameters, masters, moments, transient memory, communication, time."""
     sides = _Side(label=labels[0], forecast=first), _Side(label=labels[1], forecast=second)
     for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
         for sentence in _explain_state(sides, part, words):
@@ -81,7 +81,7 @@ def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Itera
 
 
 def _order_sides(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tuple[_Side, _Side, float, float] | None:
-    """Who has less, who more, and both sizes; None where they are equal."""
+    """Return the lesser and the greater side, and both sizes; None where they are equal."""
     if abs(sizes[0] - sizes[1]) <= EQUAL * max(sizes):
         return None
     few, many = (0, 1) if sizes[0] < sizes[1] else (1, 0)
@@ -89,7 +89,7 @@ def _order_sides(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tupl
 
 
 def _explain_state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterator[str]:
-    """A state that stays between steps."""
+    """Explain a state that stays between steps."""
     pair = _order_sides(sides, (sides[0].size(part), sides[1].size(part)))
     if pair is None:
         return
@@ -106,7 +106,7 @@ def _explain_state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterato
 
 
 def _verbs(less: _Side, more: _Side, part: str, words: str) -> Iterator[str]:
-    """What makes a state smaller."""
+    """Return what makes a state smaller."""
     if less.offloaded(part) and not more.offloaded(part):
         yield f"keeps {words} in the host's memory"
         return
@@ -141,7 +141,7 @@ CAUSES = {
 
 
 def _explain_transient(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
-    """What a step makes and lets go: of each part, at the two peaks."""
+    """Explain the memory that a step allocates and frees, by part, at the two peaks."""
     for part in ("activations", "logits", "gradients", "buffers"):
         pair = _order_sides(sides, (sides[0].forecast.parts.get(part, 0), sides[1].forecast.parts.get(part, 0)))
         if pair is None or pair[3] < EQUAL * max(side.forecast.peak_bytes for side in sides):
@@ -172,7 +172,7 @@ def _reduce_scatters(side: _Side) -> bool:
 
 
 def _activation_causes(less: _Side, more: _Side) -> Iterator[str]:
-    """The fields that make activations smaller."""
+    """Return the fields that make activations smaller."""
     for name, words in CAUSES.items():
         owner = "train_config" if hasattr(less.job.train_config, name) else "strategy"
         value, others = getattr(getattr(less.job, owner), name), getattr(getattr(more.job, owner), name)
@@ -183,7 +183,7 @@ def _activation_causes(less: _Side, more: _Side) -> Iterator[str]:
 
 
 def _explain_communication(sides: tuple[_Side, _Side]) -> Iterator[str]:
-    """Communication among the ranks, and with the host."""
+    """Explain communication among the ranks, and with the host."""
     pair = _order_sides(sides, (sides[0].forecast.communication_bytes, sides[1].forecast.communication_bytes))
     if pair is not None:
         yield " ".join(f"{side.label} sends {_list_transfers(side)}." for side in pair[:2])
@@ -194,7 +194,7 @@ def _explain_communication(sides: tuple[_Side, _Side]) -> Iterator[str]:
 
 
 def _list_transfers(side: _Side) -> str:
-    """Everything that a rank sends in a step, and how often."""
+    """List everything that a rank sends in a step, and how often."""
     sent = [
         f"{transfer.what} ({format_bytes(transfer.size)}{f' {transfer.times} times' if transfer.times > 1 else ''})"
         for transfer in collectives(side.job)
@@ -204,7 +204,7 @@ def _list_transfers(side: _Side) -> str:
 
 
 def _explain_time(sides: tuple[_Side, _Side]) -> Iterator[str]:
-    """What makes a step longer: more to compute, more to send, less that hides it."""
+    """Explain a longer step: more computation, more communication, less overlap."""
     timings = [side.forecast.timing for side in sides]
     if timings[0] is None or timings[1] is None:
         return

@@ -105,7 +105,7 @@ class Forecast(Result):
         return f"{lacks} The smallest change that fits: {flags}, which needs {format_bytes(self.changed_bytes)}."
 
     def calibrate(self, run: str | Path) -> Forecast:
-        """The same, corrected by what a run with a forecast of its own really took.
+        """Correct the forecast by a run that has a forecast of its own.
 
         Bytes by what the run's peak was above its own forecast (all that no trace sees), what the allocator reserves by what it
         reserved there (fragmentation), time by how much longer than forecast a step took, or, on a device whose speed nobody
@@ -121,7 +121,7 @@ class Forecast(Result):
         return calibrated(self, read_run(Path(run)))
 
     def to_dict(self) -> dict[str, Any]:
-        """As the shell's JSON: sizes in bytes."""
+        """Return the shell's JSON: sizes in bytes."""
         unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
         return {
             "model": self.model,
@@ -151,7 +151,7 @@ class Forecast(Result):
         }
 
     def pictures(self) -> Sequence[str]:
-        """The peak by part, and the highest total of each phase, beside what a rank has."""
+        """Return pictures of the peak by part, and of each phase's highest total, with the limit."""
         peak = Bar(label=self.peak_phase, parts={part: self.parts[part] for part in PARTS if self.parts.get(part)})
         title = f"Highest need of a rank: {format_bytes(self.peak_bytes)} in {self.peak_phase}"
         limit: dict[str, Any] = {"limit": self.limit_bytes, "limit_label": "a rank has"}

@@ -21,7 +21,7 @@ class _Span:
 def split_segments(
     trace: Trace, block: int = 1, is_boundary: Callable[[str, str], bool] = lambda what, name: True
 ) -> list[Segment]:
-    """The whole model's step, in its order; the last event is `end`.
+    """Return the whole model's step in order; the last event is `end`.
 
     Args:
         trace: of a shallow model.
@@ -41,7 +41,7 @@ def split_segments(
 
 
 def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple[str, int], int]:
-    """How often a layer's storage of a size counts where it is let go outside of the layers.
+    """Return how often a layer's storage of a size counts where it is freed outside the layers.
 
     What every layer leaves behind is as much as there are layers; what only the last but one does, as its output that a loop's
     variable keeps, is there once. The first layer tells the two apart.
@@ -57,7 +57,7 @@ def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple
 
 
 def _split_at_layers(events: Sequence[Event], layers: Set[str]) -> Iterator[_Span]:
-    """The shallow model's own segments."""
+    """Split the shallow model's trace at its layers."""
     backward, layer = False, ""
     inside: list[Event] = []
     for event in events:
@@ -78,7 +78,7 @@ def _split_at_layers(events: Sequence[Event], layers: Set[str]) -> Iterator[_Spa
 def _group_layers(
     stacks: Sequence[LayerStack], shallow: Sequence[_Span]
 ) -> Iterator[tuple[LayerStack | None, list[_Span]]]:
-    """Runs of segments of one stack and direction, and runs of those that belong to none."""
+    """Group consecutive segments of one stack and direction, and consecutive segments of none."""
 
     def key(span: _Span) -> tuple[LayerStack, bool] | None:
         stack = next((candidate for candidate in stacks if span.layer.startswith(f"{candidate.name}.")), None)
@@ -102,7 +102,7 @@ def _group_layers(
 def _repeat_layers(
     stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]
 ) -> Iterator[Segment]:
-    """Every layer of the whole stack, each as the kept one that stands for it."""
+    """Repeat the kept layers so that each layer of the whole stack has one."""
     segments = {int(span.layer.rpartition(".")[2]): list(_condense(span.events, {}, is_boundary)) for span in members}
     order = range(len(stack.kinds))
     for index in reversed(order) if members[0].backward else order:
@@ -116,7 +116,7 @@ def _repeat_layers(
 def _condense(
     events: Sequence[Event], times: Mapping[tuple[str, int], int], is_boundary: Callable[[str, str], bool]
 ) -> Iterator[Segment]:
-    """From event to event; what a layer made counts as often as `times` says where it is let go."""
+    """Merge segments between boundaries; `times`: how often a layer's freed storage counts."""
     rise = net = moved = calls = logits_rise = logits = 0
     flops: list[tuple[str, int]] = []
     skipped: list[tuple[str, int]] = []

@@ -60,7 +60,7 @@ class Timeline(Result):
         return sentence
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast's JSON, parts by phase, and what was measured."""
+        """Return the forecast's JSON, parts by phase, and what was measured."""
         return {
             "forecast": self.forecast.to_dict(),
             "phases": {phase: dict(parts) for phase, parts in self.parts.items()},
@@ -70,7 +70,7 @@ class Timeline(Result):
         }
 
     def pictures(self) -> Sequence[str]:
-        """Each phase's highest moment by part, what was measured below it; and the way through the step."""
+        """Return pictures of each phase's peak by part, with the measured one, and of the course of a step."""
         rows = []
         for phase, parts in self.parts.items():
             rows.append(Bar(label=phase, parts={part: parts[part] for part in PARTS if parts.get(part)}))
@@ -90,7 +90,7 @@ class Timeline(Result):
         return [phase_bars, course]
 
     def _course_points(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
-        """Each phase's moments over a stretch of its own, and where its name stands.
+        """Return each phase's points over a section of its own, and where its name stands.
 
         What the first step alone makes before its forward, the moments of the optimizer, is no stretch.
         """
@@ -115,7 +115,7 @@ class Timeline(Result):
         return lines, names
 
     def tables(self) -> list[Table]:
-        """By phase: the forecast by part, what was measured, and the ratio."""
+        """Return by phase the forecast by part, the measured bytes, and their ratio."""
         used = [part for part in PARTS if any(parts.get(part) for parts in self.parts.values())]
         measured_columns = ("measured", "forecast x") if self.measured else ()
         rows = []
@@ -143,7 +143,7 @@ def timeline(
     one_document: bool = False,
     run: str | Path | None = None,
 ) -> Timeline:
-    """A step phase by phase. Nothing is launched, and no device is touched.
+    """Forecast a step phase by phase. No launch, no device.
 
     Args:
         model: as in `forecast`; the run's own where it is left out. So are the next four.

@@ -43,17 +43,17 @@ class Timing:
 
 
 def operations(job: Job, step: Sequence[Segment]) -> int:
-    """Of a step of one rank, as torch's `FlopCounterMode` counts: recomputation included, attention as if it were not causal."""
+    """Return a rank's operations in a step as `FlopCounterMode` counts them: with recomputation, not causal."""
     return job.train_config.accumulation * sum(size for segment in step for _, size in segment.flops)
 
 
 def communication(job: Job) -> int:
-    """Bytes that a rank sends to others in a step."""
+    """Return the bytes that a rank sends to others in a step."""
     return round(sum(transfer.size * transfer.times for transfer in collectives(job)))
 
 
 def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | None:
-    """The time of a step; None for a device whose speed nobody knows.
+    """Return the time of a step; None for a device with unknown speed.
 
     Args:
         job: what runs.
@@ -93,7 +93,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
 
 
 def _seconds(stretches: Sequence[Segment], card: GPUSpec) -> float:
-    """Products at what the device sustains, all else at its memory's speed; never faster than the host can say it."""
+    """Return the seconds of products and of memory traffic; never less than the host needs to launch the kernels."""
     total = 0.0
     for segment in stretches:
         if segment.calls:
@@ -104,19 +104,19 @@ def _seconds(stretches: Sequence[Segment], card: GPUSpec) -> float:
 
 
 def _peak(card: GPUSpec, dtype: str) -> float:
-    """Operations a second."""
+    """Return the peak operations a second."""
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
 
 
 def _sustained(card: GPUSpec, dtype: str) -> float:
-    """Operations a second of a training step's products."""
+    """Return the operations a second that a training step's products sustain."""
     if dtype == "float32":
         return _peak(card, dtype) * FASTEST
     return (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
 
 
 def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
-    """Bytes a second of a rank.
+    """Return the bytes a second of a rank.
 
     A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.
     """
@@ -134,10 +134,10 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
 
 
 def collectives(job: Job) -> list[Transfer]:
-    """The collectives of a step, in its order."""
+    """Return the collectives of a step, in order."""
     return [transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link != "host"]
 
 
 def offloads(job: Job) -> list[Transfer]:
-    """The transfers between device and host."""
+    """Return the transfers between device and host."""
     return [transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link == "host"]

@@ -26,7 +26,7 @@ EXACT = 3
 def trace_of(
     spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int, others: Sequence[TraceConfig] = ()
 ) -> Trace:
-    """One forward and backward of the shallow model, from the cache where it is there.
+    """Return one forward and backward of the shallow model, from the cache if possible.
 
     Args:
         spec: the model.
@@ -51,7 +51,7 @@ def trace_of(
 def _trace_with_cache(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[Trace]:
-    """The first configuration's trace of each batch; missing ones are traced together with the other configurations'."""
+    """Return the first configuration's trace of each batch. Missing ones are traced together for all configurations."""
     stored = {
         batch: trace
         for batch in batches
@@ -91,7 +91,7 @@ def _read_file(path: Path) -> Trace:
 def _trace_batches(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[list[Trace]]:
-    """Of each config a trace of each batch."""
+    """Trace each batch under each configuration."""
     try:
         if any(config.tp > 1 for config in configs) or (configs[0].adapter is not None and "peft" not in sys.modules):
             return _trace_in_child(spec, configs, batches, seq_len)
@@ -110,7 +110,7 @@ def _trace_batches(
 def _trace_in_child(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[list[Trace]]:
-    """In a child process: peft imports bitsandbytes, which takes hold of a GPU, and tensor parallelism needs a process group."""
+    """Trace in a child process: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
     request = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
     done = subprocess.run(command, input=request, capture_output=True, check=False)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def trace_all(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[list[Trace]]:
-    """Of each config a trace of each batch; of all configs but the first only where it can be traced, else none."""
+    """Trace each batch under each configuration. Others than the first are left out where they cannot be traced."""
     own, *others = configs
     traces = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
     for config in others:
@@ -46,7 +46,7 @@ def trace_all(
 
 
 def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> Trace:
-    """One forward and backward of the shallow model."""
+    """Trace one forward and backward of the shallow model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with _without_warnings(), _split(config) as parts:
@@ -93,7 +93,7 @@ class _Whole:
         return Tracker(head, device=device)
 
     def distribute(self, model: Any) -> None:
-        """Leave the model as it is."""
+        """Leave the model unchanged."""
 
     def allocate(self, model: Any) -> None:
         """Replace tensors on the meta device by fake ones."""
@@ -117,7 +117,7 @@ def _split(config: TraceConfig) -> contextlib.AbstractContextManager[Any]:
 
 
 def _fold_events(events: list[Event]) -> Iterator[Event]:
-    """Where several modules begin at one tensor the outer ones do so first, and end last."""
+    """Nest events of modules that begin at one tensor: outer ones begin first and end last."""
     for what, together in itertools.groupby(events, key=lambda event: event[0]):
         if what in ("back in", "back out"):
             yield from sorted(together, key=lambda event: event[2].count("."), reverse=what == "back out")
@@ -126,7 +126,7 @@ def _fold_events(events: list[Event]) -> Iterator[Event]:
 
 
 def _ends(outer: Any, model: Any) -> tuple[str | None, str | None, str | None]:
-    """As accelerate's `fsdp2_prepare_model` finds them; in PEFT's model it does not find every norm."""
+    """Return the modules that accelerate's `fsdp2_prepare_model` finds; in PEFT's model it does not find every norm."""
     from accelerate.utils.fsdp_utils import _find_final_norm
 
     modules = (model.get_input_embeddings(), _find_final_norm(outer), model.get_output_embeddings())
@@ -163,7 +163,7 @@ def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> d
 def _step(
     model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker | _Silent
 ) -> None:
-    """As `Engine.forward_backward`, and as Accelerate calls the model: it casts what a forward under autocast returns to fp32."""
+    """Run `Engine.forward_backward`'s step; like Accelerate, cast what a forward under autocast returns to fp32."""
     import torch
 
     cast = torch.autocast("cpu", getattr(torch, config.autocast)) if config.autocast else contextlib.nullcontext()
@@ -191,7 +191,7 @@ def _to_wide(value: Any) -> Any:
 
 
 def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> None:
-    """Marks at both ends of each module, those without parameters too, and where a gradient is complete.
+    """Mark both ends of each module, also of those without parameters, and complete gradients.
 
     DeepSpeed fetches ahead as each begins, and FSDP2 gathers the head before OLMo's last norm, which owns nothing.
     """
@@ -214,7 +214,7 @@ def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> 
 
 
 def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -> None:
-    """A backward ends where the inputs' gradient is there; only then the next one begins, as engines have it.
+    """Mark a module. Its backward ends with the inputs' gradient; the next one begins only then, as in engines.
 
     Both are said at one tensor where a module's input is another's output: a tensor's own hooks run before its node's.
     """
@@ -240,7 +240,7 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
 
 
 def _first_trainable(values: Any) -> torch.Tensor | None:
-    """The first tensor among them that needs a gradient."""
+    """Return the first tensor that needs a gradient."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -261,7 +261,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def main() -> None:
-    """For a process that traces an adapter: peft is imported here, and nowhere else before a launch."""
+    """Trace an adapter in a child process: peft is imported only here before a launch."""
     spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
         traces = trace_all(spec, configs, batches, seq_len)

@@ -27,7 +27,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every storage that is made while it is active, and when it goes."""
 
     def __init__(self, head: str | None = None, *, device: str = "cpu") -> None:
-        """`head`: name of the module that makes the logits; `device`: whose kernels are meant, `cpu` or `cuda`."""
+        """Start to track. `head`: the module that makes the logits; `device`: the kernels' device, `cpu` or `cuda`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._head = head
@@ -44,7 +44,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Place of a `-` in the events → number of the storage that went."""
 
     def recorded(self) -> list[Event]:
-        """The events; what goes at one moment goes in the order in which it was made.
+        """Return the events; storages that are freed at once are in the order of their allocation.
 
         Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
         """
@@ -55,11 +55,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [self.events[place] for place in order]
 
     def know(self, tensor: torch.Tensor) -> None:
-        """A storage that is there already, and is not counted."""
+        """Ignore a storage that exists already."""
         self._known[tensor.untyped_storage()] = True
 
     def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
-        """An event without a size; a layer's says which one goes on."""
+        """Record an event without a size; a layer's event names the layer that runs next."""
         self.say(what, 0, name)
         if name and name == self._head:
             self._at_logits = what in ("in", "out")
@@ -67,7 +67,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.layer = name if what.endswith("in") else ""
 
     def say(self, what: str, size: int, name: str) -> None:
-        """An event, behind the work that was done since the one before."""
+        """Record an event, after the operations since the previous one."""
         self.events += ((kind, amount, dtype) for (kind, dtype), amount in self._work.items())
         self._work.clear()
         self.events.append((what, size, name))
@@ -87,7 +87,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, scratch: int) -> None:
-        """Operations of what torch counts them of (matrix products, convolutions, attention), else bytes read and written."""
+        """Count operations as torch does (matrix products, convolutions, attention), else bytes read and written."""
         # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
         if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
             return
@@ -120,13 +120,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache
 def _causal_index(func: Any) -> int | None:
-    """Where among an operator's arguments `is_causal` stands; None of what is no attention kernel."""
+    """Return the index of `is_causal` among an operator's arguments; None for other operators than attention."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is an attention kernel that a causal mask spares half of its products."""
+    """Return whether an attention kernel saves half of its products by a causal mask."""
     place = _causal_index(func)
     if place is None:
         return False
@@ -134,12 +134,12 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _softmax_backward(grad: torch.Tensor, *_: Any) -> int:
-    """Gradient times output (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)."""
+    """Return gradient times output (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)."""
     return grad.nbytes
 
 
 def _flash_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """The query's gradient in fp32, and grouped heads' own (transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`)."""
+    """Return the query's gradient in fp32, and grouped heads' own (flash_attn/flash_api.cpp, `mha_bwd`)."""
     batch, heads, length, width = query.shape
     rows = batch * heads * round_up(length, 128)
     grouped = 2 * batch * heads * key.shape[2] * width * key.element_size() if key.shape[1] != heads else 0
@@ -147,14 +147,14 @@ def _flash_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, 
 
 
 def _efficient_backward(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
-    """The query's gradient in fp32 (transformers/cuda/mem_eff_attention/kernel_backward.h, `workspace_size`)."""
+    """Return the query's gradient in fp32 (mem_eff_attention/kernel_backward.h, `workspace_size`)."""
     batch, heads, length, width = query.shape
     rows = batch * heads * round_up(length, 64)
     return 4 * rows * (1 if query.dtype == torch.float32 else round_up(width, 64) + 1)
 
 
 def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, words: int, *_: Any) -> int:
-    """Partial sums in fp32 (aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu), from 3,072 tokens on."""
+    """Return partial sums in fp32 from 3,072 tokens on (cuda/Embedding.cu, EmbeddingBackwardKernel.cu)."""
     tokens = indices.numel()
     return 4 * (min(tokens, words) + tokens // 10) * grad.shape[-1] if tokens > 3072 else 0
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
-    """Leave three layers of each kind in every stack of the model, in place.
+    """Keep three layers of each kind in every stack of the model, in place.
 
     Layers are of one kind where class, shapes of parameters and the config's `layer_types` agree.
     """
@@ -44,7 +44,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
 
 
 def _kept_layers(kinds: Sequence[int]) -> tuple[int, ...]:
-    """The first two and the last of each kind."""
+    """Return the first two and the last layer of each kind."""
     return tuple(
         index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < 2 or kind not in kinds[index + 1 :]
     )

@@ -36,27 +36,27 @@ def clear(folder: Folder, config: Mapping[str, Any]) -> None:
 
 
 def failures_of(folder: Folder) -> Path:
-    """Where the launcher notes how ranks ended."""
+    """Return the file in which the launcher records how ranks ended."""
     return folder.logs / "failures.json"
 
 
 def launcher_log(folder: Folder) -> Path:
-    """What the launcher printed."""
+    """Return the launcher's log."""
     return folder.logs / "launcher.log"
 
 
 def supervisor_log(folder: Folder) -> Path:
-    """What a supervisor in a session of its own said: restarts, and how the run ended."""
+    """Return the log of a supervisor in its own session: restarts, and how the run ended."""
     return folder.logs / "supervisor.log"
 
 
 def supervisor_file(folder: Folder) -> Path:
-    """Its process, before it holds the folder: JSON with `pid`, `started` and `host`, as in the lock."""
+    """Return the file of the supervisor's process: JSON with `pid`, `started` and `host`, as in the lock."""
     return folder.logs / "supervisor.json"
 
 
 def live_supervisor(folder: Folder) -> dict[str, Any] | None:
-    """The process that was started last as the folder's supervisor, as far as it still lives."""
+    """Return the process that was started last as the folder's supervisor, if it lives."""
     try:
         record: dict[str, Any] = read_json(supervisor_file(folder))
         check_process(record)
@@ -66,7 +66,7 @@ def live_supervisor(folder: Folder) -> dict[str, Any] | None:
 
 
 def supervises(record: Mapping[str, Any], path: Path) -> bool:
-    """Whether a process that a file names lives here and looks after this folder: the file may be a stranger's.
+    """Return whether a process in a file lives here and supervises this folder: the file may be crafted.
 
     Its command line is ours and names the folder, or it has the folder's lock open.
     """
@@ -88,12 +88,12 @@ def supervises(record: Mapping[str, Any], path: Path) -> bool:
 
 
 def function_file(folder: Folder) -> Path:
-    """A shipped function."""
+    """Return the file of a shipped function."""
     return folder.logs / "function.pkl"
 
 
 def ranks_here(config: Mapping[str, Any]) -> int:
-    """Of this machine."""
+    """Return the number of this machine's ranks."""
     return int(config.get("num_processes", 1)) // int(config.get("num_machines", 1))
 
 
@@ -105,7 +105,7 @@ def start(
     environ: Mapping[str, str],
     output: IO[Any] | int | None,
 ) -> subprocess.Popen[bytes]:
-    """The launcher; arguments as `supervise` has them."""
+    """Start the launcher; arguments as in `supervise`."""
     port = [] if "main_process_port" in config else ["--main_process_port", "0"]  # 0: a free one
     launch = ["accelerate", "launch", "--config_file", str(folder.config), *port, "-m", module, *arguments]
     command = [sys.executable, "-m", "toolkit.launcher", str(os.getpid()), str(failures_of(folder)), *launch]
@@ -122,7 +122,7 @@ def start(
 
 
 def _on_one_host(config: Mapping[str, Any]) -> dict[str, str]:
-    """Where all ranks are on this machine they talk over its loopback: nobody else's machine can reach them there."""
+    """Let ranks on one machine communicate over its loopback, which no other machine can reach."""
     if int(config.get("num_machines", 1)) != 1:
         return {}
     loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -58,7 +58,7 @@ class AttemptInfo:
 
 
 def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
-    """What ended the run first, as an exception. A new folder without a step is removed after a user's mistake."""
+    """Return what ended the run first, as an exception. After a user error, remove a new folder without steps."""
     raised = folder.errors()
     failures = value_or(list[dict[str, Any]](), _read_exits, folder, attempt.cut_at)
     for report in raised.values():
@@ -93,7 +93,7 @@ def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
 
 
 def _read_exits(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
-    """How the launcher says that ranks ended, before the supervisor itself killed those that were left."""
+    """Return how ranks ended by the launcher's record, before the supervisor killed the others."""
     noted = read_json(failures_of(folder))
     ended = [
         {"rank": int(entry["rank"]), "exitcode": int(entry["exitcode"]), "time": float(entry["time"])}
@@ -103,13 +103,13 @@ def _read_exits(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
 
 
 def as_raised(error: Mapping[str, Any]) -> ToolkitError | None:
-    """What a rank raised, where it was a ToolkitError."""
+    """Return a rank's error if it was a ToolkitError."""
     kind = getattr(errors, error["type"], None)
     return kind(error["message"]) if isinstance(kind, type) and issubclass(kind, ToolkitError) else None
 
 
 def hung_error(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0.0) -> RankHung:
-    """For a rank that did not come where the others waited; `at`: when they gave up, in seconds since 1970."""
+    """Return the error for a rank that others waited for; `at`: when they gave up, in seconds since 1970."""
     silent = f", without a heartbeat for {at - beat.time:.1f} s" if at - beat.time > _SILENT else ""
     return RankHung(
         f"rank {beat.rank} hung: the others waited for it longer than {timeout:g} s (--timeout). It was {beat.where}{silent}. "
@@ -118,7 +118,7 @@ def hung_error(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0
 
 
 def _where_was(folder: Folder, rank: int) -> str:
-    """Where a rank was. Its last heartbeat is up to a second old: steps may have been done since, by all ranks together."""
+    """Return where a rank was. Its last heartbeat is up to a second old, so later steps may be done."""
     beat = read_beats(folder.logs).get(rank)
     if beat is None:
         return ""
@@ -129,7 +129,7 @@ def _where_was(folder: Folder, rank: int) -> str:
 def _short_of_memory(
     folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, attempt: AttemptInfo
 ) -> OutOfMemory | None:
-    """For a rank (or a process of its) that the system killed for memory, and one that aborted for want of it."""
+    """Return the error for a rank, or its child, that the system killed for memory or that aborted without it."""
     beats = read_beats(folder.logs)
     aborted = rank is not None and error is None and how == _exit_text(-signal.SIGABRT)
     if rank is not None and aborted and (match := _ABORTED.search(_log_end(folder.log(rank)))):
@@ -145,7 +145,7 @@ def _short_of_memory(
 def _waited_for_another(
     folder: Folder, rank: int | None, error: Mapping[str, Any] | None, raised: Mapping[int, Any]
 ) -> bool:
-    """Whether what is told first is but a complaint about another rank, for which some rank waited too long.
+    """Return whether the first error is only about waiting for another rank.
 
     NCCL's watchdog ends its process by SIGABRT, and says why in the log.
     """
@@ -158,7 +158,7 @@ def _waited_for_another(
 
 
 def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """The rank that failed first, and how.
+    """Return the rank that failed first, and how.
 
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
@@ -184,13 +184,13 @@ def _exit_text(code: int) -> str:
 
 
 def end_of_log(folder: Folder, rank: int) -> str:
-    """The last lines of a rank; the launcher's where it had not come to its own log."""
+    """Return the last lines of a rank's log, or the launcher's if the rank had none yet."""
     log = folder.log(rank)
     return last_lines(log if log.exists() else launcher_log(folder))
 
 
 def _log_end(log: Path) -> str:
-    """The end of a log, with what stands before the stacks of all threads, which an abort writes behind its reason."""
+    """Return the end of a log, with the lines before the stacks that an abort prints after its reason."""
     try:
         with open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _ABORT_CHARACTERS))
@@ -200,7 +200,7 @@ def _log_end(log: Path) -> str:
 
 
 def last_lines(log: Path) -> str:
-    """The last lines of a log, and where it is."""
+    """Return the last lines of a log, and its path."""
     lines = [line.rpartition("\r")[2] for line in _log_end(log).replace("\r\n", "\n").split("\n")]  # a bar's last state
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
     indented = "".join(f"\n    {line}" for line in last)

@@ -24,7 +24,7 @@ class HeartbeatMonitor:
     """Reads the heartbeats of one attempt about once a second."""
 
     def __init__(self, folder: Folder, ranks: int, timeout: float) -> None:
-        """`ranks`: that have to beat; `timeout`: seconds of silence after which one has hung."""
+        """Start to monitor. `ranks`: that have to beat; `timeout`: seconds of silence after which a rank has hung."""
         self.folder, self.timeout = folder, timeout
         self.beats: dict[int, Heartbeat] = {}
         self._silent = dict.fromkeys(range(ranks), 0.0)
@@ -58,11 +58,11 @@ class HeartbeatMonitor:
         self._find_awaited()
 
     def lost(self) -> bool:
-        """Whether a rank is gone that had not come to its end."""
+        """Return whether a rank is gone that had not finished."""
         return any(beat.phase != "ended" and not process_lives(beat.pid) for beat in self.beats.values())
 
     def behind(self) -> Heartbeat | None:
-        """The rank that came least far, if one came less far than another of its stage."""
+        """Return the rank with the least progress, if ranks of its stage differ."""
         stages: dict[int, list[Heartbeat]] = {}
         for beat in sorted(self.beats.values(), key=lambda beat: (beat.step, beat.marks)):
             stages.setdefault(beat.stage, []).append(beat)
@@ -74,12 +74,12 @@ class HeartbeatMonitor:
         return min(late, key=lambda beat: beat.step, default=None)
 
     def listens(self) -> bool:
-        """Whether a signal is a wish to every rank."""
+        """Return whether the ranks handle signals themselves."""
         self.beats |= read_beats(self.folder.logs)
         return len(self.beats) == len(self._silent) and all(beat.listens for beat in self.beats.values())
 
     def busy(self) -> bool:
-        """Whether a rank publishes, which is worth waiting for even when a stop takes long."""
+        """Return whether a rank publishes a checkpoint, which is worth waiting for after a stop."""
         return any(beat.phase == "save" for beat in self.beats.values())
 
     def _find_silent(self) -> None:
@@ -94,7 +94,7 @@ class HeartbeatMonitor:
                 )
 
     def _find_awaited(self) -> None:
-        """In a step all ranks wait for each other; what waits without a timeout (DeepSpeed's shared memory) is seen here."""
+        """Find the rank that others wait for in a step: DeepSpeed's shared memory has no timeout of its own."""
         if self._still <= self.timeout + STILL_SECONDS:
             return
         beat = self.behind()
@@ -103,7 +103,7 @@ class HeartbeatMonitor:
             raise hung_error(self.folder, newest, self.timeout)
 
     def _idle_rank(self) -> Heartbeat | None:
-        """Of ranks that came equally far the one that computes nothing; None where all compute."""
+        """Return the rank that computes nothing among ranks with equal progress; None where all compute."""
         used = {rank: beat.cpu - self._cpu.get(rank, 0.0) for rank, beat in self.beats.items()}
         if len(used) < 2:
             return None

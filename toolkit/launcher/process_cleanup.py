@@ -47,7 +47,7 @@ def kill_run(token: str, launcher: subprocess.Popen[bytes]) -> None:
 
 
 def run_processes(token: str) -> list[psutil.Process]:
-    """Living processes of this user that were started with the run's token in their environment."""
+    """Return living processes of this user with the run's token in their environment."""
     import psutil
 
     return [process for process in psutil.process_iter() if _carries_token(process, token)]
@@ -73,7 +73,7 @@ def _carries_token(process: psutil.Process, token: str) -> bool:
 
 
 def lives(pid: int, token: str) -> bool:
-    """Whether this process of the run has not ended."""
+    """Return whether this process of the run is alive."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

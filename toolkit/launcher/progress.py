@@ -66,7 +66,7 @@ class Progress:
         return ", ".join(parts)
 
     def table(self, title: str, note: str = "") -> Table:
-        """All figures, one a row."""
+        """Return all figures, one a row."""
         rows = [("step", f"{self.step}" + (f" of {self.steps}" if self.steps else ""))]
         if self.loss is not None:
             rows.append(("loss", f"{self.loss:.4f}"))
@@ -93,7 +93,7 @@ class Tail:
         self._one = threading.Lock()
 
     def look(self) -> list[dict[str, Any]]:
-        """All lines with a step so far. Several views of a run may look at once."""
+        """Return all lines with a step so far. Several views of a run may read at once."""
         with self._one:
             return self._look()
 
@@ -119,12 +119,12 @@ class Tail:
 
 @lru_cache(maxsize=256)
 def tail_of(path: Path) -> Tail:
-    """One reader a run."""
+    """Return the run's only reader."""
     return Tail(path)
 
 
 def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
-    """Bytes of the rank that held most, and what they are: allocated on CUDA, resident on a CPU."""
+    """Return the bytes of the rank that holds most, and their kind: allocated on CUDA, resident on a CPU."""
     ranks = event.get("bytes") or ()
     allocated = max((int(rank.get("allocated") or 0) for rank in ranks), default=0)
     return (
@@ -135,7 +135,7 @@ def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def read_progress(folder: Path) -> Progress:
-    """From `run.json` and `events.jsonl`, as far as they are there."""
+    """Read the progress from `run.json` and `events.jsonl`, as far as they exist."""
     about: dict[str, Any] = {}
     with contextlib.suppress(RunError):
         about = read_run_json(folder)
@@ -166,14 +166,14 @@ def read_progress(folder: Path) -> Progress:
 
 
 def _count(number: Any, name: str) -> int | None:
-    """A whole number in what a stranger may have written."""
+    """Return a whole number; the file may be crafted."""
     value = number.get(name) if isinstance(number, dict) else None
     return value if type(value) is int else None
 
 
 @contextlib.contextmanager
 def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar in a terminal, and elsewhere a line now and then; what comes back brings it up to date."""
+    """Show a progress bar in a terminal, and occasional lines elsewhere. Yields the function that updates it."""
     from tqdm import tqdm
 
     visible, last = shown and sys.stderr.isatty(), 0.0

@@ -50,7 +50,7 @@ def supervise_with_restarts(
     restart_policy: RestartPolicy,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """`supervise` a module, again and again as `restart_policy` says.
+    """Call `supervise`, again after failures as `restart_policy` allows.
 
     Args:
         folder: the run's, entered by the caller with a `new_token()`.
@@ -94,7 +94,7 @@ def supervise_with_restarts(
 
 
 def _halved_micro_batch(folder: Folder) -> dict[str, int]:
-    """Half the micro-batch, where a rank ran out of memory in a step and there is more than one sample in it."""
+    """Return half the micro-batch if a rank ran out of memory in a step and the micro-batch is above 1."""
     beats = read_beats(folder.logs).values()
     if not folder.run_json.exists() or not any(beat.step and beat.phase in IN_A_STEP for beat in beats):
         return {}
@@ -102,7 +102,7 @@ def _halved_micro_batch(folder: Folder) -> dict[str, int]:
 
 
 def _report(folder: Folder, text: str) -> None:
-    """To the user, and into the logs, whose later lines are another attempt's."""
+    """Print a line, and write it into the logs before the next attempt's lines."""
     newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     whence = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
     print(f"toolkit: {text}, {whence}.", file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ class Run(Result):
     def __init__(
         self, folder: Path, strategy: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        """`strategy` and `process` are known to who launched it; all else is in the folder."""
+        """Open a run. `strategy` and `process` are known where it was launched; all else is in the folder."""
         self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
         self._files = run_paths(self.folder)
         self._asked, self._process = strategy, process
@@ -80,7 +80,7 @@ class Run(Result):
         return self._look()[0]
 
     def _look(self) -> tuple[str, Progress]:
-        """Status and figures at one moment: whether it lives, which takes its lock for an instant, is asked once."""
+        """Read status and figures at one moment: whether it is alive is asked once, as that takes its lock."""
         progress = read_progress(self.folder)
         if self.alive:
             return "running" if progress.step and not self._is_new else "starting", progress
@@ -100,7 +100,7 @@ class Run(Result):
         return "" if how == "finished" else words
 
     def _ending(self) -> tuple[str, str]:
-        """How it ended, and what was said of that: by the supervisor that this `Run` started, or else by the folder."""
+        """Return how the run ended and its message, from the supervisor that this `Run` started, or else the folder."""
         code = None if self._process is None or not self._is_last else self._process.poll()
         about = self._run_record()
         if code in (None, 0) and about:
@@ -166,7 +166,7 @@ class Run(Result):
         return memory_of(self._files, self._run_record())
 
     def logs(self, rank: int = 0) -> str:
-        """What a rank printed: the last 16 MiB of it.
+        """Return what a rank printed: the last 16 MiB.
 
         Raises:
             RunError: for a rank that has printed nothing, or that there is not.
@@ -183,7 +183,7 @@ class Run(Result):
             ) from error
 
     def wait(self, timeout: float | None = None, *, progress: bool = True) -> Run:
-        """Until it ends; an interrupt ends the waiting, not the run.
+        """Wait until the run ends; an interrupt ends the waiting only.
 
         Args:
             timeout: seconds to wait at most; None: as long as it takes.
@@ -247,7 +247,7 @@ class Run(Result):
         return report(self.folder)
 
     def tables(self) -> list[Table]:
-        """Its status and figures."""
+        """Return status and figures."""
         status, progress = self._look()
         return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.message)]
 
@@ -257,7 +257,7 @@ class Run(Result):
         return redact(page(self.name, status, progress, steps, "" if status == "running" else self.message))
 
     def to_dict(self) -> dict[str, Any]:
-        """Folder, status, strategy and progress."""
+        """Return folder, status, strategy and progress."""
         status, progress = self._look()
         about = {"folder": str(self.folder), "status": status, "message": "" if status in LIVE else self.message}
         return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
@@ -269,7 +269,7 @@ class Run(Result):
             return {}
 
     def _supervisor(self) -> int:
-        """Its process id; of a living process alone."""
+        """Return the supervisor's process id while it lives."""
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
         if supervisor := live_supervisor(self._files):
@@ -283,7 +283,7 @@ class Run(Result):
         return int(supervisor["pid"])
 
     def __repr__(self) -> str:
-        """In a line, for a terminal."""
+        """Return one line for a terminal."""
         status, progress = self._look()
         return f"<Run {self.name}: {status}, {progress.line}>"
 
@@ -292,5 +292,5 @@ class _Interrupted(KeyboardInterrupt):
     """The waiting ended, and nothing else."""
 
     def _render_traceback_(self) -> list[str]:
-        """In IPython: what this means, and no frames."""
+        """Return a plain message for IPython, without frames."""
         return [f"KeyboardInterrupt: {self}"]

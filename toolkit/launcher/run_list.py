@@ -59,7 +59,7 @@ class Runs(Result):
 
 
 def attach(path: str | Path) -> Run:
-    """A run that this process did not launch, or no longer knows: it may go on or have ended.
+    """Return a run that this process did not launch, whether it continues or has ended.
 
     `path` is its folder, or its name under `runs/`.
 
@@ -75,7 +75,7 @@ def attach(path: str | Path) -> Run:
 
 
 def runs(root: str | Path = RUNS) -> Runs:
-    """The runs under `root`, the newest first."""
+    """Return the runs under `root`, the newest first."""
     place = expand_user(root)
     places = {path.parent for path in place.glob("*/run.json")}
     places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
@@ -84,7 +84,7 @@ def runs(root: str | Path = RUNS) -> Runs:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """One that cannot be read, as another version's or a broken one, hides no other."""
+    """Return a row. An unreadable run, as of another version, does not hide others."""
     try:
         return run.to_dict()
     except Exception as error:

@@ -67,7 +67,7 @@ def _run(folder: Folder, target: Target) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """As the module says."""
+    """Run the target of the module's docstring."""
     path, kind, name, sha256, *rest = arguments
     return host(Path(path), Target(kind=kind, name=name, sha256=sha256, arguments=tuple(rest)))
 

@@ -17,13 +17,13 @@ class Stopped(Exception):
     """SIGINT or SIGTERM reached the supervisor, and the run has ended."""
 
     def __init__(self, number: int, then: str = "") -> None:
-        """`number`: the signal's; `then`: a sentence on what is left, and how to go on."""
+        """Create the exception. `number`: the signal's; `then`: a sentence on what is left, and how to continue."""
         super().__init__(f"stopped by {signal.Signals(number).name}" + (f". {then}" if then else ""))
         self.exit_code = 128 + number
 
     @classmethod
     def of(cls, number: int, folder: Folder) -> Stopped:
-        """With what is said of the run in `folder`, and why a rank refused to publish."""
+        """Return the exception with the message in `folder`, and why a rank refused to publish."""
         refused = [str(error) for record in folder.errors().values() if (error := as_raised(record))]
         then = value_or("", resume_hint, folder)
         return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
@@ -42,7 +42,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Python lets the main thread alone set handlers; a supervisor in another thread is stopped by its caller."""
+        """Handle signals in the main thread. Python allows no other; there the caller stops the supervisor."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -88,7 +88,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _write_outcome(folder: Folder) -> Iterator[None]:
-    """What is said of an attempt that ended otherwise than asked stays in its folder."""
+    """Write the message of an attempt that did not end as requested into its folder."""
     try:
         yield
     except (ToolkitError, Stopped) as error:
@@ -109,7 +109,7 @@ class _Attempt:
         self._step_seconds = 0.0
 
     def wait(self) -> int:
-        """The launcher's exit status. Raises RankHung."""
+        """Wait for the launcher and return its exit status. Raises RankHung."""
         while (code := self.launcher.poll()) is None:
             self._on_stop_signal()
             self._end_the_failed()
@@ -119,7 +119,7 @@ class _Attempt:
         return code
 
     def known(self, kills: int) -> AttemptInfo:
-        """For the explanation of a failure."""
+        """Return what is known about the attempt, to explain a failure."""
         if self.watch is None:
             return AttemptInfo(cut_at=self._cut_at, memory_kills=kills)
         beats, behind, timeout = self.watch.beats, self.watch.behind(), self.watch.timeout
@@ -139,7 +139,7 @@ class _Attempt:
             self.launcher.kill()
 
     def _signal_ranks(self, number: int) -> None:
-        """To the ranks themselves: the launcher would give them 30 s. While they load they just end."""
+        """Signal the ranks themselves: the launcher would give them 30 s. While they load, they end at once."""
         if self.watch is None:
             self.launcher.send_signal(number)
         elif self.watch.listens():
@@ -148,14 +148,14 @@ class _Attempt:
             self.launcher.kill()
 
     def _stop_limit(self) -> float:
-        """Seconds from the signal to the end of a rank's peace. What is being published is not cut off."""
+        """Return the grace period after a stop signal, in seconds. Publishing is never interrupted."""
         if self.watch is None:
             return STOP_SECONDS
         least = STEP_SECONDS + 2 * self._step_seconds
         return max(least, self.watch.timeout) if self.watch.busy() else least
 
     def _end_the_failed(self) -> None:
-        """Once a rank has failed: others that do not end are killed, and so is a launcher that waits for them."""
+        """After a rank has failed, kill other ranks that do not end, and a launcher that waits for them."""
         now = time.monotonic()
         if self._failed_at is None:
             silent = self.watch is not None and self.watch.lost()

@@ -34,7 +34,7 @@ class Target:
 
 
 def named(target: str, arguments: Sequence[str] = ()) -> Target:
-    """A module or a script, by name.
+    """Return the target for a module's name or a script's path.
 
     Raises:
         RunError: for a script that is not there, and a module that Python does not find.
@@ -113,7 +113,7 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def load_function(file: Path, sha256: str) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
-    """The function and its arguments. A file is code: it is run only where it is the one that was written.
+    """Load a function and its arguments. A file is code: it is loaded only if it is the one that was written.
 
     Raises:
         RunError: for a file that is missing, somebody else's, or another one than was written.
@@ -146,7 +146,7 @@ def _explain_unpicklable(
     error: Exception,
     dumps: Callable[[Any], bytes],
 ) -> str:
-    """Which of the values that a function refers to is the one, where that can be found."""
+    """Name the value that cannot be pickled among those that a function refers to, if it can be found."""
     values = {f"argument {number}": value for number, value in enumerate(args, start=1)}
     values |= {f"argument {key!r}": value for key, value in kwargs.items()}
     values |= {f"variable {key!r}": value for key, value in _referenced_values(function).items()}
@@ -165,7 +165,7 @@ def _explain_unpicklable(
 
 
 def _referenced_values(function: Callable[..., object]) -> dict[str, Any]:
-    """Names of globals and closures in a function's code, with their values."""
+    """Return names of globals and closures in a function's code, with their values."""
     try:
         closure = inspect.getclosurevars(function)
     except (TypeError, ValueError):

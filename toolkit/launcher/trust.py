@@ -26,7 +26,7 @@ _FIELDS = {"kind": str, "name": str, "arguments": list, "sha256": str}
 
 
 def target_of(about: dict[str, Any]) -> Target | None:
-    """What a run is made of, from its `run.json`; None of the recipe's. It says nothing of whether that may run.
+    """Return the target in a run's `run.json`; None for the recipe. Whether it may run is another question.
 
     Raises:
         RunError: for fields, and for a kind, that no run of ours has.
@@ -50,7 +50,7 @@ def target_of(about: dict[str, Any]) -> Target | None:
 
 
 def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
-    """The target, as it may be run again: with the sha256 of a function's file.
+    """Return the target if it may run again, with the sha256 of a function's file.
 
     Args:
         folder: of the run.
@@ -111,7 +111,7 @@ def _note_file(folder: Folder) -> Path:
 
 
 def _digest(target: Target, sha256: str) -> str:
-    """Over kind, name, arguments, and the bytes of the file that runs."""
+    """Return a digest of kind, name, arguments, and the bytes of the file that runs."""
     text = json.dumps([target.kind, target.name, list(target.arguments), sha256])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -124,7 +124,7 @@ def _sha256(file: Path) -> str:
 
 
 def _file(folder: Folder, target: Target) -> Path:
-    """The file that runs.
+    """Return the file that runs.
 
     Raises:
         RunError: for a module that Python does not find.
@@ -135,7 +135,7 @@ def _file(folder: Folder, target: Target) -> Path:
 
 
 def _module_file(name: str) -> Path:
-    """Of a module, or of a package's `__main__`. Unlike `importlib.util.find_spec` it runs no package above it."""
+    """Find a module's file, or a package's `__main__`, without running parent packages as `find_spec` does."""
     where: Any = [*sys.path, os.getcwd()]  # as a rank looks for it
     for number, part in enumerate(name.split(".")):
         # A package that is installed to be edited may have a finder of its own.

@@ -21,7 +21,7 @@ _LOOKS = {
 
 
 def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], message: str) -> str:
-    """One piece of HTML without a script: headline, bar, curve of the loss, memory of each rank, and the figures as a table."""
+    """Return HTML without scripts: headline, bar, loss curve, each rank's memory, and a table of the figures."""
     ink, ground = _LOOKS[status]
     head = (
         f'<p style="margin:0 0 .4em"><strong>{escape(name)}</strong> '
@@ -50,7 +50,7 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _memory(progress: Progress) -> str:
-    """Each rank beside the forecast's peak, and the line of what it may hold.
+    """Draw each rank's memory next to the forecast's peak, with the limit.
 
     What a CPU's rank has resident counts Python and its libraries, which a forecast does not, and says so.
     """

@@ -58,7 +58,7 @@ def live_bytes(device: torch.device | str) -> dict[str, int | None]:
 
 
 def peak_memory(work: Callable[[], object], device_kind: str) -> int:
-    """The most bytes that a piece of work holds at once, above what is held now. What it gives back is let go.
+    """Measure the peak memory of a function call, above the memory in use before. Its result is freed.
 
     Raises:
         RunError: where another profiler keeps it from being measured.

@@ -50,7 +50,7 @@ class _Recording:
         self.note("start")
 
     def note(self, label: str) -> None:
-        """Allocate one byte under a name, so that the allocator says its total here, unseen threads' bytes in it."""
+        """Allocate one byte under a name, so that the allocator records its total, other threads' bytes included."""
         import torch
 
         if threading.get_ident() != self._thread:
@@ -93,7 +93,7 @@ class _Recording:
 
 
 def _totals(tree: Iterable[Any], label: str = "") -> Iterator[tuple[int, int, str]]:
-    """Time in ns, the allocator's total and the label of each allocation and release in a profiler's event tree."""
+    """Return time in ns, total and label of each allocation and release in a profiler's event tree."""
     for node in tree:
         if node.name != "[memory]":
             yield from _totals(node.children, node.name.removeprefix(NOTE) if node.name.startswith(NOTE) else label)
@@ -106,7 +106,7 @@ def _totals(tree: Iterable[Any], label: str = "") -> Iterator[tuple[int, int, st
 
 
 def _peaks(totals: Iterable[tuple[int, str]]) -> dict[str, int]:
-    """The highest total within each phase. The innermost of nested ones counts; what follows a phase belongs to it."""
+    """Return the highest total within each phase: of nested phases the inner one, until the next phase begins."""
     highest: dict[str, int] = {}
     inside: list[str] = []
     now = "load"
@@ -123,7 +123,7 @@ def _peaks(totals: Iterable[tuple[int, str]]) -> dict[str, int]:
 
 
 def _is_profiler_active() -> bool:
-    """Whether a torch profiler runs: in this thread, or in others (then only the second flag knows)."""
+    """Return whether a torch profiler runs, in this thread or in others (only the second flag knows those)."""
     import torch
 
     return torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled

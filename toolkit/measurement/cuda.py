@@ -39,7 +39,7 @@ class CudaWindow(Window):
         self._now = self._inside[-1] if self._inside else name
 
     def _sample(self) -> int | None:
-        """Credit the peak since the last look to the phase that it belongs to; the bytes that are live now."""
+        """Credit the peak since the last sample to its phase. Return the live bytes."""
         import torch
 
         stats = torch.cuda.memory_stats_as_nested_dict()
@@ -74,7 +74,7 @@ class CudaWindow(Window):
 
 
 def device_bytes(index: int | None) -> tuple[int | None, str | None]:
-    """What NVML says that this process holds on a CUDA device, in bytes; None with the reason where it does not say."""
+    """Return this process's bytes on a CUDA device by NVML; None with a reason where NVML does not tell."""
     try:
         import pynvml
     except ImportError:
@@ -90,7 +90,7 @@ def device_bytes(index: int | None) -> tuple[int | None, str | None]:
 
 @cache
 def _handle(index: int | None) -> Any:
-    """NVML's handle of a CUDA device, by its UUID: the two libraries count devices differently."""
+    """Return NVML's handle of a CUDA device, by UUID: the two libraries number devices differently."""
     import pynvml
     import torch
 

@@ -95,7 +95,7 @@ class Memory(Result):
         return {"peak_bytes": sum(known_peaks) if len(known_peaks) == len(peaks) else None}
 
     def to_dict(self) -> dict[str, Any]:
-        """`measured` (or None), `reason` and `host`, in bytes and seconds."""
+        """Return `measured` (or None), `reason` and `host`, in bytes and seconds."""
         return {"measured": self.measured, "reason": self.reason, "host": self.host}
 
     def tables(self) -> list[Table]:
@@ -118,7 +118,7 @@ class Memory(Result):
 
 
 def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[Any]], list[Any]]) -> Memory:
-    """Bring every rank's measurement together; a collective, every rank gets the whole.
+    """Gather every rank's measurement on every rank. A collective.
 
     Args:
         measured: This rank's.
@@ -131,7 +131,7 @@ def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[An
 
 
 def _parts(rank: Measured, persistent: Mapping[str, int]) -> dict[str, int]:
-    """The bytes at the peak by part, adding up to it. While loading the states are not yet what the audit found."""
+    """Return the bytes at the peak by part. While loading, the states differ from the audit's."""
     assert rank.peak_bytes is not None
     parts = {} if rank.peak_phase in ("load", "prepare") else dict(persistent)
     return {**parts, "transient": rank.peak_bytes - sum(parts.values())}

@@ -44,7 +44,7 @@ class Window:
         """Say that training has ended. On CPU it closes the window where there were fewer than three steps."""
 
     def result(self) -> Measured:
-        """What was measured: the last thing to ask of a window. On CPU it must have been closed."""
+        """Return the measurement. Call it last; on a CPU the window must be closed."""
         return self._measured({}, ())
 
     def _measured(self, phases: Mapping[str, int], live: Sequence[int], **more: int | None) -> Measured:
@@ -73,20 +73,20 @@ class Window:
 
 
 def rss() -> int:
-    """Bytes of this process that are in memory now."""
+    """Return the resident bytes of this process."""
     return int(_process(os.getpid()).memory_info().rss)
 
 
 @lru_cache(maxsize=1)
 def _process(pid: int) -> psutil.Process:
-    """Made once for each process: that costs more than asking it, and every step asks."""
+    """Return this process, created once: creation costs more than asking, and every step asks."""
     import psutil
 
     return psutil.Process(pid)
 
 
 def rss_peak() -> int:
-    """The most that they were. Linux's own mark is of this program alone: `ru_maxrss` begins with the parent's."""
+    """Return the highest resident bytes. Linux's own mark is this program's; `ru_maxrss` starts at the parent's."""
     with suppress(FileNotFoundError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -40,7 +40,7 @@ _POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_po
 def describe(
     model: str | Path | PretrainedConfig | nn.Module | None = None, *, trust_remote_code: str | None = None
 ) -> ModelSpec:
-    """A model's architecture, from its config alone: no weight is read, and no code of the model's own is run untrusted.
+    """Describe a model's architecture from its config: no weight is read, and no untrusted code runs.
 
     Args:
         model: a Hub id, a folder, a `config.json`, a transformers config or model. None and `"embedded"`
@@ -89,7 +89,7 @@ def describe(
 
 
 def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTrainedModel:
-    """The model's modules on the meta device: shapes without memory, and no weight is initialised."""
+    """Build the model's modules on the meta device, without memory or initialisation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -113,7 +113,7 @@ def _build(name: str, config: PretrainedConfig, own: Mapping[str, Any]) -> PreTr
 
 
 def _language_model(module: nn.Module) -> PreTrainedModel:
-    """The module, if it is a transformers model with a language-model head."""
+    """Return the module if it is a transformers model with a language-model head."""
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):
@@ -195,7 +195,7 @@ def _head(module: PreTrainedModel) -> nn.Module | None:
 
 
 def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module list that stands in no other one, with its name: the stacks of repeated layers."""
+    """Return every outermost module list with its name: the stacks of repeated layers."""
     from torch import nn
 
     lists: list[tuple[str, nn.Module]] = []
@@ -207,7 +207,7 @@ def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]:
-    """Classes of `_no_split_modules` that are repeated; where there are none, of the largest stacks of layers.
+    """Return the repeated classes of `_no_split_modules`; without any, those of the largest stacks of layers.
 
     Embeddings and poolers, which transformers lists too so that no device map splits them, are in no list.
     A vision tower without such a class would be gathered whole by FSDP: of it the layers of its largest stack are taken.
@@ -228,7 +228,7 @@ def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _unlisted(module: nn.Module, frozen: tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Classes of the largest stack of each part in `frozen` that holds none of `blocks`."""
+    """Yield classes of the largest stack of each part in `frozen` without one of `blocks`."""
     parts = [child for name, child in module.named_modules() if name in frozen]
     bare = [part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)]
     stacks = [[stack for _, stack in module_lists(part)] for part in bare]
@@ -243,7 +243,7 @@ def _depth(module: nn.Module, blocks: tuple[str, ...]) -> int:
 
 
 def _linears(module: PreTrainedModel) -> tuple[str, ...]:
-    """All but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) chooses."""
+    """Return all but the output embedding, by PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py)."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -254,7 +254,7 @@ def _linears(module: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _unadapted(module: PreTrainedModel, model_type: str) -> tuple[str, ...]:
-    """Dense layers, shared experts and routers that are named as experts were before transformers fused them.
+    """Return dense layers, shared experts and routers with names that experts had before transformers fused them.
 
     Of these families PEFT turns such targets into the fused experts' parameters (peft/utils/transformers_weight_conversion.py,
     `_MOE_TARGET_MODULE_MAPPING`), and would adapt those in their place.
@@ -267,7 +267,7 @@ def _unadapted(module: PreTrainedModel, model_type: str) -> tuple[str, ...]:
 
 
 def _unquantized(module: PreTrainedModel) -> tuple[str, ...]:
-    """What a class keeps in fp32, and the quantizer therefore skips (transformers/quantizers/quantizer_bnb_4bit.py)."""
+    """Return modules that a class keeps in fp32, which the quantizer skips (quantizers/quantizer_bnb_4bit.py)."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -276,7 +276,7 @@ def _unquantized(module: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _attentions(module: PreTrainedModel) -> tuple[str, ...]:
-    """What the class declares. A class that lists compatible flash kernels takes no other."""
+    """Return the attention kernels that the class declares. A list of flash kernels excludes all others."""
     compatible = module._compatible_flash_implementations
     flash: tuple[str, ...] = ("flash_attention_3", "flash_attention_2") if module._supports_flash_attn else ()
     flash = tuple(kernel for kernel in flash if compatible is None or kernel in compatible)
@@ -296,7 +296,7 @@ class _Routed:
 
 
 def _routed(module: nn.Module) -> tuple[_Routed, ...]:
-    """Modules that hold both experts and what routes to them. Experts that every token passes count as layers."""
+    """Return modules with both experts and a router. Experts that every token passes count as layers."""
     routed = []
     for name, child in module.named_modules():
         parts = [(key, type(part).__name__) for key, part in child.named_children() if list(part.parameters())]
@@ -317,7 +317,7 @@ def _is_router(key: str, cls: str) -> bool:
 
 
 def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed: tuple[_Routed, ...]) -> MoE | None:
-    """Of a config that names experts and a module that routes to them; a dense model may have such a field too."""
+    """Return the mixture of a config with experts and a module with a router; a dense model may have the field."""
     counts = [value for key in _EXPERTS if isinstance(value := figures.get(key), int)]
     experts = max(counts, default=_count_experts(routed))
     if experts < 2 or not routed:
@@ -336,7 +336,7 @@ def _moe(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed:
 
 
 def _count_experts(routed: Iterable[_Routed]) -> int:
-    """Experts of a layer by the module: the first dimension of what is fused, or the members."""
+    """Count a layer's experts by the module: the first dimension of fused ones, or the members."""
     for layer in routed:
         experts = layer.block.get_submodule(layer.experts[0].rpartition(".")[2])
         fused = [parameter.shape[0] for parameter in experts.parameters() if parameter.dim() == 3]

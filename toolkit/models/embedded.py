@@ -7,7 +7,7 @@ from typing import Any
 
 
 def embedded_config() -> dict[str, Any]:
-    """The config of the embedded model: a Llama of 5,048,576 parameters, 19.3 MiB in fp32, with nothing tied."""
+    """Return the config of the embedded model: a Llama of 5,048,576 parameters, 19.3 MiB in fp32, nothing tied."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

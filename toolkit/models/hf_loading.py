@@ -18,7 +18,7 @@ LONG = 500_000_000
 
 
 def auto_class(spec: ModelSpec) -> Any:
-    """The class of transformers that reads this kind of model."""
+    """Return the transformers class that reads this kind of model."""
     import transformers
 
     if spec.kind == "seq2seq":
@@ -52,7 +52,7 @@ def without_engine() -> Iterator[None]:
 
 @contextmanager
 def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
-    """No warnings of missing weights, which are errors here, and progress only where reading takes a while."""
+    """Silence warnings about missing weights, which are errors here; show progress only for long reads."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

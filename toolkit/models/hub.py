@@ -14,7 +14,7 @@ BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def hub_reachable(timeout: float = 3.0) -> bool:
-    """Whether the Hugging Face Hub answers within `timeout` seconds. Never, where `HF_HUB_OFFLINE` is set."""
+    """Return whether the Hugging Face Hub answers within `timeout` seconds; False with `HF_HUB_OFFLINE`."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
@@ -27,7 +27,7 @@ def hub_reachable(timeout: float = 3.0) -> bool:
 
 
 def hub_config(name: str) -> Path:
-    """The config.json of a Hub id, from the Hub, or from the cache where the Hub does not answer."""
+    """Return the config.json of a Hub id, from the Hub, or from the cache if it does not answer."""
     from huggingface_hub import hf_hub_download
 
     with _explain_errors(name):
@@ -36,7 +36,7 @@ def hub_config(name: str) -> Path:
 
 
 def hub_snapshot(name: str, commit: str) -> Path:
-    """The folder of a Hub id as it was at one commit: configs, tokenizer and code, without weights.
+    """Download a Hub id at one commit: configs, tokenizer and code, without weights. Return the folder.
 
     Raises:
         ModelError: for what is no full commit, and for one that is not there.
@@ -59,7 +59,7 @@ def hub_snapshot(name: str, commit: str) -> Path:
 
 @contextlib.contextmanager
 def _explain_errors(name: str, commit: str | None = None) -> Iterator[None]:
-    """The Hub's refusals, each as one sentence."""
+    """Turn the Hub's errors into one sentence each."""
     from huggingface_hub import errors
 
     try:
@@ -89,7 +89,7 @@ def _explain_errors(name: str, commit: str | None = None) -> Iterator[None]:
 
 
 def unreachable(name: str, commit: str | None = None) -> str:
-    """The sentence for a Hub id without network, with the fix."""
+    """Return the sentence for a Hub id without network, with the fix."""
     at = f" at commit {commit}" if commit else ""
     return (
         f"model {name!r} is not in the local cache{at} and the Hugging Face Hub cannot be reached: "
@@ -98,7 +98,7 @@ def unreachable(name: str, commit: str | None = None) -> str:
 
 
 def cached(name: str, commit: str | None = None) -> Path | None:
-    """The snapshot folder of a Hub id in the local cache: of its main branch, or of a commit."""
+    """Return a Hub id's snapshot folder in the local cache, of its main branch or of a commit."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -110,5 +110,5 @@ def cached(name: str, commit: str | None = None) -> Path | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, without the lines that follow."""
+    """Return the first line of an exception's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

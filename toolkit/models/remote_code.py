@@ -71,7 +71,7 @@ def check_kernels(name: str, config: Mapping[str, Any]) -> None:
 
 
 def digest_of(folder: Path) -> str:
-    """sha256 over names and contents of all *.py files below a folder: any change in one of them changes it.
+    """Return a sha256 over names and contents of all *.py files below a folder.
 
     Raises:
         ModelError: for a file that is a link out of the folder, and for a link to a folder, whose files it would leave out.
@@ -120,7 +120,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
-    """The files that the folder's configs take classes from."""
+    """Return the files whose classes the folder's configs use."""
     files = set()
     for reference in (*named_code(folder / "config.json"), *named_code(folder / "tokenizer_config.json")):
         match = _REFERENCE.fullmatch(reference)
@@ -140,7 +140,7 @@ def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
 
 
 def named_code(config: Path) -> list[str]:
-    """Every class that `auto_map` of a config names: a dictionary's values, or a list."""
+    """Return every class that `auto_map` of a config names: a dictionary's values, or a list."""
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -27,7 +27,7 @@ DEEPEST = 2_000
 
 
 def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedConfig]:
-    """What a name names: where its weights are, and its config. `trust` as in `describe`."""
+    """Resolve a name to the place of its weights and its config. `trust` as in `describe`."""
     if name == EMBEDDED:
         if trust is not None:
             raise ModelError("the embedded model has no code of its own to trust: leave --trust-remote-code out.")
@@ -52,7 +52,7 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
 
 
 def config_text(name: str) -> tuple[str | None, bytes | None]:
-    """Where a model's weights are, and the text of its config as it lies on this disk; no text where one has to look further.
+    """Return the place of a model's weights, and its config's text if it is on this disk.
 
     A config that names code of the model's own, or a kernel, is always looked at again.
     """
@@ -78,7 +78,7 @@ def _folder_source(folder: Path) -> str | None:
 
 
 def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool = False) -> PretrainedConfig:
-    """A config object from a file. With `trust` the model's own class may make it."""
+    """Read a config object from a file. With `trust`, the model's own class may read it."""
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         fix = (
@@ -145,7 +145,7 @@ def check_tokenizer_code(spec: ModelSpec) -> None:
 
 
 def is_native(values: Mapping[str, Any]) -> bool:
-    """Whether transformers itself has the architecture that a config names."""
+    """Return whether transformers itself has the architecture that a config names."""
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -210,7 +210,7 @@ def check_generates(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _trainable() -> Mapping[str, str | tuple[str, ...]]:
-    """model_type → class, of every causal and sequence-to-sequence language model that transformers has."""
+    """Return model_type → class of every causal and sequence-to-sequence language model in transformers."""
     from transformers.models.auto import modeling_auto as auto
 
     return {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}

@@ -109,7 +109,7 @@ class ModelSpec(Result):
         return sum(parameter.elements for parameter in self.parameters)
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter or module of this name belongs to what is trained: all of it, or the text part."""
+        """Return whether a parameter or module is trained: all of the model, or the text part."""
         return not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
 
     @property
@@ -130,15 +130,15 @@ class ModelSpec(Result):
         return self.elements - experts + experts * self.moe.active // self.moe.experts
 
     def elements_of(self, role: str) -> int:
-        """Number of parameters with this role."""
+        """Return the number of parameters with this role."""
         return sum(parameter.elements for parameter in self.parameters if parameter.role == role)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, with the totals that are computed from them."""
+        """Return all fields and their totals."""
         return {**super().to_dict(), "elements": self.elements, "active_elements": self.active_elements}
 
     def tables(self) -> list[Table]:
-        """The figures, and the parameters by role with their bytes in bf16."""
+        """Return the figures, and the parameters by role with their bytes in bf16."""
         figures: list[tuple[str, object]] = [
             ("architecture", f"{self.architecture} ({self.kind})"),
             ("parameters", f"{format_count(self.elements)} ({self.elements:,})"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def class_with_text(values: Mapping[str, Any]) -> str | None:
-    """The class of transformers that reads images and text and writes text, for a config with its defaults; or None.
+    """Return the class that reads images and text and writes text, for a config with its defaults; or None.
 
     None too where `architectures` names the text model alone, as of a Llama 4 that was saved without its vision tower.
     """
@@ -60,7 +60,7 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
 
 
 def frozen_modules(module: PreTrainedModel) -> tuple[str, ...]:
-    """The outermost modules and parameters outside of the text part: it is the decoder, its embeddings and the head.
+    """Return the outermost modules and parameters outside the text part: decoder, embeddings and head.
 
     Empty for a model of one part. Layers of the decoder that attend to images are no text part either: without an image
     they are skipped (Mllama).

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """A model's tokenizer with a pad token: its own, else an unused special token, else the one that ends a text.
+    """Load a model's tokenizer with a pad token: its own, an unused special token, or the end-of-text token.
 
     Raises:
         ModelError: for a missing tokenizer, more tokens than embeddings, and no token to pad with.
@@ -43,7 +43,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The config's, else a special token that is named after padding or kept in reserve, else the end of a text."""
+    """Return the config's pad token, else a special token for padding or in reserve, else the end-of-text token."""
     configured = spec.config.get("pad_token_id")
     if isinstance(configured, int) and configured >= 0 and (found := tokenizer.convert_ids_to_tokens(configured)):
         return str(found)

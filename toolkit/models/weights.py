@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 def local_weights(source: str | Path) -> list[Path]:
-    """The safetensors files of a folder, or of the cached copy of a Hub id; empty where there are none.
+    """Return the safetensors files of a folder, or of the cached copy of a Hub id; empty without any.
 
     Raises:
         ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
@@ -51,7 +51,7 @@ def local_weights(source: str | Path) -> list[Path]:
 
 
 def require_weights(spec: ModelSpec) -> list[Path]:
-    """The safetensors files of a model, whole. Those of a Hub id are downloaded here, once, before any rank starts.
+    """Return a model's complete safetensors files. A Hub id's are downloaded here once, before any rank starts.
 
     Raises:
         ModelError: where there are none, where they are pickles, where a file is cut short, or an adapter lies beside them.
@@ -82,7 +82,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
 
 
 def copy_code(spec: ModelSpec, folder: Path) -> None:
-    """Beside saved weights the code of their own that they need: as it was trusted, and to be trusted by the same digest.
+    """Copy the model's own code next to its saved weights; the same digest trusts it.
 
     Raises:
         ModelError: where it is not what was trusted any more.
@@ -107,7 +107,7 @@ def copy_processor(spec: ModelSpec, folder: Path) -> None:
 
 
 def checkpoint_dtype(source: str | Path) -> str | None:
-    """torch's name of the dtype that most elements of a checkpoint have, by the files' headers; None without weights.
+    """Return torch's name of the dtype of most elements of a checkpoint, by the files' headers; None without weights.
 
     Raises:
         ModelError: for a file that is no safetensors file, or is cut short.
@@ -123,7 +123,7 @@ def checkpoint_dtype(source: str | Path) -> str | None:
 
 
 def _download(name: str, commit: str | None) -> None:
-    """Bring a Hub id's weights, configs and tokenizer into the cache, where they are not there whole."""
+    """Download a Hub id's weights, configs and tokenizer unless the cache has them all."""
     from huggingface_hub import errors, snapshot_download
 
     if not hub_reachable():
@@ -163,7 +163,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """A safetensors file's tensors: name → dtype, shape, data_offsets (github.com/huggingface/safetensors#format)."""
+    """Return a safetensors file's tensors: name → dtype, shape, data_offsets (github.com/huggingface/safetensors)."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -180,7 +180,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _end(tensors: dict[str, dict[str, Any]]) -> int:
-    """Where the last tensor ends, of tensors that lie one behind the other; ValueError where they overlap or leave a gap."""
+    """Return where the last tensor ends; ValueError where tensors overlap or leave a gap."""
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tuple(tensor["data_offsets"])):
         begins, ends = tensor["data_offsets"]

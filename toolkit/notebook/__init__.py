@@ -10,7 +10,7 @@ from typing import Any
 
 
 def register() -> None:
-    """In a notebook's kernel a `Run` is shown live, also while it is waited for, and pictures are images."""
+    """Show a `Run` live in a notebook's kernel, also while it is waited for, and turn pictures into images."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None or not hasattr(shell, "kernel"):
         return
@@ -33,7 +33,7 @@ def _show(run: Any) -> None:
 
 
 def _html(output: Any) -> Any:
-    """What is saved is also opened where inline SVG is taken for an attack. All but our pictures is handed through."""
+    """Return HTML for saved notebooks, where viewers remove inline SVG: our pictures become images."""
     from toolkit.core.drawing import portable
 
     html = output._repr_html_()

@@ -65,7 +65,7 @@ class Explorer:
     """A panel: `controls` by name, `value` (the answer to where they stand), `static_html()` (the same as static HTML)."""
 
     def __init__(self, kind: str, state: ExplorerState) -> None:
-        """Answer once, and make the controls where ipywidgets and anywidget are installed."""
+        """Answer once, and make controls where ipywidgets and anywidget are installed."""
         self.kind = kind
         self.state = state
         self.value: Result | None = None
@@ -114,7 +114,7 @@ class Explorer:
             self._shown.update(_html(self.static_html()))
 
     def _answer(self) -> None:
-        """A refusal is an answer like another: a panel shows no traceback."""
+        """Answer the state's question. A refusal is an answer, too: a panel shows no traceback."""
         self.value, self.refusal = None, ""
         try:
             self.value = KINDS[self.kind][0](self.state)
@@ -122,7 +122,7 @@ class Explorer:
             self.refusal = str(error)
 
     def static_html(self) -> str:
-        """The answer as HTML that needs no kernel, no script and no network; and what asks for it in a shell."""
+        """Return HTML that needs no kernel, script or network, and the equivalent command."""
         sentence = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
         shell_command = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.state))}</code></p>"
         return portable(
@@ -130,11 +130,11 @@ class Explorer:
         )
 
     def __repr__(self) -> str:
-        """The answer as text."""
+        """Return the answer as text."""
         return str(self.value) if self.value is not None else self.refusal
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        """Controls for a page that has their kernel, the twin for every other."""
+        """Return controls for a page with their kernel, and static HTML for others."""
         page = self.static_html() if self.panel is not None else f"{self.static_html()}<p>{html.escape(FIX)}</p>"
         bundle = {"text/plain": repr(self), "text/html": page}
         view = "application/vnd.jupyter.widget-view+json"
@@ -143,7 +143,7 @@ class Explorer:
         return bundle
 
     def _ipython_display_(self) -> None:
-        """Controls and answer as two outputs: where the kernel of the controls is gone, the answer stays.
+        """Show controls and answer as two outputs: the answer stays when the controls' kernel is gone.
 
         A page with ipywidgets and without that kernel says of a widget that its model is not found, whatever else is in
         the same output.
@@ -169,7 +169,7 @@ WIDE = 60
 
 
 def _figures_with_tables(value: Result | None) -> str:
-    """Pictures, and their tables beside them where there is room; wide tables below."""
+    """Return pictures with their tables at the side; wide tables stand below."""
     if value is None:
         return ""
     narrow, wide = list[str](), list[str]()
@@ -199,7 +199,7 @@ def explore(
     against: Strategy | None = None,
     run: Any = None,
 ) -> Explorer:
-    """A panel whose controls change what is asked of a forecast. It shows itself in a notebook.
+    """Return a panel whose controls change a forecast's request. It shows itself in a notebook.
 
     Args:
         kind: `memory` (bytes by part against what a rank has), `compare` (two strategies), `timeline` (a step phase by phase), or

@@ -86,7 +86,7 @@ class ExplorerState:
         against: Strategy | None = None,
         run: Any = None,
     ) -> ExplorerState:
-        """As `explore` was called; what it leaves open is the run's own, where there is one.
+        """Return the state that `explore` was called with; a run's own values fill the gaps.
 
         Raises:
             ToolkitError: for a model, a machine or a run that is not known.
@@ -130,7 +130,7 @@ class ExplorerState:
         )
 
     def but(self, **values: Any) -> ExplorerState:
-        """The same with other values."""
+        """Return the same state with other values."""
         return dataclasses.replace(self, values={**self.values, **values})
 
     @property
@@ -164,7 +164,7 @@ class ExplorerState:
         return (devices, 1) if cpu or devices % NODE else (NODE, devices // NODE)
 
     def fields(self, owner: Strategy | TrainConfig, before: str = "") -> dict[str, Any]:
-        """A strategy's or a loop's fields as the controls say, whether they can be or not."""
+        """Return a dataclass's fields as the controls have them, valid or not."""
         fields = {name: self.values.get(before + name, value) for name, value in dataclasses.asdict(owner).items()}
         if "sharding" in fields:
             row = SHARDINGS.get(fields["sharding"])
@@ -210,23 +210,23 @@ class ExplorerState:
 
 
 def _compared_sharding(strategy: Strategy, ranks: int) -> str:
-    """A sharding to compare this one with: another one that shards, else one that replicates."""
+    """Return a sharding to compare with: another one that shards, else one that replicates."""
     able = _full_shardings()[::-1] if ranks > 1 else _full_shardings()
     return next((word for word in (*able, *usual_shardings()) if word != strategy.sharding), strategy.sharding)
 
 
 def _full_shardings() -> list[str]:
-    """The usual shardings that shard everything."""
+    """Return the usual shardings that shard everything."""
     return [word for word in usual_shardings() if not SHARDINGS[word].smaller]
 
 
 def _device_word(machine: Hardware, on: Hardware | str | None) -> str:
-    """This machine's device is called so: its name is long, and nobody chose it."""
+    """Return the word for this machine's device, whose own name is long."""
     return HERE if on is None else "cpu" if machine.device.kind == "cpu" else machine.device.name
 
 
 def choices(kind: str, state: ExplorerState) -> list[Choice]:
-    """The controls of a panel, in order. One with a single value is left out."""
+    """Return the controls of a panel, in order, without those that have a single value."""
     choices_ = [_choice(name, state, kind) for name in NAMES[kind]]
     return [choice for choice in choices_ if len(choice.values) > 1]
 
@@ -265,13 +265,13 @@ def _help(owner: type[Strategy] | type[TrainConfig], name: str) -> str:
 
 
 def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
-    """Powers of two, and these."""
+    """Return powers of two, and these numbers."""
     powers = {2**power for power in range(20) if least <= 2**power <= most}
     return tuple(sorted(powers | set(own)))
 
 
 def command(kind: str, state: ExplorerState) -> str:
-    """The same question in a shell."""
+    """Return the shell command of the state's question."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
     words = ["toolkit", verb, *_model_word(state)]
     stays = state.implied and all(state.values[name] == state.began[name] for name in ("device", "devices"))
@@ -293,7 +293,7 @@ def command(kind: str, state: ExplorerState) -> str:
 
 
 def _model_word(state: ExplorerState) -> list[str]:
-    """What a shell can name; a config that was made in Python has no name there before it is saved."""
+    """Return the model's words in a shell; a config that was made in Python has none until it is saved."""
     name = state.spec.name
     if name == EMBEDDED or (state.run is not None and state.values["model"] == state.began["model"]):
         return []

@@ -37,7 +37,7 @@ _lock = threading.Lock()
 
 
 def show(run: Run) -> None:
-    """Display a run. The output is plain HTML, so that a saved notebook still shows how the run ended.
+    """Display a run in plain HTML, so that a saved notebook still shows how it ended.
 
     While it goes a thread updates it in place, and the kernel stays free; where ipywidgets is installed there is a button.
     """
@@ -68,7 +68,7 @@ def show(run: Run) -> None:
 
 
 def _follow(folder: str, run: Run, view: _View) -> None:
-    """Until it has ended, whatever is in the way meanwhile: a line that is being written, a disk that does not answer."""
+    """Update the view until the run has ended, through partial lines and slow disks."""
     before, alive = "", True
     while alive:
         with contextlib.suppress(Exception):
@@ -90,7 +90,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
 
 
 def _page(run: Run, *, last: bool) -> str:
-    """The run as it stands; nothing where that cannot be read, and why not where it was the last time."""
+    """Return the run's current page; None where it cannot be read, with the reason the last time."""
     try:
         return portable(run._repr_html_())
     except Exception as error:

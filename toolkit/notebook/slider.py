@@ -63,12 +63,12 @@ class Slider(anywidget.AnyWidget):
     value = AnyValue()
 
     def __init__(self, options: list[tuple[str, Any]], value: Any, **traits: Any) -> None:
-        """`options`: each as it is spelled, and as it is."""
+        """Create a slider of `options`: each a label and a value."""
         self._values = [option for _, option in options]
         super().__init__(spelled=[word for word, _ in options], value=value, **traits)
 
     def offer(self, options: list[tuple[str, Any]], value: Any) -> None:
-        """Other options, and where it stands among them."""
+        """Replace the options and the value."""
         with self.hold_sync():
             self._values = [option for _, option in options]
             self.spelled = [word for word, _ in options]

@@ -74,13 +74,13 @@ class Panel:
             self._own = False
 
     def say(self, sentence: str, *, visible: bool = False) -> None:
-        """Screen readers hear it when they have a moment; eyes see it above the picture, or here where `visible`."""
+        """Show a sentence: read out politely by screen readers, and visible above the picture or here."""
         style = "" if visible else f' style="{UNSEEN}"'
         self._said.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Where an answer takes longer than a moment, it says so until then."""
+        """Show a note if an answer takes longer than a moment."""
         late = threading.Timer(MOMENT, self.say, [BUSY], {"visible": True})
         late.start()
         try:

@@ -34,7 +34,7 @@ class Report(Result):
         return self.run.status
 
     def page(self) -> str:
-        """The run as one HTML page that needs nothing else: no script, no network."""
+        """Return the run as one self-contained HTML page without scripts."""
         name = self.run.path.absolute().name
         return redact(html_page(name, self.run.status, figures(self.run), sections_of(self.run)))
 
@@ -67,7 +67,7 @@ class Report(Result):
         return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections_of(self.run)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The run in bytes and seconds; of its steps what they come to, since `events.jsonl` has each."""
+        """Return the run in bytes and seconds, with a summary of its steps; `events.jsonl` has each."""
         run, about, memory = self.run, self.run.about, self.run.memory or {}
         fields = (
             "target",
@@ -102,7 +102,7 @@ class Report(Result):
 
 
 def report(path: str | Path) -> Report:
-    """What a run's folder tells: also of one that goes on, was stopped or failed.
+    """Return the report of a run's folder, also of a running, stopped or failed run.
 
     Raises:
         RunError: for a folder that holds no run, and a file in it that cannot be read, or says what no run does.
@@ -120,7 +120,7 @@ def report(path: str | Path) -> Report:
 
 @contextlib.contextmanager
 def reported(path: Path) -> Iterator[None]:
-    """However what is inside ends, `report.html` is written then, if the run had begun. It changes nothing of how it ended."""
+    """Write `report.html` at the end if the run has begun, however the block ends. Errors are not changed."""
     try:
         yield
     except BaseException:
@@ -140,7 +140,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _write_page(path: Path) -> Path | None:
-    """The page's place; None where it could not be written, whatever was in its way."""
+    """Write the page and return its path; None where it cannot be written."""
     try:
         return report(path).write() if (path / "run.json").exists() else None
     except Exception as error:
@@ -171,7 +171,7 @@ def _progress(run: Record) -> dict[str, Any]:
 
 
 def _in_notebook(section: Section) -> str:
-    """Without headings: a notebook has its own."""
+    """Return the section without its heading: a notebook has its own."""
     words = f"<p><strong>{escape(section.title)}.</strong> {escape(section.words)}</p>"
     code = f"<pre>{escape(section.code)}</pre>" if section.code else ""
     pictures = "".join(figure(svg, table) for table, svg in section.tables if svg)

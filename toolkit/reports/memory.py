@@ -15,7 +15,7 @@ INDENT = "\N{NO-BREAK SPACE}" * 2
 
 
 def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
-    """A rank's bytes at its peak, forecast and measured, and their picture.
+    """Return a rank's bytes at its peak, forecast and measured, with their picture.
 
     What no audit can tell apart is measured as one, `transient`, and forecast part by part.
 
@@ -46,7 +46,7 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
 
 
 def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> tuple[Table, str]:
-    """The highest total of each phase, forecast and measured, and their picture."""
+    """Return the highest total of each phase, forecast and measured, with a picture."""
     expected: Mapping[str, int] = forecast["device"]["phases"] if forecast else {}
     measured_phases: Mapping[str, int] = measured["phases"] if measured else {}
     names = [name for name in PHASES if name in expected or name in measured_phases]
@@ -66,12 +66,12 @@ def _row(name: str, expected: int | None, measured: int | None) -> tuple[str, ..
 
 
 def compared(title: str, what: str, rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table whose rows hold a name, a forecast, what was measured, and their ratio."""
+    """Return a table of names, forecasts, measurements and their ratios."""
     return Table(title=title, columns=(what, "forecast", "measured", "forecast / measured"), rows=rows)
 
 
 def by_rank(memory: Mapping[str, Any]) -> Table:
-    """What was measured of each rank, as `memory.json` says it."""
+    """Return each rank's measurement in `memory.json`."""
     ranks = memory["measured"]["per_rank"]
     phases = [name for name in PHASES if any(name in rank["phases"] for rank in ranks)]
     sizes = ("peak_bytes", "live_bytes", "reserved_bytes", "device_bytes", "rss_peak_bytes")
@@ -91,7 +91,7 @@ def by_rank(memory: Mapping[str, Any]) -> Table:
 
 
 def _drop_empty_columns(table: Table, forecast: object, measured: object) -> Table:
-    """Without the columns of what there is not."""
+    """Remove columns without values."""
     if forecast and measured:
         return table
     columns = (0, 1) if forecast else (0, 2)
@@ -100,7 +100,7 @@ def _drop_empty_columns(table: Table, forecast: object, measured: object) -> Tab
 
 
 def ratio(expected: float | None, measured: float | None) -> str:
-    """The forecast as a multiple of what was measured."""
+    """Return the forecast as a multiple of the measurement."""
     return f"{expected / measured:.2f}x" if expected and measured else "–"
 
 

@@ -52,7 +52,7 @@ footer { max-width: 1180px; margin: 2rem auto; padding: 0 24px; color: var(--qui
 
 
 def html_page(name: str, status: str, figures: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    """The page of a run of this name."""
+    """Return the page of a run."""
     cards = "".join(
         f"<div><dt>{escape(what)}</dt><dd{_class(what, status)}>{escape(value)}</dd></div>" for what, value in figures
     )
@@ -86,6 +86,6 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _framed(table: Table) -> str:
-    """What scrolls can be reached by keyboard, and has a name."""
+    """Make a wide table reachable by keyboard, with a name."""
     wide = f' class="wide" tabindex="0" role="region" aria-label="{escape(table.title)}"'
     return f"<div{wide if len(table.columns) > WIDE else ''}>{table.html()}</div>"

@@ -25,7 +25,7 @@ class Section:
     """Each with its picture, or an empty text."""
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return text for a terminal."""
         code = "\n".join("    " + line for line in self.code.splitlines())
         paragraphs = [part for part in (self.words, code, *(table.text() for table, _ in self.tables)) if part]
         return "\n\n".join([f"== {self.title} ==", *paragraphs])
@@ -38,7 +38,7 @@ def sample_table(
     row: Callable[[Mapping[str, Any]], Any],
     file: str,
 ) -> Table:
-    """A table of lines of a file: of many at most `ROWS`, evenly, the first and the last among them."""
+    """Return a table of a file's lines: at most `ROWS`, evenly spaced, with the first and the last."""
     places = list(range(len(lines)))
     if len(lines) > ROWS:
         places = [round(place * (len(lines) - 1) / (ROWS - 1)) for place in range(ROWS)]
@@ -47,5 +47,5 @@ def sample_table(
 
 
 def spell_number(value: float | None) -> str:
-    """JSON's null stands for what was not finite."""
+    """Return a number's text; JSON has null for a value that is not finite."""
     return "not finite" if value is None else f"{value:.4f}"

@@ -26,7 +26,7 @@ KNOWN = frozenset({*(field.name for field in fields(Step)), "attempt", "samples"
 
 
 def training(run: Record) -> Section:
-    """Losses, evaluation losses and tokens per second, step by step."""
+    """Return losses, evaluation losses and tokens a second, step by step."""
     title, steps = "Training", run.steps
     if not steps:
         return Section(title=title, words="No step was done.")
@@ -46,7 +46,7 @@ def training(run: Record) -> Section:
 
 
 def checkpoints(run: Record) -> Section:
-    """What was published, and what it cost."""
+    """Return the published checkpoints and their cost."""
     title, saved = "Checkpoints", run.checkpoints
     if not saved:
         return Section(title=title, words="None was published.")
@@ -63,7 +63,7 @@ def checkpoints(run: Record) -> Section:
 
 
 def speed(run: Record) -> Table:
-    """The median step, forecast and measured."""
+    """Return the median step, forecast and measured."""
     forecast, seconds, rate = run.forecast or {}, step_seconds(run.steps), throughput(run.steps)
     rows = []
     for name, expected, measured, spell in (
@@ -76,7 +76,7 @@ def speed(run: Record) -> Table:
 
 
 def _steps(run: Record) -> Table:
-    """Loss, norm, learning rate and speed as far as the steps say them, and what else `tk.log` was given."""
+    """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
     spellings |= {name: (name, "{:.4g}".format) for name in last if name not in KNOWN}
@@ -91,7 +91,7 @@ def _steps(run: Record) -> Table:
 
 
 def _cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
-    """JSON's null stands for what was not finite."""
+    """Return a figure's text; JSON has null for a value that is not finite."""
     if name not in event:
         return "–"
     return spell_number(None) if event[name] is None else spell(event[name])

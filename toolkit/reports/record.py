@@ -105,18 +105,18 @@ def read_record(path: str | Path) -> Record:
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of the median step after the fifth."""
+    """Return the seconds of the median step after the fifth."""
     return _median([event["seconds"] for event in steps[WARM:] or steps])
 
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens per second over all ranks, of the median step after the fifth; None where steps do not say their tokens."""
+    """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
     rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
     return _median(rates) if rates else None
 
 
 def pace(event: Mapping[str, Any]) -> float | None:
-    """Tokens per second of a step: one that `tk.log` wrote may say none."""
+    """Return a step's tokens a second; a line of `tk.log` may have none."""
     return event["tokens"] / event["seconds"] if event.get("tokens") and event["seconds"] else None
 
 
@@ -135,7 +135,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`memory.json` of this attempt: a finished run that goes on with other flags has an older one until it finishes again.
+    """Return this attempt's `memory.json`; until a resumed run finishes again, the file is an older attempt's.
 
     Raises:
         RunError: where it cannot be read.
@@ -152,7 +152,7 @@ def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
-    """How a run that had begun is, in a word, and what is said of that."""
+    """Return the status of a run that has begun, in a word, and its message."""
     beats = list(read_beats(folder.logs).values())
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
@@ -172,7 +172,7 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What the supervisor left of this attempt; an older one's word does not count."""
+    """Return the supervisor's message of this attempt, not of an older one."""
     try:
         end = read_json(folder.end)
         check_fields(end, {"how": str, "message": str, "attempt": int})
@@ -183,7 +183,7 @@ def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, 
 
 
 def _started(about: Mapping[str, Any]) -> float:
-    """When the last attempt began, in seconds since 1970; 0 where nothing says it."""
+    """Return when the last attempt began, in seconds since 1970; 0 if unknown."""
     from datetime import datetime
 
     try:

@@ -30,7 +30,7 @@ STATES = ("trainable", "frozen", "master", "optimizer")
 
 
 def sections_of(run: Record) -> list[Section]:
-    """All of them, in the order of the page."""
+    """Return all sections, in the order of the page."""
     writers = (
         _outcome_section,
         _settings_section,
@@ -46,7 +46,7 @@ def sections_of(run: Record) -> list[Section]:
 
 
 def figures(run: Record) -> list[tuple[str, str]]:
-    """What a person asks first, each as a name and a value."""
+    """Return the most important figures, each a name and a value."""
     train_config, steps = run.about["train_config"], run.steps
     planned = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
     rows = [("status", run.status), ("steps", f"{run.done:,}{planned}")]
@@ -102,7 +102,7 @@ def _settings_section(run: Record) -> Section:
 
 
 def _target_section(run: Record, target: Mapping[str, Any]) -> Section:
-    """Of a script, module or function: what it was, and the strategy that `tk.accelerator()` found ready."""
+    """Return the section of a script, module or function: its name, and the strategy of `tk.accelerator()`."""
     rows = [("kind", target["kind"]), ("name", target["name"])]
     if target["arguments"]:
         rows.append(("arguments", " ".join(target["arguments"])))
@@ -118,7 +118,7 @@ def _target_section(run: Record, target: Mapping[str, Any]) -> Section:
 
 
 def _changed_settings(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
-    """Those of a dataclass that say most, and those that differ from their defaults."""
+    """Return the main settings of a dataclass, and those with other values than the default."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     cells = [
         name
@@ -146,7 +146,7 @@ def _audit_section(run: Record) -> Section | None:
 
 
 def _state_table(audits: Sequence[Mapping[str, Any]]) -> Table:
-    """Bytes of each rank beside the engine's account; ranks that hold the same are one row."""
+    """Return each rank's bytes next to the engine's expectation; equal ranks share a row."""
 
     def cells(key: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple("–" if key.get(part) is None else format_bytes(key[part]) for part in STATES)
@@ -240,7 +240,7 @@ def _machine_section(run: Record) -> Section:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`0`, `0–3`, `0, 2`."""
+    """Return ranks in short: `0`, `0–3`, `0, 2`."""
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
     return ", ".join(map(str, ranks))

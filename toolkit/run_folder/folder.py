@@ -109,15 +109,15 @@ class Folder:
         return self.path / "logs"
 
     def log(self, rank: int) -> Path:
-        """What a rank printed."""
+        """Return the log of a rank."""
         return self.logs / f"rank-{rank}.log"
 
     def beat(self, rank: int) -> Path:
-        """A rank's sign of life."""
+        """Return the heartbeat file of a rank."""
         return self.logs / f"rank-{rank}.beat"
 
     def error(self, rank: int) -> Path:
-        """How a rank ended, where an exception ended it."""
+        """Return the file with the exception that ended a rank."""
         return self.logs / f"rank-{rank}.error.json"
 
     @property
@@ -130,7 +130,7 @@ class Folder:
         append_line(self.events, event)
 
     def record_error(self, rank: int, error: BaseException) -> None:
-        """Leave for the supervisor what ended this rank: it raises a `ToolkitError` again as it was."""
+        """Record the error that ended this rank: the supervisor raises a `ToolkitError` again."""
         self.logs.mkdir(exist_ok=True)
         about = {
             "type": type(error).__name__,
@@ -149,7 +149,7 @@ class Folder:
                 self._spare(rank).rename(self.error(rank))
 
     def record_end(self, how: str, message: str) -> None:
-        """Leave for whoever looks later how a run that had begun ended: `stopped` or `failed`, and what was said of it."""
+        """Record how a run that had begun ended: `stopped` or `failed`, and its message."""
         if self.run_json.exists():
             with contextlib.suppress(RunError):  # a full disk: the user has been told
                 attempt = len(read_run_json(self.path).get("attempts", ()))
@@ -169,7 +169,7 @@ class Folder:
 
     @contextlib.contextmanager
     def room_for_error(self, rank: int) -> Iterator[None]:
-        """Meanwhile `record_error` works on a full disk, too: what is overwritten has its room, and a name needs none."""
+        """Reserve space so that `record_error` works on a full disk."""
         with contextlib.suppress(OSError):
             self._spare(rank).write_text(" " * SPARE)
         try:
@@ -213,11 +213,11 @@ class Folder:
                 self.path.parent.rmdir()
 
     def __enter__(self) -> Folder:
-        """Itself."""
+        """Return the folder."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave."""
+        """Leave the folder."""
         self.leave()
 
 
@@ -267,7 +267,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
 
 
 def open_readonly(path: str | Path) -> Folder:
-    """A run's folder to read in, whoever holds it: nobody is kept out.
+    """Open a run's folder for reading, also while a process holds it.
 
     Raises:
         RunError: where it holds no run.
@@ -279,7 +279,7 @@ def open_readonly(path: str | Path) -> Folder:
 
 
 def run_paths(path: str | Path) -> Folder:
-    """The paths of a run that may not have begun."""
+    """Return the paths of a run that may not have begun."""
     return Folder(path=expand_user(path), token="", created=False, lock=-1)
 
 
@@ -331,13 +331,13 @@ def new_path(root: str | Path, word: str) -> Path:
 
 
 def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The rank whose error came first: by a count of seconds that nobody sets back; over several hosts by their clocks."""
+    """Return the rank with the first error, by a monotonic clock; over several hosts by their clocks."""
     by = "tick" if len({error["host"] for error in raised.values()}) == 1 else "time"
     return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
-    """What `run.json` of a run's folder says: fields of their types, whoever wrote it.
+    """Read `run.json` of a run's folder and check the types of its fields.
 
     Raises:
         RunError: for a missing or invalid run.json.
@@ -368,7 +368,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_old(path: Path) -> None:
-    """A new run starts in a folder that does not exist or is empty; a lock and logs of ours alone are no run."""
+    """Refuse to start a new run in a folder with other files than a lock and logs of ours."""
     if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
         raise RunError(
             f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
@@ -388,7 +388,7 @@ def _refuse_old(path: Path) -> None:
 
 
 def _foreign(path: Path) -> set[str]:
-    """What is in a folder that no run of ours wrote before it had begun: a new run neither removes nor replaces it."""
+    """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone."""
     drafts = {entry.name for entry in path.iterdir() if _DRAFT.fullmatch(entry.name)}  # of a process that was killed
     names = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
     lock, logs = path / "lock", path / "logs"
@@ -405,7 +405,7 @@ def _foreign(path: Path) -> set[str]:
 
 
 def refuse_links(path: Path) -> None:
-    """A run writes into its folder and nowhere else: another's folder may link to files of ours.
+    """Refuse links in a run's folder: a crafted folder may link to the user's files.
 
     Raises:
         RunError: for a link that leads out of it, and for a pipe or device in it.

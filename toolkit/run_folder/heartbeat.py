@@ -87,7 +87,7 @@ class Beat:
     """
 
     def __init__(self, path: Path, rank: int, *, every: float = EVERY) -> None:
-        """`path`: the file, whose folder exists; `every`: seconds."""
+        """Create the heartbeat. `path`: the file, in an existing folder; `every`: seconds."""
         self.path, self.rank, self.every = path, rank, every
         self.step, self.marks, self.stage, self.listens = 0, 0, 0, False
         self._place = "start"
@@ -106,7 +106,7 @@ class Beat:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While signals are wishes. Written down at once: who stops the run has to know."""
+        """Record at once that signals are requests now, for whoever stops the run."""
         self.listens = True
         self._write()
         try:
@@ -158,7 +158,7 @@ class Beat:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        """The last beat: where the rank ended, or that it came to its end."""
+        """Write the last beat: where the rank ended, or that it finished."""
         self._stop.set()
         self._thread.join()
         self._unobserve()
@@ -192,7 +192,7 @@ def _check(beat: Heartbeat) -> None:
 
 
 def _rss() -> int:
-    """Bytes of this process that are in memory; 0 where the system does not say."""
+    """Return the resident bytes of this process; 0 if unknown."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

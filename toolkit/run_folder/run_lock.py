@@ -26,17 +26,17 @@ _LONGEST = 2**20
 
 
 def supervised() -> bool:
-    """Whether a supervisor of ours started this process: it then shows errors and the logs' last lines."""
+    """Return whether a supervisor of ours started this process: it shows errors and the logs' last lines."""
     return TOKEN in os.environ
 
 
 def new_token() -> str:
-    """A name that no other run has."""
+    """Return a token that no other run has."""
     return uuid.uuid4().hex
 
 
 def run_token() -> str:
-    """What all ranks of this run, and of no other, have in common: what the supervisor set, or else their launcher."""
+    """Return the token that all ranks of this run share: the supervisor's, or else their launcher's."""
     if token := os.environ.get(TOKEN):
         return token
     if "LOCAL_RANK" not in os.environ:
@@ -84,7 +84,7 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
 
 
 def supervisor_of(path: Path) -> dict[str, Any] | None:
-    """`pid`, `started` and `host` of the supervisor that entered the folder last; None where none has."""
+    """Return `pid`, `started` and `host` of the last supervisor in the folder; None without one."""
     try:
         with open_regular(path / "lock") as file:
             lines = list(_lines(file.read(_LONGEST)))
@@ -122,7 +122,7 @@ def _holders(lock: int) -> list[dict[str, Any]]:
 
 
 def _lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """The lines of a lock that name a run or one of its processes; anything else in it says nothing."""
+    """Yield the lines of a lock that name a run or one of its processes; other lines are ignored."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
             record = parse_json(line)
@@ -145,7 +145,7 @@ def check_process(record: Any) -> None:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a lock of ours: empty, or begun with the name of a run."""
+    """Return whether a file is a lock of ours: empty, or starting with the name of a run."""
     try:
         with open_regular(path) as file:
             data = file.read(_LONGEST)
@@ -167,7 +167,7 @@ def _held_by(path: Path, lock: int) -> str:
 
 
 def held_by_others(path: Path) -> bool:
-    """Whether a living process beside this one is in the run's folder: it goes on."""
+    """Return whether another living process is in the run's folder."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -185,7 +185,7 @@ def held_by_others(path: Path) -> bool:
 
 
 def process_lives(pid: int) -> bool:
-    """Whether there is a process of this number on this machine, whoever owns it."""
+    """Return whether a process with this number exists on this machine, whoever owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -196,7 +196,7 @@ def process_lives(pid: int) -> bool:
 
 
 def still(line: Mapping[str, Any]) -> bool:
-    """Whether the process that a line names lives here: its number may have come to another one."""
+    """Return whether the process in a line lives here: its number may belong to another one now."""
     return process_lives(line["pid"]) and line["started"] == started(line["pid"]) != ""
 
 
@@ -205,7 +205,7 @@ def _role() -> str:
 
 
 def started(pid: int) -> str:
-    """When a process began, in clock ticks: with it a pid names one process for good.
+    """Return when a process began, in clock ticks: with it, a pid is unique.
 
     Empty of a process that has ended and whose parent has not looked yet.
     """

@@ -85,7 +85,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         return engine_of(self.job.strategy).steps_in_backward
 
     def end_training(self) -> None:
-        """Accelerate's. Afterwards this process can make another Accelerator."""
+        """End as Accelerate does. Afterwards this process can make another Accelerator."""
         import torch.distributed as dist
 
         if self._deepspeed and dist.is_initialized():
@@ -98,7 +98,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self.ended = True
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Accelerate's, then exact fp32 masters for a model of `toolkit.load()`, then the audit.
+        """Prepare as Accelerate does; then restore exact fp32 masters of a model of `toolkit.load()`, and audit.
 
         Raises:
             StrategyError: for a second optimizer under DeepSpeed and fp16.
@@ -165,7 +165,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         return Prepared(self.job, model, optimizer, self)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Accelerate's. A model that its engine has distributed while loading gets autocast, and no DDP around it."""
+        """Prepare as Accelerate does. A model distributed while loading gets autocast, and no DDP around it."""
         unwrapped = evaluation_mode or not engine_of(self.job.strategy).wraps_model
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
 
@@ -227,7 +227,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     # The loop ---------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Accelerate's: the loss is divided by `TrainConfig.accumulation`.
+        """Run the backward as Accelerate does: the loss is divided by `TrainConfig.accumulation`.
 
         Raises:
             StrategyError: for a second call before `optimizer.step()` where DeepSpeed has taken a step in the first.
@@ -245,7 +245,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self._took_step = self._deepspeed and self.sync_gradients and _is_finite(self._clip(self._optimizers[0]))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Accelerate's, once a step: `step` unscales what the loop has not."""
+        """Unscale once a step; `step` unscales what the loop has not."""
         if self.sync_gradients and not self._unscaled:
             super().unscale_gradients(optimizer)
             self._unscaled = True
@@ -289,7 +289,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         return together
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> NoReturn:
-        """Refused: the sharding engines cannot.
+        """Refuse: the sharding engines cannot clip by value.
 
         Raises:
             StrategyError: on every engine.
@@ -315,7 +315,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:
-        """Under fp16 the scaler skips the step instead."""
+        """Check a norm, except under fp16, where the scaler skips the step."""
         if not self.job.precision.scaled and not _is_finite(norm):
             raise NotFinite(
                 f"the gradient norm is {norm:g}, and the step was not taken. Weights are those of the step before. "
@@ -324,7 +324,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Accelerate's. Under DeepSpeed a `backward` within it takes no step."""
+        """Return Accelerate's context. Under DeepSpeed a `backward` within it takes no step."""
         if not self._deepspeed:
             with super().no_sync(model):
                 yield

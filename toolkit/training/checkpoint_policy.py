@@ -36,7 +36,7 @@ class CheckpointPolicy:
         steps: int,
         attempt: int,
     ) -> None:
-        """`writer`: None for a run without checkpoints; `steps`: number of the run's last step."""
+        """Create the policy. `writer`: None for a run without checkpoints; `steps`: the run's last step."""
         self.writer, self.run_config, self.window, self.folder = writer, run_config, window, folder
         self.stop, self.beat, self.steps, self.attempt = stop, beat, steps, attempt
         self._saved_at = time.monotonic()

@@ -27,7 +27,7 @@ class Evaluator:
         *,
         attempt: int,
     ) -> None:
-        """`rows`: the held-out data; None for a run without evaluation."""
+        """Create the evaluator. `rows`: the held-out data; None for a run without evaluation."""
         self.prepared, self.rows, self.run_config, self.folder = prepared, rows, run_config, folder
         self.stop, self.beat, self.attempt = stop, beat, attempt
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Model and tokenizer for the job that an Accelerator was made for, ready for an optimizer and `prepare`.
+    """Load the model and tokenizer of the Accelerator's job, ready for an optimizer and `prepare`.
 
     The model is in train mode with its KV cache off, in the dtypes, attention and activation checkpointing that were
     asked for, with an adapter where one was. What was done is printed by the main process, a line each.
@@ -102,7 +102,7 @@ class Reader:
 
 
 def _read(job: Job, **options: Any) -> PreTrainedModel:
-    """The weights of the checkpoint, none of them missing."""
+    """Load the checkpoint's weights; a missing one is an error."""
     import torch
 
     spec = cast("ModelSpec", job.spec)
@@ -144,7 +144,7 @@ def _read(job: Job, **options: Any) -> PreTrainedModel:
 
 
 def _freeze(job: Job, model: PreTrainedModel) -> None:
-    """What text does not pass is held as what an adapter stands on: without a gradient, in the compute dtype."""
+    """Freeze what text does not pass through, in the compute dtype, as the weights under an adapter."""
     import torch
 
     freeze(model, cast("ModelSpec", job.spec))
@@ -154,7 +154,7 @@ def _freeze(job: Job, model: PreTrainedModel) -> None:
 
 
 def _copy_from_file(model: nn.Module) -> None:
-    """On CPU ranks copy tensors that still lie in the mapped file into memory that torch allocated.
+    """On CPU ranks, copy tensors that are views of the mapped file into memory that torch allocates.
 
     They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
     """
@@ -170,7 +170,7 @@ def _copy_from_file(model: nn.Module) -> None:
 
 
 def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
-    """Rank 0 reads; the others get the same modules, whose parameters have a shape and next to no memory."""
+    """Read the model on rank 0. The other ranks get the same modules, with shapes and almost no memory."""
     from accelerate.utils import broadcast_object_list
 
     model: PreTrainedModel | None = None
@@ -188,7 +188,7 @@ def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
 
 
 def _build_empty(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The model with rank 0's buffers, where each parameter has its shape, and one element of memory.
+    """Build the model with rank 0's buffers; each parameter has its shape and one element of memory.
 
     Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
     all are 0.
@@ -221,7 +221,7 @@ def _build_empty(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tens
 
 
 def _check(job: Job, model: PreTrainedModel) -> None:
-    """What was read is what was asked for."""
+    """Check that the loaded model is the requested one."""
     spec = cast("ModelSpec", job.spec)
     used = model.config.get_text_config()._attn_implementation
     if used != ATTENTIONS[job.strategy.attention].transformers:
@@ -243,7 +243,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
 
 
 def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Cache off, pad token, activation checkpointing. Says what is set, a line each."""
+    """Set the cache, the pad token and activation checkpointing. Return a line for each."""
     spec = cast("ModelSpec", job.spec)
     text = model.config.get_text_config()
     model.config.use_cache = text.use_cache = False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def restore_masters(prepared: Prepared) -> None:
-    """Write the checkpoint's fp32 values into separate masters, and check them and the compute copies bit by bit.
+    """Write the checkpoint's fp32 values into the masters. Check masters and compute copies bit by bit.
 
     An engine with separate masters makes them from weights that were already rounded to the compute dtype (DeepSpeed's
     bf16 and fp16). Where the checkpoint holds more than that dtype can say, rank 0 reads it again, tensor by tensor,
@@ -47,7 +47,7 @@ def _trained(spec: ModelSpec) -> list[Parameter]:
 
 
 def _rounded(job: Job) -> bool:
-    """Whether the engine keeps masters apart, and some tensor of the checkpoint was cast when it was read."""
+    """Return whether the engine keeps masters and a tensor of the checkpoint was cast while it was read."""
     dtypes = engine_of(job.strategy).expected_state(job).dtypes
     if "master" not in dtypes or dtypes["master"] == dtypes["trainable"] or job.strategy.adapter != "none":
         return False
@@ -62,7 +62,7 @@ def _rounded(job: Job) -> bool:
 
 @contextlib.contextmanager
 def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None]:
-    """On rank 0 a function from a parameter's name to its values in fp32; None on the others.
+    """Return a function from a parameter's name to its fp32 values on rank 0, and None on the other ranks.
 
     A tensor at a time where the files use the model's own names. Where transformers converts them (fused experts), the
     model is read whole into host memory.
@@ -86,7 +86,7 @@ def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None
 
 
 def _read_whole(spec: ModelSpec) -> PreTrainedModel:
-    """All weights in fp32 into this process's host memory."""
+    """Read all weights in fp32 into this process's host memory."""
     import torch
 
     with without_engine():
@@ -122,7 +122,7 @@ def _check_copy(name: str, masters: list[Part], copies: list[Part]) -> None:
 
 
 def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal bit by bit."""
+    """Return whether two tensors are equal bit by bit."""
     import torch
 
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second)))

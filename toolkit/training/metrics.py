@@ -21,11 +21,11 @@ from toolkit.run_folder.folder import Folder
 from toolkit.training.loop import Step, StepRequest
 
 RUN_DIR = "TOOLKIT_RUN_DIR"
-"""The environment variable that names the folder of the run to a rank that hosts a script or function."""
+"""The environment variable with the run's folder, for a rank that runs a script or function."""
 
 _STARTED = time.perf_counter()
 OURS = ("bytes", "attempt", "samples", "skipped")
-"""Names of a line in `events.jsonl` that say what no figure does."""
+"""Keys of `events.jsonl` that no figure may use."""
 
 _last_log: dict[str, float] = {}
 _signals = StopSignal()
@@ -120,7 +120,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def should_stop() -> bool:
-    """Whether this run was asked to stop: the same answer on every rank, so all of them ask, once a step.
+    """Return whether this run was asked to stop, the same on every rank. Call it on all ranks, once a step.
 
     For a loop of your own, as `log`. Where it says so, save what you need and return. From the first call on a signal waits for
     the loop to hear it; ranks that have not ended 30 s later are killed. Before, or where nobody asks, a signal ends a rank

@@ -26,7 +26,7 @@ _ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IG
 
 
 def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
-    """What a rank says of an error that `is_out_of_memory`: figures, and what to change."""
+    """Return a rank's message for an error that `is_out_of_memory`: figures, and what to change."""
     request = _ASKED.search(str(error))
     size = f"It asked for {_size(request[1])}" if request else "How much it asked for is not known"
     return OutOfMemory(
@@ -35,7 +35,7 @@ def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutO
 
 
 def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) -> str:
-    """The message for a rank that the system killed: its last heartbeat is all that is known of it."""
+    """Return the message for a rank that the system killed, from its last heartbeat."""
     who = f"rank {rank}" if rank is not None else f"rank {beat.rank} (which held most)" if beat else "a rank"
     where = f" {beat.where}" if beat else ""
     return (
@@ -45,7 +45,7 @@ def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) 
 
 
 def aborted_for_memory(folder: Folder, rank: int, request: str | None, beat: Heartbeat | None) -> str:
-    """The message for a rank that one of its libraries ended; `request`: bytes, where the library said so."""
+    """Return the message for a rank that a library aborted; `request`: bytes, if the library named them."""
     size = f"It asked for {format_bytes(int(request))}" if request else "How much it asked for is not known"
     where = f" {beat.where}" if beat else ""
     return f"rank {rank} ran out of memory{where}. {size}; {_last_usage(beat)}. {advice(folder, beat)}"
@@ -58,7 +58,7 @@ def _last_usage(beat: Heartbeat | None) -> str:
 
 
 def advice(folder: Folder, beat: Heartbeat | None) -> str:
-    """The smallest change that could fit, as a command line that goes on with the run."""
+    """Return the smallest change that could fit, as a command that resumes the run."""
     return value_or("What to change is not known: run.json cannot be read.", _advice, folder, beat)
 
 
@@ -86,7 +86,7 @@ OF_OWN_CODE = {"sharding", "offload"}
 
 
 def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Mapping[str, Any]) -> str:
-    """What resumes a run with a change. A function is passed again, so that is a line of Python."""
+    """Return what resumes a run with a change; for a function, a line of Python."""
     if target is not None and target["kind"] == "function":
         words = ", ".join(f"{name}={value!r}" for name, value in change.items())
         return f"`tk.resume({str(folder.path)!r}, {target['name']}, {words})`, or a smaller micro-batch in it"
@@ -97,7 +97,7 @@ def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Ma
 def _can_run(
     strategy: Strategy, train_config: TrainConfig, change: Mapping[str, Any], ranks: int, device: Device
 ) -> bool:
-    """Whether this machine can."""
+    """Return whether this machine can run it."""
     try:
         require_libraries(resolve(*changed(strategy, train_config, change), None, ranks, device))
     except ToolkitError:
@@ -106,12 +106,12 @@ def _can_run(
 
 
 def memory_kills() -> int:
-    """How many processes the system has ended because memory ran out: of this control group, else of the machine."""
+    """Return how many processes the system has killed for memory: in this control group, else on the machine."""
     return _kills(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat"))
 
 
 def _kills(root: Path, own: Path, machine: Path) -> int:
-    """Of version 2 or 1; a container often sees another path than the one written here, and the root is then its own."""
+    """Return the file of kill counts of control groups 2 or 1; in a container, the root is often its own."""
     files = {"": "memory.events", "memory": "memory.oom_control"}
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -131,13 +131,13 @@ def _read_counts(file: Path) -> int | None:
 
 
 def _size(text: str) -> str:
-    """torch says bytes on the host, and larger units on a device."""
+    """Parse a size: torch gives bytes on the host, and larger units on a device."""
     number, _, unit = text.replace(",", "").partition(" ")
     return format_bytes(int(number)) if unit.lower() == "bytes" else text
 
 
 def _device_usage() -> str:
-    """What this process holds, and what there is: of its device where it has one."""
+    """Return this process's use of its device's memory, if it has one."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
@@ -153,7 +153,7 @@ def _device_usage() -> str:
 
 
 def _host_usage() -> str:
-    """What is free of the host's memory, and of this process's own limit on addresses, where it has one."""
+    """Return the host's free memory, and this process's own limit of addresses, if it has one."""
     import resource
 
     import psutil

@@ -147,7 +147,7 @@ def run_preflight(
 
 
 def _prepare_data(message: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
-    """Rows, rows for evaluation and notes that the parent handed over; nothing without a parent."""
+    """Return rows, evaluation rows and notes from the parent process; nothing without a parent."""
     if message is None:
         return None, None, ()
     rows, eval_rows, notes = json.loads(message)
@@ -155,7 +155,7 @@ def _prepare_data(message: str | None) -> tuple[Rows | None, Rows | None, tuple[
 
 
 def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> Preflight:
-    """The same, with a forecast. Call before an engine is set up, which would partition what is traced."""
+    """Return the same with a forecast. Call it before an engine is set up, which would partition the traced model."""
     try:
         if preflight.job.strategy.adapter != "none":
             import peft  # noqa: F401 - loading needs it too, and with it the trace needs no process of its own
@@ -185,7 +185,7 @@ def random_model(folder: str | Path, config: Any) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of `LIBRARIES`; None for what is not installed."""
+    """Return the versions of Python and of `LIBRARIES`; None for a library that is not installed."""
     from importlib import metadata
 
     installed: dict[str, str | None] = {"python": sys.version.split()[0]}

@@ -57,12 +57,12 @@ class Audit(Result):
         return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
 
     def to_dict(self) -> dict[str, Any]:
-        """Bytes by part, held and expected, and the dtype ledger."""
+        """Return bytes by part, measured and expected, and the dtypes."""
         return {**asdict(self), "parameter_bytes": self.measured.parameters}
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """What `accelerator.prepare` gives back. The fp32 masters are exactly the checkpoint's, whoever read the model.
+    """Call `accelerator.prepare`. The fp32 masters are exactly the checkpoint's, whoever read the model.
 
     Args:
         accelerator: from `toolkit.accelerator()`.
@@ -82,7 +82,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
 
 def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
-    """The model and the optimizer among what `accelerator.prepare` gave back, as engine functions take them."""
+    """Return model and optimizer among the results of `accelerator.prepare`, for engine functions."""
     import torch
 
     # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
@@ -161,7 +161,7 @@ def _bytes(actual: StateMemory, expected: StateMemory, stepped: bool) -> list[st
 
 
 def _dtypes(actual: Mapping[str, str], expected: Mapping[str, str], stepped: bool) -> list[str]:
-    """Moments and gradients have no dtype before the first step; after it nothing may be missing."""
+    """Compare dtypes. Moments and gradients have none before the first step; after it none may be missing."""
     return [
         f"{part} is {actual.get(part, 'missing')}, expected {name}"
         for part, name in expected.items()
@@ -170,7 +170,7 @@ def _dtypes(actual: Mapping[str, str], expected: Mapping[str, str], stepped: boo
 
 
 def _trains_other(prepared: Prepared) -> str | None:
-    """What distinguishes the trained parameters from the spec's. None where the names are equal, or an adapter was asked for."""
+    """Return how trained parameters differ from the spec's. None for equal names, or with an adapter."""
     job = prepared.job
     if job.spec is None or job.strategy.adapter != "none":
         return None
@@ -184,7 +184,7 @@ def _trains_other(prepared: Prepared) -> str | None:
 
 
 def _untied_names(prepared: Prepared) -> list[str]:
-    """Names that share one tensor in the checkpoint have to share one parameter."""
+    """Return tied names that no longer share one parameter."""
     spec = prepared.job.spec
     if spec is None or not spec.tied:
         return []
@@ -201,7 +201,7 @@ def _untied_names(prepared: Prepared) -> list[str]:
 
 
 def _find(module: Any, name: str) -> torch.nn.Parameter:
-    """A parameter by its name in the base model, under an adapter too."""
+    """Return a parameter by its name in the base model, also under an adapter."""
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
     owner, _, leaf = name.rpartition(".")
     holder: Any = base.get_submodule(owner)
@@ -211,7 +211,7 @@ def _find(module: Any, name: str) -> torch.nn.Parameter:
 
 
 def check_uniform(job: Job, model: torch.nn.Module) -> None:
-    """Sharding engines need one dtype among what is trained; they would say so without naming a parameter."""
+    """Check for one dtype among the trained parameters: sharding engines need it and do not name the parameter."""
     if job.strategy.adapter == "none":
         return
     kinds: dict[Any, str] = {}

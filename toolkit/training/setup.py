@@ -1,4 +1,4 @@
-"""The launch environment and the Strategy → one real `accelerate.Accelerator`, or a refusal."""
+"""Turn the launch environment and the Strategy into one `accelerate.Accelerator`, or refuse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def accelerator(
     project_dir: str | Path | None = None,
     timeout: float | None = None,
 ) -> Accelerator:
-    """The Accelerator that trains as the strategy says, on the ranks that were launched. `os.environ` stays as it was.
+    """Return the Accelerator that trains as the strategy says, on the launched ranks. `os.environ` does not change.
 
     Without a strategy it takes what `accelerate launch --config_file` set; with one, both have to agree. A mapping
     gives only some of the fields and leaves the others to the launch environment.
@@ -76,7 +76,7 @@ def accelerator(
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> None:
-    """One rank a device, on accelerators; a CPU takes any number.
+    """Check that each rank has a device of its own; a CPU takes any number of ranks.
 
     Raises:
         RunError: for more ranks than devices, or none.
@@ -92,7 +92,7 @@ def check_ranks(hardware: Hardware, ranks: int) -> None:
 
 
 def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: int | None) -> int:
-    """The number of ranks on this machine: as given, else the default, which `print_default` shows.
+    """Return the number of ranks on this machine: the given one, or the default that `print_default` shows.
 
     Args:
         strategies: that run on this number of ranks; the default is the one of the strategy that needs most.
@@ -139,7 +139,7 @@ def check_trackers(names: str | None) -> None:
 
 
 def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | None = None) -> dict[str, Any]:
-    """The fields of Strategy that the launch environment sets; none outside of `accelerate launch`.
+    """Return the fields of Strategy that the launch environment sets; none without `accelerate launch`.
 
     The engine of the requested `sharding` and `tp` reads the environment first: another may be launched in the same way.
     """

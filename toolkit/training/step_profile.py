@@ -1,4 +1,4 @@
-"""`profile_steps()` → `StepProfile`: run a few steps in this process, and compare them with the forecast. For one rank."""
+"""`profile_steps()` → `StepProfile`: a few steps in this process, compared with the forecast. One rank only."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from toolkit.training.setup import accelerator, seed_everything
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile(Result):
-    """A few steps of one rank: what was forecast, and what was measured."""
+    """A few steps of one rank, forecast and measured."""
 
     forecast: Forecast
-    """Made before the first byte was loaded."""
+    """The forecast, made before any weight was loaded."""
     memory: Memory
     audit: Audit
-    """After the first step."""
+    """The audit after the first step."""
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
-    """What loading said that it did."""
+    """The notes of `load`."""
 
     @property
     def phases(self) -> Mapping[str, int]:
-        """The highest total within each phase. A trial saves nothing.
+        """Return the highest total within each phase. A profile has no save phase.
 
         Raises:
             RunError: where nothing could be measured, with the reason.
@@ -58,24 +58,24 @@ class StepProfile(Result):
 
     @property
     def peak_bytes(self) -> int:
-        """The highest of them."""
+        """The highest total of all phases, in bytes."""
         return max(self.phases.values())
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """The measured peak by part: what the audit found, and one part, `transient`, for the rest."""
+        """The measured peak by part: the audit's parts, and `transient` for the rest."""
         assert self.memory.measured is not None, "`phases` has said so"
         measured: Mapping[str, int] = self.memory.measured["parts"]
         return measured
 
     @property
     def forecast_bytes(self) -> int:
-        """The highest that was forecast, of the phases that were run."""
+        """The highest forecast of the phases that were run, in bytes."""
         return max(size for name, size in self.forecast.phases.items() if name in self.phases)
 
     @property
     def ratio(self) -> float:
-        """The forecast of the peak as a multiple of what was measured."""
+        """The forecast peak divided by the measured one."""
         return self.forecast_bytes / self.peak_bytes
 
     @property
@@ -86,17 +86,17 @@ class StepProfile(Result):
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Of every step, in nats a token."""
+        """The loss of every step, in nats a token."""
         return tuple(step.loss for step in self.steps)
 
     def pictures(self) -> Sequence[str]:
-        """The peak by part, as forecast and as measured."""
+        """Return a picture of the forecast and the measured peak, by part."""
         expected = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
         rows = [Bar(label="forecast", parts=expected), Bar(label="measured", parts=self.parts)]
         return (bars(rows, title=f"The peak, in {self.forecast.peak_phase}"),)
 
     def tables(self) -> list[Table]:
-        """Each phase's highest total beside its forecast."""
+        """Return each phase's highest total and its forecast."""
         phases = {name: (self.forecast.phases.get(name), self.phases[name]) for name in PHASES if name in self.phases}
         rows = [
             (name, *_with_ratio(expected, measured))
@@ -111,7 +111,7 @@ class StepProfile(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfiles(Result):
-    """The same work under several settings, beside each other."""
+    """The same training under several settings."""
 
     title: str
     trials: Mapping[str, StepProfile]
@@ -125,7 +125,7 @@ class StepProfiles(Result):
         return None if forecast is first.forecast else first.seconds * forecast.operations / first.forecast.operations
 
     def pictures(self) -> Sequence[str]:
-        """Every peak by part, as forecast; and what was measured under it."""
+        """Return a picture of every peak by part, forecast and measured."""
         rows = []
         for name, trial in self.trials.items():
             expected = {part: size for part in PARTS if (size := trial.forecast.parts.get(part, 0))}
@@ -133,7 +133,7 @@ class StepProfiles(Result):
         return (bars(rows, title=self.title),)
 
     def tables(self) -> list[Table]:
-        """Peak and seconds of each, forecast and measured."""
+        """Return the peak and the seconds of each setting, forecast and measured."""
         rows = []
         for name, trial in self.trials.items():
             expected = self.forecast_seconds(name)
@@ -160,7 +160,7 @@ def _with_ratio(expected: int | None, measured: int) -> tuple[str, str, str]:
 def profile_steps(
     strategy: Strategy | None = None, train_config: TrainConfig | None = None, run_config: RunConfig | None = None
 ) -> StepProfile:
-    """Train for `train_config.steps` in this process, alone, and let go of everything. The run has no folder and leaves no file.
+    """Train for `train_config.steps` steps in this process and free everything. It writes no run folder.
 
     Where bytes and seconds of a setting are to be seen at once; a run that counts belongs into processes of its own (`launch`).
     Three steps are measured; those behind them tell the time.
@@ -205,7 +205,7 @@ def profile_steps(
 def _run(
     preflight: Preflight, run_config: RunConfig, window: measurement.Window
 ) -> tuple[tuple[Step, ...], Audit, Memory]:
-    """As a rank of `finetune` does, without what keeps a run."""
+    """Run the steps as a rank of `finetune` does, without a run folder."""
     job = preflight.job
     rank = accelerator(job.strategy, job.train_config, job.spec)
     seed_everything(rank)
@@ -232,7 +232,7 @@ def _run(
 
 @contextmanager
 def _separate_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps one state for the whole process, and refuses another precision: what was there is set aside meanwhile."""
+    """Set Accelerate's process-wide state aside meanwhile: it refuses a second precision."""
     import torch
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -42,7 +42,7 @@ _MODEL = "model"
 
 
 def open_dcp(folder: Path, root: Path) -> Weights:
-    """`.metadata` and the `.distcp` files that it names; only the model's tensors, under their own names.
+    """Open a folder with `.metadata` and `.distcp` files: only the model's tensors, under their own names.
 
     Raises:
         CheckpointError: for pickles that hold more than the list allows, names that leave the folder, files that are
@@ -67,7 +67,7 @@ def open_dcp(folder: Path, root: Path) -> Weights:
 
 
 def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places) -> torch.Tensor:
-    """One tensor, by torch's own reader and planner, without a process group."""
+    """Read one tensor with torch's own reader and planner, without a process group."""
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -87,7 +87,7 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
 
 
 def _state(record: Any, kind: str) -> Any:
-    """The fields of a record of DCP's."""
+    """Return the fields of a record of DCP's."""
     if not isinstance(record, OpaqueRecord) or type(record).__name__.rpartition(".")[2] != kind:
         raise TypeError(f"expected {kind}, found {type(record).__name__}")
     return record.state
@@ -106,7 +106,7 @@ def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] |
 
 
 def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]) -> _Places:
-    """Where each chunk of these tensors lies, as torch's own records of checked values."""
+    """Return where each chunk of these tensors lies, as torch's own records with checked values."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -159,7 +159,7 @@ def _size(value: Any) -> torch.Size:
 
 
 def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> list[str]:
-    """The files that hold the model, each in the folder and as long as the metadata says."""
+    """Return the files of the model; each lies in the folder and has the length that the metadata states."""
     ends: dict[str, int] = {}
     for place in places:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -179,7 +179,7 @@ def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> 
 
 
 def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> None:
-    """Every element lies in exactly one chunk: torch's planner leaves what lies in none as memory happened to be."""
+    """Check that every element lies in exactly one chunk: torch's planner leaves the others uninitialized."""
     size = tensor.size
     chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
     whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)

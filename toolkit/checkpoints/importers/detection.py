@@ -21,7 +21,7 @@ _OPTIMIZER = re.compile(r"optimizer_\d+")
 
 
 def open_foreign(folder: Path) -> Weights | None:
-    """A model's weights in a checkpoint that this toolkit did not write; None where it is nothing that is known here.
+    """Open a model's weights in a checkpoint of another library; return None for an unknown format.
 
     Known are DeepSpeed's ZeRO-1, 2 and 3 (`save_checkpoint`, and `accelerator.save_state` over it), FSDP's sharded and
     full state dicts, any folder of torch.distributed.checkpoint, and whole models as safetensors or `.bin`; in the folder
@@ -45,7 +45,7 @@ def open_foreign(folder: Path) -> Weights | None:
 
 
 def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
-    """What opens a folder, by the names of its files. Only where they say that it is a checkpoint is anything else looked at."""
+    """Return the function that opens a folder, chosen by file names. Other files are read only for a checkpoint."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     split = next((name for name in names if _RANKS.fullmatch(name)), None)
     if not (names & {"latest", METADATA, *WHOLE} or is_zero(names) or split):
@@ -69,7 +69,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
 
 
 def _latest_folder(folder: Path, pointer: Path) -> Path:
-    """The folder that DeepSpeed's `latest` names."""
+    """Return the folder that DeepSpeed's `latest` names."""
     with wrap_errors(f"{pointer} is no name of a folder"), pointer.open(encoding="utf-8") as file:
         tag = file.read(1024).strip()
     names = {path.name for path in folder.iterdir() if path.is_dir()}

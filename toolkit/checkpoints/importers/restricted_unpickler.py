@@ -74,7 +74,7 @@ class OpaqueRecord:
         return record
 
     def __init__(self, *args: Any) -> None:
-        """Nothing more: the arguments are kept."""
+        """Keep the arguments only."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -86,7 +86,7 @@ def _opaque_class(path: str) -> type[OpaqueRecord]:
 
 @contextmanager
 def only_listed() -> Iterator[None]:
-    """Within, `torch.load(weights_only=True)` allows torch's own list and `DEEPSPEED`, whatever this process added before."""
+    """Restrict `torch.load(weights_only=True)` to torch's own list and `DEEPSPEED`, whatever the process has added."""
     from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
     with _LOCK:
@@ -135,7 +135,7 @@ def _refusal(path: Path | str, name: str) -> CheckpointError:
 
 
 def load(path: Path) -> Any:
-    """What `torch.save` wrote, its tensors mapped from the file rather than read.
+    """Load a file of `torch.save`, with mapped tensors.
 
     Raises:
         CheckpointError: for a class that is not on the list, by its name, and for a file that is cut short or no such file.
@@ -154,7 +154,7 @@ def load(path: Path) -> Any:
 
 
 def load_metadata(path: Path) -> Any:
-    """DCP's `.metadata` as `OpaqueRecord` records, whose types are named by the classes that they stand for.
+    """Load DCP's `.metadata` as `OpaqueRecord` records, whose types carry the names of the original classes.
 
     Raises:
         CheckpointError: as `load`.
@@ -186,7 +186,7 @@ def check_tuples(file: IO[bytes]) -> None:
 def _apply_instruction(
     opcode: pickletools.OpcodeInfo, argument: Any, stack: list[int], marks: list[int], memo: dict[int, int]
 ) -> None:
-    """What an instruction does to the stack, as far as tuples go."""
+    """Apply a pickle instruction to the stack, as far as tuples are concerned."""
     name, before = opcode.name, len(opcode.stack_before)
     if name == "MARK":
         marks.append(len(stack))

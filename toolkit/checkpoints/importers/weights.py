@@ -34,7 +34,7 @@ class Weights:
     """As `tensor`, unchecked."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor whole, contiguous, on the host. It may share memory with the mapped file: copy before writing into it.
+        """Return a whole, contiguous tensor on the host. It may share memory with the mapped file: copy it first.
 
         Raises:
             CheckpointError: where its bytes cannot be read, or are not what the checkpoint said.
@@ -57,7 +57,7 @@ class Entry:
 
 
 def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights:
-    """Tensors under their model's own names, without what wrappers put there.
+    """Return tensors under their model's own names, without the prefixes of wrappers.
 
     Raises:
         CheckpointError: for no tensor, an empty tensor, and two tensors of one name.
@@ -86,7 +86,7 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
 
 
 def list_files(folder: Path, root: Path) -> dict[str, Path]:
-    """What lies in a folder, by name.
+    """Return the files of a folder by name.
 
     Raises:
         CheckpointError: for a symbolic link that leads out of `root`.
@@ -98,7 +98,7 @@ def list_files(folder: Path, root: Path) -> dict[str, Path]:
 
 
 def ensure_inside(path: Path, root: Path) -> Path:
-    """The path itself, where it stays in `root` when every symbolic link is followed.
+    """Return the path if it stays in `root` when every symbolic link is followed.
 
     Raises:
         CheckpointError: where it does not.
@@ -113,7 +113,7 @@ def ensure_inside(path: Path, root: Path) -> Path:
 
 
 def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
-    """The files that a Hugging Face index names, in order.
+    """Return the files that a Hugging Face index names, in order.
 
     Raises:
         CheckpointError: for an invalid index, one that names a file in another folder, and a missing file.
@@ -128,7 +128,7 @@ def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
 
 
 def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
-    """Every name is a file that is there.
+    """Check that every name is an existing file.
 
     Raises:
         CheckpointError: naming the first that are not.

@@ -24,7 +24,7 @@ WHOLE = frozenset(_NAMES) | {f"{name}.index.json" for name in _NAMES}
 
 
 def whole_files(files: Mapping[str, Path]) -> list[Path]:
-    """The files of the state dict in a folder that holds one of `WHOLE`.
+    """Return the files of the state dict in a folder that contains one of `WHOLE`.
 
     Raises:
         CheckpointError: for an index that names a missing file, or one in another folder.
@@ -34,7 +34,7 @@ def whole_files(files: Mapping[str, Path]) -> list[Path]:
 
 
 def open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
-    """The tensors of these files together; those of `.bin` files stay mapped, and are read when they are asked for.
+    """Open the tensors of these files. `.bin` files are mapped and read on demand.
 
     Raises:
         CheckpointError: for a file that is cut short, and for a pickle that holds more than the list allows.
@@ -88,7 +88,7 @@ def _return_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checked(name: str, tensor: Any) -> torch.Tensor:
-    """A tensor with bytes on the host, and nothing else that a pickle can call one.
+    """Check that a value is a plain tensor with bytes on the host.
 
     Raises:
         TypeError: for anything else.

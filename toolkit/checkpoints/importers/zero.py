@@ -30,12 +30,12 @@ _ANY = re.compile(r".*[_-](?:optim|model)_states\.pt")
 
 
 def is_zero(names: Iterable[str]) -> bool:
-    """Whether a folder with these files is a ZeRO checkpoint itself (not the folder that holds it and `latest`)."""
+    """Return whether a folder with these files is a ZeRO checkpoint itself, not the folder around it with `latest`."""
     return any(_ANY.fullmatch(name) for name in names)
 
 
 def open_zero(folder: Path, root: Path) -> Weights:
-    """The checkpoint of one step: `mp_rank_00_model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`, ….
+    """Open the checkpoint of one step: `mp_rank_00_model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`, ….
 
     Trained parameters are fp32 masters, frozen ones and buffers what the engine held.
 
@@ -78,7 +78,7 @@ class _Flat:
     starts: Sequence[int]
 
     def parts(self, start: int, length: int) -> Iterator[torch.Tensor]:
-        """Views of what lies in a range."""
+        """Return views of the tensors in a range."""
         at, end = max(bisect_right(self.starts, start) - 1, 0), start + length
         while start < end:
             upto = min(end, self.starts[at + 1])
@@ -98,7 +98,7 @@ class _Tensor:
     """Elements of the range in each row."""
 
     def whole(self) -> torch.Tensor:
-        """The parameter in memory of its own; a view of the mapped file where it lies there in one piece."""
+        """Return the parameter in memory of its own, or a view of the mapped file if it is contiguous there."""
         import torch
 
         parts = [part for row in self.rows for part in row.parts(self.start, self.length)]
@@ -120,7 +120,7 @@ def _checked_tensor(name: str, tensor: Any) -> _Tensor:
 
 
 def _unpartitioned(module: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a rank's state dict holds whole; ZeRO-3 leaves empty places where a parameter is partitioned."""
+    """Return the whole tensors of a rank's state dict; ZeRO-3 leaves empty tensors for partitioned parameters."""
     import torch
 
     for name, tensor in module.items():
@@ -129,7 +129,7 @@ def _unpartitioned(module: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Every rank's optimizer state, in order of ranks."""
+    """Return every rank's optimizer state, in the order of ranks."""
     by_rank = {int(match["rank"]): match for match in map(_OPTIMIZER.fullmatch, files) if match}
     strange = [
         name for name in files if _ANY.fullmatch(name) and not (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name))
@@ -164,7 +164,7 @@ def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str,
 
 
 def _flat_groups(state: Mapping[str, Any]) -> list[Any]:
-    """A rank's fp32 partitions, a flat tensor a group."""
+    """Return a rank's fp32 partitions, one flat tensor a group."""
     key = "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
     return [checked(key, tensor).reshape(-1) for tensor in state[key]]
 
@@ -182,7 +182,7 @@ def _check_parallelism(folder: Path, model: Mapping[str, Any], state: Mapping[st
 
 
 def _stage(model: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """The stage that the optimizer was; bf16's own optimizer leaves it to the configuration."""
+    """Return the optimizer's ZeRO stage; bf16's optimizer leaves it to the configuration."""
     stage = state.get("zero_stage", model.get("ds_config", {}).get("zero_optimization", {}).get("stage", 1))
     return int(getattr(stage, "args", (stage,))[0])
 
@@ -192,7 +192,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, _Tensor]:
-    """ZeRO-3's frozen parameters: a fragment a rank."""
+    """Return ZeRO-3's frozen parameters, of which each rank has a fragment."""
     tensors = {}
     for name, size in (models[0].get("frozen_param_shapes") or {}).items():
         rows = [_flat([checked(name, model["frozen_param_fragments"][name]).reshape(-1)]) for model in models]
@@ -206,7 +206,7 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, _Tensor]:
 
 
 def _partitioned(folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[Any]]) -> dict[str, _Tensor]:
-    """ZeRO-3: each parameter is cut in as many equal parts as there are ranks, padded; a rank's parts follow each other."""
+    """Return ZeRO-3's parameters: each is cut into one equal, padded part a rank; a rank's parts follow each other."""
     rows, start, entries = [_flat(groups) for groups in flats], 0, {}
     for name, size in ((name, size) for group in shapes for name, size in group.items()):
         shape = _shape(size)
@@ -224,7 +224,7 @@ def _partitioned(folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Seque
 def _concatenated(
     folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[Any]], paddings: Sequence[Any] | None
 ) -> dict[str, _Tensor]:
-    """ZeRO-1 and 2: a group's parameters follow each other, and the ranks' partitions cut that row anywhere."""
+    """Return the parameters of ZeRO-1 and 2: a group is one row, and the ranks' partitions cut it anywhere."""
     tensors: dict[str, _Tensor] = {}
     for at, (group, partitions) in enumerate(zip(shapes, zip(*flats, strict=True), strict=True)):
         row, start = _flat(partitions), 0

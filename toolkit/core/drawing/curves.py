@@ -33,7 +33,7 @@ def curve(
     spell_y: Callable[[float], str] = "{:,.4g}".format,
     names: Mapping[float, str] | None = None,
 ) -> str:
-    """Lines over steps or seconds, each thinned to `POINTS` points that keep its highest and lowest ones.
+    """Draw lines over steps or seconds. Each is thinned to `POINTS` points, its extremes among them.
 
     Args:
         lines: name → its points in order; one whose y is None or not finite leaves a gap.
@@ -78,7 +78,7 @@ def curve(
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """At most so many points: first and last, and of each stretch between them the lowest, the highest, or a gap."""
+    """Return at most `most` points: the ends, and the lowest, the highest or a gap of each interval."""
     if len(points) <= most:
         return list(points)
     inner, stretches = points[1:-1], (most - 2) // 2
@@ -98,7 +98,7 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
 def _drawn(
     points: Sequence[Point], colour: str, dash: str, across: Callable[[float], float], down: Callable[[float], float]
 ) -> Iterator[str]:
-    """A line with gaps, and a dot for each point of a short one and for what stands alone between two gaps."""
+    """Draw a line with gaps; short lines and isolated points get dots."""
     strokes, dots, pen = list[str](), list[str](), "M"
     values = [None, *(value if _finite(value) else None for _, value in points), None]
     for number, (place, _) in enumerate(points, start=1):
@@ -119,7 +119,7 @@ def _drawn(
 
 
 def _columns(start: float, end: float, places: Sequence[float]) -> list[float]:
-    """Where the x axis is marked; where all points lie at whole numbers, at such."""
+    """Return the ticks of the x axis; they are integers where all points are."""
     whole = all(float(place).is_integer() for place in places)
     return [tick for tick in ticks(start, end) if start <= tick <= end and (not whole or float(tick).is_integer())]
 
@@ -143,7 +143,7 @@ def _dash(number: int) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """What the y axis spans: the values with a little room, and from 0 where that costs little."""
+    """Return the range of the y axis: the values with some room, and from 0 where that costs little."""
     if not values:
         return 0.0, 1.0
     low, high = min(values), max(values)

@@ -49,25 +49,25 @@ _DRAWN = count(1)
 
 
 def colour(part: str) -> str:
-    """The colour of a part or phase; another name gets one of the same, always the same."""
+    """Return the colour of a part or phase. Another name always gets the same one of them."""
     colours = list(COLOURS.values())
     return COLOURS.get(part) or colours[zlib.crc32(part.encode()) % len(colours)]
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of `#rrggbb`, as WCAG 2 counts it."""
+    """Return the relative luminance of `#rrggbb` by WCAG 2."""
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def ink_on(ground: str) -> str:
-    """Black or white, whichever reads better on this ground: one of them always has 4.5:1."""
+    """Return black or white, whichever has a contrast of 4.5:1 on this ground."""
     return "#ffffff" if luminance(ground) < 0.179 else "#000000"
 
 
 def svg(title: str, description: str, body: Sequence[str], height: float) -> str:
-    """The whole picture. Its ids are no other's in a page, also of a notebook whose kernel was restarted."""
+    """Return the whole picture. Its ids are unique in a page, also after a kernel was restarted."""
     body = [text(12, 24, title, size=15, weight=600), *body]
     digest = hashlib.sha256("".join([description, *body]).encode()).hexdigest()[:8]
     name = f"toolkit-{digest}-{next(_DRAWN)}"
@@ -91,7 +91,7 @@ def text(
     weight: int = 400,
     hover: str = "",
 ) -> str:
-    """Words at a place; `hover` is shown where a pointer rests on them."""
+    """Draw text; `hover` is shown under the pointer."""
     more = (f' text-anchor="{anchor}"' if anchor != "start" else "") + (
         f' font-weight="{weight}"' if weight != 400 else ""
     )
@@ -100,12 +100,12 @@ def text(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
-    """A straight line."""
+    """Draw a straight line."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{more}/>'
 
 
 def ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
-    """About five round numbers from `low` to `high`; bytes are round in their binary unit."""
+    """Return about five round numbers from `low` to `high`; bytes are round in their binary unit."""
     unit = 1024.0 ** max(0, int(math.log(high, 1024))) if binary and high >= 1 else 1.0
     rough = (high - low) / unit / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -115,7 +115,7 @@ def ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
 
 
 def lay_out(entries: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
-    """A legend from line `y` on, of a mark (drawn around 0, 0) and its words each, and the line below it."""
+    """Draw a legend from line `y` on, of marks drawn around (0, 0) and their labels. Return the next line."""
     elements, x = [], 18.0
     for mark, words in entries:
         wide = len(words) * 6.5 + 38

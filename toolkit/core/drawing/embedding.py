@@ -16,7 +16,7 @@ _WORDS = re.compile(r"<(title|desc) [^>]*>(.*?)</\1>", re.DOTALL)
 
 
 def portable(html: str) -> str:
-    """`html` with every picture of ours as an image that holds it, with its title and description as the image's words.
+    """Replace every picture of ours with an image that contains it, with its title and description as alternative text.
 
     Pictures of others stay as they are.
 

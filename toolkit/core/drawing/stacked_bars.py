@@ -45,7 +45,7 @@ def bars(
     limit_label: str = "",
     spell: Callable[[float], str] = format_bytes,
 ) -> str:
-    """Stacked horizontal bars, one colour a part, with one legend; each bar's sum stands at its end.
+    """Draw stacked horizontal bars, one colour a part, with a legend; each bar's sum stands at its end.
 
     Args:
         rows: from top to bottom.
@@ -110,7 +110,7 @@ def _bar(row: Bar, total: str, y: float, left: float, scale: float, spell: Calla
 
 
 def _legend(rows: Sequence[Bar], spell: Callable[[float], str]) -> tuple[list[str], float]:
-    """None where each bar is of one part, which its label names; of a single bar with its sizes."""
+    """Draw the legend: none where each bar has one part, and with sizes for a single bar."""
     parts = list(dict.fromkeys(part for row in rows for part, size in row.parts.items() if size > 0))
     if all(len(row.parts) == 1 and next(iter(row.parts)) in row.label for row in rows):
         parts = []

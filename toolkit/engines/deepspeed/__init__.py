@@ -47,7 +47,7 @@ class DeepSpeed(Engine):
     model_no_sync = False
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """DeepSpeed's configuration, word for word.
+        """Return DeepSpeed's configuration, word for word.
 
         Buckets follow Accelerate's rule for "auto" (h², 0.9 h², 10 h elements; accelerator.py `hidden_size_based_keys`), the
         first two at least `FLOOR`: DeepSpeed's own defaults are 5e8 elements, allocated whole. Without a spec they stay "auto".
@@ -95,18 +95,18 @@ class DeepSpeed(Engine):
         return config
 
     def requirements(self, job: Job) -> Mapping[str, str]:
-        """DeepSpeed itself. A forecast does not need it."""
+        """Return DeepSpeed. A forecast does not need it."""
         return {
             "deepspeed": "Install it with `pip install 'accelerate-toolkit[deepspeed]'`, or choose sharding 'fsdp'."
         }
 
     def checks(self, strategy: Strategy, device: Device) -> Sequence[str]:
-        """On a CPU DeepSpeed compiles its collectives; on a GPU only offload needs a compiled operator."""
+        """Return the checks: a CPU needs compiled collectives, a GPU needs a compiled operator for offload only."""
         compiled = device.kind == "cpu" or strategy.offload != "none"
         return ("deepspeed", "deepspeed operators") if compiled else ("deepspeed",)
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """A `DeepSpeedPlugin` over the resolved configuration, and gloo where the ranks have no device.
+        """Return a `DeepSpeedPlugin` with the resolved configuration, and gloo for ranks without a device.
 
         Raises:
             RunError: in a process that no launcher started.
@@ -140,7 +140,7 @@ class DeepSpeed(Engine):
         }
 
     def environment(self, job: Job) -> dict[str, str | None]:
-        """DeepSpeed calls ninja by name; it lies beside this interpreter, whether its environment is active or not.
+        """Return a path with ninja, which DeepSpeed calls by name; it lies next to this interpreter.
 
         The launcher's own fields would be refused beside a configuration that is given whole.
         """
@@ -148,7 +148,7 @@ class DeepSpeed(Engine):
         return {"PATH": path, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": None}
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """`distributed_type: DEEPSPEED`. What depends on the model is filled in by the worker."""
+        """Return a file with `distributed_type: DEEPSPEED`. The worker fills in what depends on the model."""
         offloaded = strategy.offload != "none"
         config = {
             "zero_stage": _stage(strategy),
@@ -160,7 +160,7 @@ class DeepSpeed(Engine):
         return base_yaml(strategy, ranks, nodes) | {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
 
     def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Stage, offload and precision of a file with `distributed_type: DEEPSPEED`."""
+        """Return stage, offload and precision of a file with `distributed_type: DEEPSPEED`."""
         if config.get("distributed_type") != "DEEPSPEED":
             return None
         ours = config.get("deepspeed_config", {})
@@ -172,7 +172,7 @@ class DeepSpeed(Engine):
         )
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
-        """The same, from `ACCELERATE_DEEPSPEED_*`.
+        """Return the fields of `ACCELERATE_DEEPSPEED_*`.
 
         Raises:
             StrategyError: for a DeepSpeed configuration file of one's own, which says more than a Strategy can.
@@ -193,7 +193,7 @@ class DeepSpeed(Engine):
         )
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """ZeRO's states (Rajbhandari et al. 2020, section 5), with the second fp32 copy that fp32 training keeps too.
+        """Return ZeRO's states (Rajbhandari et al. 2020, section 5), and the second fp32 copy that fp32 training keeps.
 
         Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
         """
@@ -237,7 +237,7 @@ class DeepSpeed(Engine):
         simulate_training(job, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
 
     def gather_bytes(self, job: Job) -> int:
-        """The largest parameter's masters: whole in stages 1 and 2, where a partition may begin anywhere; in stage 3 a shard."""
+        """Return the bytes of the largest parameter's masters: whole in stages 1 and 2, a shard in stage 3."""
         sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
         largest = max(sizes, default=0)
         return largest if _stage(job.strategy) < 3 else ceil_div(largest, job.parallelism.shard_size)
@@ -264,11 +264,11 @@ class DeepSpeed(Engine):
         return [*sent, *host_transfers(job)]
 
     def compute_note(self, job: Job) -> str:
-        """DeepSpeed casts the weights for good, before the first step; autocast is off."""
+        """Return the note that DeepSpeed casts the weights before the first step, without autocast."""
         return f"on the weights as they are {'held' if _stage(job.strategy) < 3 else 'gathered'}"
 
     def loading_note(self, job: Job) -> str:
-        """Stage 3 partitions while it reads: transformers sees the plugin and enters `zero.Init`."""
+        """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if _stage(job.strategy) < 3:
             return "every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters"
         if job.strategy.quantized:
@@ -277,7 +277,7 @@ class DeepSpeed(Engine):
         return "rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)"
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Under ZeRO-3 a mixture of experts is gathered whole: ranks that route differently would else wait for each other."""
+        """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""
         if _stage(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
             from deepspeed.utils import set_z3_leaf_modules
 
@@ -285,13 +285,13 @@ class DeepSpeed(Engine):
             set_z3_leaf_modules(model, list({type(m) for m in model.modules() if type(m).__name__ == block}))
 
     def check(self, prepared: Prepared) -> list[str]:
-        """A DeepSpeedEngine of the stage, offload and clipping that were asked for."""
+        """Check for a DeepSpeedEngine of the requested stage, offload and clipping."""
         from toolkit.engines.deepspeed import state
 
         return state.check(prepared)
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
-        """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments.
+        """Measure what the engine holds: shards (`ds_tensor`), whole parameters, flat masters and moments.
 
         Persistent parameters become whole in the first forward and stay so: they are counted from the start.
         """
@@ -300,7 +300,7 @@ class DeepSpeed(Engine):
         return state.measure(prepared)
 
     def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-        """Without the step that Accelerate would take here (`DeepSpeedEngineWrapper.backward`): `step` takes it.
+        """Run the backward without Accelerate's step (`DeepSpeedEngineWrapper.backward`); `step` takes it.
 
         DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
         """
@@ -325,19 +325,19 @@ class DeepSpeed(Engine):
         )
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
-        """Stages 1 and 2: whole parameters, and flat ranges of masters and moments. Stage 3: flat ranges of all."""
+        """Yield this rank's shards: stages 1 and 2 keep whole parameters; all other states are flat ranges."""
         from toolkit.engines.deepspeed import state
 
         return state.shards(prepared, create)
 
     def counters(self, prepared: Prepared) -> Counters:
-        """The inner optimizer's steps, and what DeepSpeed's dynamic loss scaler keeps."""
+        """Read the inner optimizer's steps, and the state of DeepSpeed's dynamic loss scaler."""
         from toolkit.engines.deepspeed import state
 
         return state.read_counters(prepared)
 
     def after_restore(self, prepared: Prepared, counters: Counters) -> None:
-        """Counters, and the compute copies from the masters, by the very functions that end DeepSpeed's own step."""
+        """Set the counters; copy masters to the compute copies with the functions that end DeepSpeed's own step."""
         from toolkit.engines.deepspeed import state
 
         state.write_counters(prepared, counters)

@@ -33,7 +33,7 @@ def free_builds() -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file exists and belongs to this user."""
+    """Return whether a file exists and belongs to this user."""
     try:
         return path.stat().st_uid == os.getuid()
     except FileNotFoundError:

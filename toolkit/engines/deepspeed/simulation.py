@@ -33,7 +33,7 @@ def simulate_load(job: Job, ledger: Ledger, state: StateMemory) -> None:
 def simulate_training(
     job: Job, step: Sequence[Segment], ledger: Ledger, state: StateMemory, *, checkpoints: bool
 ) -> None:
-    """The masters, the moments, and one step of all micro-batches."""
+    """Simulate the masters, the moments, and one step of all micro-batches."""
     whole = job.settings["zero_optimization"]["stage"] == 3
     offload = job.strategy.offload != "none"
     (ledger.offload if offload else ledger.hold)("master", state.master)
@@ -45,7 +45,7 @@ def simulate_training(
 
 
 def _simulate_flattening(job: Job, ledger: Ledger, state: StateMemory) -> None:
-    """Stages 1 and 2 copy what is trained into one tensor: on the device where it is free twice, else on the host."""
+    """Copy the trained weights into one tensor (stages 1, 2): on the device if they fit twice, else on the host."""
     if job.device.kind == "cpu" or state.parameters + state.trainable <= job.device.free_bytes:
         ledger.touch("parameters", state.trainable)
     else:
@@ -81,7 +81,7 @@ class _Buckets:
             ledger.hold("buffers", largest)
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """Gradients come, and the backward ends."""
+        """Handle a gradient, or the end of the backward."""
         if what == "gradient":
             self._ledger.hold("gradients", size)
             if self._early:
@@ -99,7 +99,7 @@ class _Buckets:
             self._ledger.hold("buffers", -self._room * self._size)
 
     def _on_gradient(self, name: str) -> None:
-        """`reduce_independent_p_g_buckets_and_remove_grads`: into the bucket, which is reduced when it is full."""
+        """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
         if self._bucket is None:
             self._bucket = []
             self._ledger.hold("buffers", self._room * self._size)
@@ -112,7 +112,7 @@ class _Buckets:
         self._bucket.append(name)
 
     def _flush(self) -> None:
-        """`reduce_ipg_grads`: what goes to one rank is joined and sent; what this rank keeps goes into its partition."""
+        """Follow `reduce_ipg_grads`: join and send what goes to one rank; keep this rank's part in its partition."""
         assert self._bucket is not None
         sent = [0] * self._job.parallelism.shard_size
         for name in self._bucket:
@@ -135,7 +135,7 @@ class _Buckets:
         self._bucket, self._filled = [], 0
 
     def step(self) -> None:
-        """The partition's gradients are joined in fp32, and stepped with as one tensor."""
+        """Join the partition's gradients in fp32, and step them as one tensor."""
         self._release()
         if self._offload:
             optimizer_step(self._ledger, self._job, [self._shard])
@@ -149,7 +149,7 @@ class _Buckets:
 
 
 def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dict[int, int]]]:
-    """Elements of a rank's part of all parameters laid end to end, and of each parameter how many lie in which rank's."""
+    """Return the elements of a rank's partition, and for each parameter how many lie in which rank's."""
     shard = round_up(sum(elements.values()), ALIGNMENT * ranks) // ranks
     ends = itertools.accumulate(elements.values())
     parts = {}
@@ -160,5 +160,5 @@ def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dic
 
 
 def _fullest_rank(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:
-    """The rank whose partition touches most elements: a parameter that two share is kept whole by both."""
+    """Return the rank whose partition touches most elements: a parameter shared by two ranks is whole on both."""
     return max(range(ranks), key=lambda rank: sum(elements[name] for name, inside in ranges.items() if rank in inside))

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def masters_of(optimizer: Any) -> list[torch.Tensor]:
-    """The flat fp32 partitions that the inner optimizer steps."""
+    """Return the flat fp32 partitions that the inner optimizer steps."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)
 
 
 def check(prepared: Prepared) -> list[str]:
-    """A DeepSpeedEngine of the stage, offload and clipping that were asked for."""
+    """Check for a DeepSpeedEngine of the requested stage, offload and clipping."""
     engine = prepared.model
     if type(engine).__name__ != "DeepSpeedEngine":
         return [f"engine is {type(engine).__name__}, expected DeepSpeedEngine"]
@@ -47,7 +47,7 @@ def _device(offload: Any) -> str:
 
 
 def measure(prepared: Prepared) -> StateMemory:
-    """What the engine holds: shards (`ds_tensor`), parameters that are whole now, its flat masters, the moments.
+    """Measure what the engine holds: shards (`ds_tensor`), whole parameters, flat masters and moments.
 
     Persistent parameters become whole in the first forward and stay so: they are counted from the start.
     """
@@ -81,7 +81,7 @@ def measure(prepared: Prepared) -> StateMemory:
 
 
 def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
-    """Stages 1 and 2: whole parameters, and the part of masters and moments in this rank's flat partition. Stage 3: flat ranges.
+    """Yield whole parameters and this rank's range of masters and moments (stages 1 and 2), or flat ranges (stage 3).
 
     Persistent buffers are whole in every stage.
     """
@@ -102,7 +102,7 @@ def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
 
 
 def _shards12(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, Any, int]]:
-    """Each shard; of a master also the flat partition that the optimizer steps, and its place there."""
+    """Yield each shard; for a master also the flat partition that the optimizer steps, and its offset there."""
     shape = tuple(parameter.shape)
     yield Shard(name, PARAMETER, shape, whole_box(shape), 0, parameter.detach()), None, 0
     fragment = getattr(parameter, "_hp_mapping", None)
@@ -126,7 +126,7 @@ def _shards3(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, An
 
 
 def read_counters(prepared: Prepared) -> Counters:
-    """The inner optimizer's steps, and what DeepSpeed's dynamic loss scaler keeps."""
+    """Read the inner optimizer's steps, and the state of DeepSpeed's dynamic loss scaler."""
     optimizer = prepared.model.optimizer
     scaler, steps = optimizer.loss_scaler, steps_of(optimizer.optimizer)
     if not scaler.dynamic:
@@ -137,7 +137,7 @@ def read_counters(prepared: Prepared) -> Counters:
 
 
 def write_counters(prepared: Prepared, counters: Counters) -> None:
-    """Counters, and the compute copies from the masters, by the very functions that end DeepSpeed's own step."""
+    """Set the counters; copy masters to the compute copies with the functions that end DeepSpeed's own step."""
     engine, optimizer = prepared.model, prepared.model.optimizer
     set_steps(optimizer.optimizer, counters.steps)
     engine.global_steps = counters.steps

@@ -27,7 +27,7 @@ GLOO_THREADS = 2
 
 
 def copies(job: Job) -> bool:
-    """Whether a whole parameter is another tensor than its shard: on one rank it is the same, unless that is on the host.
+    """Return whether a whole parameter and its shard are two tensors; on one rank only with parameters on the host.
 
     Source: deepspeed/runtime/zero/partition_parameters.py `NoGatherHandle`.
     """
@@ -35,7 +35,7 @@ def copies(job: Job) -> bool:
 
 
 def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
-    """The parameters, from the checkpoint to shards.
+    """Simulate the parameters from the checkpoint to shards.
 
     `zero.Init`: rank 0 reads each whole and broadcasts it before it is cut. transformers skips that for quantized models.
     """
@@ -133,13 +133,13 @@ class Fetches:
         return 1 if module else self._around
 
     def _begin_micro_batch(self) -> None:
-        """A step of the coordinator: forward and backward of one micro-batch."""
+        """Start the coordinator's next step: forward and backward of one micro-batch."""
         self._at = 0
         self._queue = deque(self._places)
         self._fetched_for = dict.fromkeys(self._elements, -1)
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """Modules begin and end, gradients come, and the backward ends."""
+        """Handle the begin and end of modules, gradients, and the end of the backward."""
         if what == "forward":
             self._begin_micro_batch()
         elif what in ("in", "back in"):
@@ -156,7 +156,7 @@ class Fetches:
                 self._free(gathered)
 
     def _fetch(self, module: str) -> None:
-        """`_fetch_sub_module_impl`: what it owns, then what comes next, up to the bucket's size."""
+        """Follow `_fetch_sub_module_impl`: gather the module's parameters, then later ones up to the bucket's size."""
         own = self._own.get(module)
         if own is not None:
             self._wait_for(own)
@@ -173,7 +173,7 @@ class Fetches:
         self._at += 1
 
     def _wait_for(self, own: Sequence[str]) -> None:
-        """Whole when this returns; it is not fetched ahead again."""
+        """Gather parameters that are not whole yet; they are not prefetched again."""
         if missing := {name for name in own if self._is_missing(name)}:
             self._gather(missing)
         for name in own:
@@ -190,7 +190,7 @@ class Fetches:
         return name not in self._kept and name not in self._whole and name not in self._under_way
 
     def _gather(self, names: set[str], *, idle: bool = False) -> None:
-        """`all_gather_coalesced`: one parameter into its own memory, several into a buffer that they are copied from.
+        """Follow `all_gather_coalesced`: one parameter into its own memory, several into a buffer and copies of it.
 
         `idle`: the module that begins computes little or nothing (it owns nothing), so gloo's threads are taken as not done
         before one computes that does. How far they are then, no forecast knows: a few per cent of a small batch's forward.
@@ -226,7 +226,7 @@ class Fetches:
             self._ledger.hold("buffers", -gather.flat)
 
     def _release(self, module: str) -> None:
-        """`__params_to_release`: not what the next `REUSE` elements use again."""
+        """Follow `__params_to_release`: keep what the next `REUSE` elements use again."""
         for name in dict.fromkeys(self._own[module]):
             if name not in self._whole or self._fetched_for[name] > self._at:
                 continue
@@ -247,7 +247,7 @@ class Fetches:
         self._ledger.hold("buffers", -size)
 
     def _on_gradient(self, name: str) -> None:
-        """`reduce_independent_p_g_buckets_and_remove_grads`."""
+        """Follow `reduce_independent_p_g_buckets_and_remove_grads`."""
         elements = self._elements[name]
         if self._filled and self._filled + elements > self._room:
             self._reduce()
@@ -257,7 +257,7 @@ class Fetches:
         self._bucket.append(name)
 
     def _reduce(self) -> None:
-        """`__avg_scatter_grads`: cast, joined in one buffer unless there is one alone, then cut into shards."""
+        """Follow `__avg_scatter_grads`: cast, join several gradients in one buffer, then cut it into shards."""
         whole = sum(self._elements[name] for name in self._bucket)
         cast = whole * self._reduced if self._reduced != self._size else 0
         alone = len(self._bucket) == 1 and whole % self._ranks == 0
@@ -267,7 +267,7 @@ class Fetches:
         self._bucket, self._filled = [], 0
 
     def step(self) -> None:
-        """Of a sub-group its masters as one tensor, and their gradients joined in another (`_prepare_fp32_grad_for_sub_group`)."""
+        """Join a sub-group's masters in one tensor, its gradients in another (`_prepare_fp32_grad_for_sub_group`)."""
         if self._offload:
             optimizer_step(self._ledger, self._job, [self._shard])
             return

@@ -70,7 +70,7 @@ class FSDP(Engine):
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """A `FullyShardedDataParallelPlugin` of version 2, the mesh for HSDP, and the shim where the ranks have no device."""
+        """Return a `FullyShardedDataParallelPlugin` of version 2, the mesh for HSDP, and the shim for CPU ranks."""
         import torch
         from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -109,7 +109,7 @@ class FSDP(Engine):
         return kwargs
 
     def environment(self, job: Job) -> dict[str, str | None]:
-        """Accelerate adds gloo to the process group, for tensors on the host, only where it finds the offload (state.py:226).
+        """Return the offload variable: only with it Accelerate adds gloo for tensors on the host (state.py:226).
 
         The last one tells transformers to read on one rank. Quantized weights cannot be moved to meta (accelerate's
         fsdp_utils.py near 770), so every rank reads those.
@@ -121,7 +121,7 @@ class FSDP(Engine):
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """`distributed_type: FSDP`, version 2. The wrapped classes are filled in by the worker, from the model."""
+        """Return a file with `distributed_type: FSDP`, version 2. The worker fills in the model's wrapped classes."""
         config = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -141,7 +141,7 @@ class FSDP(Engine):
         return content
 
     def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Resharding, offload, groups and precision of a file with `distributed_type: FSDP`."""
+        """Return resharding, offload, groups and precision of a file with `distributed_type: FSDP`."""
         if config.get("distributed_type") != "FSDP":
             return None
         ours, mesh = config.get("fsdp_config", {}), config.get("parallelism_config", {})
@@ -153,7 +153,7 @@ class FSDP(Engine):
         )
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
-        """The same, from `FSDP_*` and `PARALLELISM_CONFIG_*`.
+        """Return the fields of `FSDP_*` and `PARALLELISM_CONFIG_*`.
 
         Raises:
             StrategyError: for FSDP1, which is deprecated and fails on a CPU.
@@ -170,7 +170,7 @@ class FSDP(Engine):
         )
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """A shard of everything: each parameter is split along its first dimension, padded to equal parts.
+        """Return a shard of everything: each parameter is split along its first dimension, padded to equal parts.
 
         torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
         """
@@ -188,7 +188,7 @@ class FSDP(Engine):
         )
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
-        """Gradients, the end of the forward, and the gathered modules: layers, the embedding, the norm behind them, the head."""
+        """Return whether the event is a gradient, the end of the forward, or a gathered module."""
         if what == "gradient" or not name or name in trace.ends:
             return True
         return any(stack.name == name.rpartition(".")[0] for stack in trace.stacks)
@@ -204,7 +204,7 @@ class FSDP(Engine):
         simulate_training(job, trace, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
 
     def gather_bytes(self, job: Job) -> int:
-        """A copy of the largest shard."""
+        """Return the size of the largest shard, which is copied."""
         return max((shard_bytes(job, state) for state in parameters_of(job) if state.trainable), default=0)
 
     def communication(self, job: Job) -> list[Transfer]:
@@ -228,7 +228,7 @@ class FSDP(Engine):
         return [*sent, *host_transfers(job)]
 
     def compute_note(self, job: Job) -> str:
-        """The mixed-precision policy casts what an all-gather sends, group by group."""
+        """Return the note that the mixed-precision policy casts what an all-gather sends, group by group."""
         cast = job.settings["param_dtype"]
         return f"on copies that each all-gather makes in {cast}" if cast else "on the weights as they are gathered"
 
@@ -243,7 +243,7 @@ class FSDP(Engine):
         return reader.read() if job.strategy.quantized else reader.read_on_main()
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Embeddings that share one weight become one module: FSDP2 takes a weight in one group only.
+        """Merge embeddings with one shared weight into one module: FSDP2 takes a weight in one group only.
 
         Accelerate puts the input and the output embedding into one group, but not the encoder's and the decoder's
         of a T5. Persistent buffers are kept from Accelerate, which would shard them (`hide_buffers`).
@@ -263,19 +263,19 @@ class FSDP(Engine):
             model._no_split_modules = _blocks(model)  # type: ignore[assignment]
 
     def check(self, prepared: Prepared) -> list[str]:
-        """FSDP2 modules, every parameter a DTensor over the mesh that was asked for."""
+        """Check for FSDP2 modules with DTensors over the requested mesh."""
         from toolkit.engines.fsdp.state import check
 
         return check(prepared)
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
-        """Storages of the local shards, and of the optimizer's state."""
+        """Measure the storages of the local shards and of the optimizer's state."""
         from toolkit.engines.fsdp.state import measure
 
         return measure(prepared)
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
-        """This rank's box of each parameter and its moments, all of it; persistent buffers whole."""
+        """Yield this rank's box of each parameter and its moments; persistent buffers whole."""
         from toolkit.engines.fsdp.state import shards
 
         return shards(prepared, create)
@@ -288,7 +288,7 @@ def _fields_of_settings(reshard: str, offload: str, replicate: str, precision: s
 
 
 def _blocks(model: torch.nn.Module) -> list[str]:
-    """The classes that a model says are its blocks, which Accelerate shards one by one where there is no spec.
+    """Return the classes that a model declares as its blocks; Accelerate shards each of them without a spec.
 
     Without one around the input embedding (BERT's): Accelerate shards the embedding itself, and a weight is sharded once.
     """

@@ -19,13 +19,13 @@ from toolkit.engines.traces import Segment, Trace
 
 
 def shard_elements(state: State, ranks: int) -> int:
-    """Elements of a parameter that each of `ranks` holds: equally many rows, the last padded."""
+    """Return the elements of a parameter that each of `ranks` holds: equally many rows, the last padded."""
     rows = state.shape[0] if state.shape else 1
     return ceil_div(rows, ranks) * (state.elements // rows)
 
 
 def reduce_dtype(job: Job) -> str:
-    """torch's name of the dtype in which gradients are summed over the ranks."""
+    """Return torch's name of the dtype in which gradients are summed over the ranks."""
     return str(job.settings["reduce_dtype"] or job.weight_dtype)
 
 
@@ -58,7 +58,7 @@ def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
 def simulate_training(
     job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, memory: StateMemory, *, checkpoints: bool
 ) -> None:
-    """The moments, and one step of all micro-batches."""
+    """Simulate the moments, and one step of all micro-batches."""
     hold_moments(ledger, job, memory, checkpoints, offload=job.strategy.offload != "none")
     walk(ledger, job, step, _Groups(job, trace, ledger))
     ledger.enter("step")
@@ -68,7 +68,7 @@ def simulate_training(
 
 
 def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
-    """`fsdp2_load_full_state_dict`: name by name the whole tensor, and a shard of it, which stays.
+    """Follow `fsdp2_load_full_state_dict`: for each name the whole tensor, and a shard of it, which stays.
 
     Tied weights have a shard for each of their names, until they are tied again. On a GPU the fullest rank is one that
     receives: it makes the next whole tensor while it has the last one.
@@ -86,7 +86,7 @@ def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], Non
 
 
 def shard_bytes(job: Job, state: State) -> int:
-    """Bytes of a parameter that each rank holds."""
+    """Return the bytes of a parameter that each rank holds."""
     return shard_elements(state, job.parallelism.shard_size) * BYTES_OF[state.dtype]
 
 
@@ -140,7 +140,7 @@ class _Groups:
         """Bytes of the input of the last reduce-scatter, kept until the next one begins."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """Modules begin and end, gradients come."""
+        """Handle the begin and end of modules, and gradients."""
         if what == "gradient":
             self._ledger.hold("gradients", size)
             self._groups[self._owner[name]].gradients[name] = size
@@ -210,7 +210,7 @@ class _Groups:
         self._gathered = 0
 
     def _prefetch(self) -> None:
-        """`_backward_prefetch`: the group that comes next, before this one computes."""
+        """Follow `_backward_prefetch`: gather the next group before this one computes."""
         if self._order:
             key = self._order.pop()
             if key not in self._whole and self._early is None:
@@ -256,7 +256,7 @@ class _Groups:
 
 
 def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
-    """Every group by name, and the group of every parameter."""
+    """Return every group by name, and the group of every parameter."""
     assert job.spec is not None
     embedding, norm, head = trace.ends
     resharded = bool(job.settings["reshard_after_forward"])

@@ -35,13 +35,13 @@ def check(prepared: Prepared) -> list[str]:
 
 
 def _data_parallel(mesh: Any) -> tuple[int, ...]:
-    """The sizes of a mesh without the dimension of tensor parallelism."""
+    """Return the sizes of a mesh without the tensor-parallel dimension."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     return tuple(size for size, name in zip(mesh.shape, names, strict=True) if name != "tp")
 
 
 def _groups(prepared: Prepared) -> list[str]:
-    """What the parameter groups really do, read where torch keeps it (`_fsdp_param_group.py`)."""
+    """Return what the parameter groups really use, from torch's own fields (`_fsdp_param_group.py`)."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -66,7 +66,7 @@ def _groups(prepared: Prepared) -> list[str]:
 
 
 def measure(prepared: Prepared) -> StateMemory:
-    """Storages of the local shards, and of the optimizer's state."""
+    """Measure the storages of the local shards and of the optimizer's state."""
     return measured_distributed(prepared.model, prepared.optimizer, {"reduce": reduce_dtype(prepared.job)})
 
 

@@ -51,7 +51,7 @@ class Mesh(Engine):
         return {"tp": job.parallelism.tp, "plan": plan, **self.inner.settings(local_job(job))}
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """The inner engine's, without what would shard or read the model again."""
+        """Return the inner engine's, without arguments that would shard or read the model again."""
         kwargs = self.inner.accelerator_kwargs(local_job(job), timeout)
         kwargs.pop("parallelism_config", None)
         if self.sharded:
@@ -61,12 +61,12 @@ class Mesh(Engine):
         return kwargs
 
     def environment(self, job: Job) -> dict[str, str | None]:
-        """The inner engine's; every rank reads its own part."""
+        """Return the inner engine's; every rank reads its own part."""
         environ = self.inner.environment(local_job(job))
         return {**environ, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if self.sharded else environ
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """The inner engine's for several ranks. Accelerate's own tensor parallelism is not used, so the file does not name it."""
+        """Return the inner engine's for several ranks. Accelerate's own tensor parallelism is not used."""
         sharding = strategy.sharding if self.sharded else "ddp"
         plain = dataclasses.replace(strategy, tp=1, sharding=sharding)
         content = self.inner.to_yaml(plain, ranks, nodes)
@@ -76,7 +76,7 @@ class Mesh(Engine):
         return content
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
-        """The inner engine's. The launcher knows no groups, so neither `none` nor `hsdp` is told from the others."""
+        """Return the inner engine's. The launcher knows no groups, so `none` and `hsdp` look like the others."""
         fields = self.inner.from_env(environ)
         if fields is None:
             return None
@@ -86,30 +86,30 @@ class Mesh(Engine):
     # Forecast ---------------------------------------------------------------------------------------------------------
 
     def simulated_ranks(self, job: Job) -> Sequence[int]:
-        """The first rank of a group, and the last where the group cannot divide a dimension evenly."""
+        """Return the first rank of a group, and the last if the group cannot divide a dimension evenly."""
         assert job.spec is not None
         tp = job.parallelism.tp
         return (0,) if is_even(job.spec, tp) else (0, tp - 1)
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """The inner engine's over local shapes."""
+        """Return the inner engine's over local shapes."""
         return self.inner.expected_state(local_job(job, rank), 0)
 
     def autocast_dtype(self, job: Job) -> str | None:
-        """The inner engine's."""
+        """Return the inner engine's."""
         return self.inner.autocast_dtype(job)
 
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
-        """The inner engine's, of one rank of a group."""
+        """Return the inner engine's for one rank of a group."""
         config = self.inner.trace_config(job, masked=masked)
         return dataclasses.replace(config, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
-        """The inner engine's."""
+        """Return the inner engine's."""
         return self.inner.is_boundary(trace, what, name)
 
     def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
-        """Each rank reads the slices that it keeps, straight to its device."""
+        """Simulate loading: each rank reads its slices directly to its device."""
         ledger.enter("load")
         ledger.hold("parameters", self.expected_state(job, rank).parameters)
         ledger.enter("prepare")
@@ -117,25 +117,25 @@ class Mesh(Engine):
     def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
-        """The inner engine's over local shapes."""
+        """Simulate the inner engine over local shapes."""
         self.inner.simulate_training(local_job(job, rank), trace, step, ledger, rank=0, checkpoints=checkpoints)
 
     def gather_bytes(self, job: Job) -> int:
-        """A copy of the largest shard."""
+        """Return the size of the largest shard, which is copied."""
         if self.sharded:
             return self.inner.gather_bytes(local_job(job))
         return max((state.bytes for state in parameters_of(local_job(job)) if state.trainable), default=0)
 
     def communication(self, job: Job) -> list[Transfer]:
-        """The inner engine's over local shapes, and the tensor-parallel group's."""
+        """Return the inner engine's over local shapes, and the tensor-parallel group's."""
         return [*self.inner.communication(local_job(job)), *transfers(job, self.autocast_dtype(job))]
 
     def compute_note(self, job: Job) -> str:
-        """The inner engine's."""
+        """Return the inner engine's."""
         return f"{self.inner.compute_note(local_job(job))}; matrix products over {job.parallelism.tp} ranks"
 
     def loading_note(self, job: Job) -> str:
-        """Each rank reads its own slices."""
+        """Return the note that each rank reads its own slices."""
         return "every rank reads its own part of each weight"
 
     # A worker ---------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Mesh(Engine):
             )
 
     def check(self, prepared: Prepared) -> list[str]:
-        """The inner engine's check, and each planned parameter split over the tensor-parallel group."""
+        """Check the inner engine, and that each planned parameter is split over the tensor-parallel group."""
         from torch.distributed.tensor import DTensor
 
         job = prepared.job
@@ -177,7 +177,7 @@ class Mesh(Engine):
         return wrong[:3]
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
-        """Storages of the local parts, and of the optimizer's state."""
+        """Measure the storages of the local parts and of the optimizer's state."""
         if self.sharded:
             return self.inner.measure_state(prepared)
         return measured_distributed(prepared.model, prepared.optimizer, {})
@@ -197,7 +197,7 @@ class Mesh(Engine):
         return norm
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
-        """This rank's box of each parameter and its moments; persistent buffers whole."""
+        """Yield this rank's box of each parameter and its moments; persistent buffers whole."""
         if self.sharded:
             yield from self.inner.shards(prepared, create)
             return

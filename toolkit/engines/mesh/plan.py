@@ -134,7 +134,7 @@ def _local_spec(spec: ModelSpec, tp: int, tp_rank: int) -> ModelSpec:
 
 
 def is_even(spec: ModelSpec, tp: int) -> bool:
-    """Whether all ranks of a group hold equally large parts of every parameter."""
+    """Return whether all ranks of a group hold equally large parts of every parameter."""
     return _local_spec(spec, tp, 0).parameters == _local_spec(spec, tp, tp - 1).parameters
 
 
