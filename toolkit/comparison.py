@@ -132,15 +132,15 @@ def compare(
     A strategy with fewer data-parallel ranks (`none` has one) accumulates, so that all have one global batch.
 
     Args:
-        recipe: model and data.
+        run_config: model and data.
         strategies: each is run once.
-        loop: what a step is, on `processes` ranks.
+        train_config: the step, on `processes` ranks.
         machine: from `hardware()`.
-        root: folder under which each run gets one.
+        root: folder for the runs' folders.
         processes: of every strategy but `none`; None: the largest of their defaults, which is printed.
 
     Raises:
-        ToolkitError: before any process starts, for whatever one of the runs could not do.
+        ToolkitError: before any process starts, for a run that cannot start.
     """
     ranks = choose_ranks(strategies, machine, processes)
     counts = [1 if strategy.single_process else ranks for strategy in strategies]

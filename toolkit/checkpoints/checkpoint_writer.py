@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLACK = 16 * 2**20
-"""Bytes beside the tensors: manifest, generators, headers."""
+"""Bytes besides the tensors: manifest, generators, headers."""
 
 _POLL = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A checkpoint that was published, and what it cost."""
+    """A published checkpoint and its cost."""
 
     path: Path
     step: int
@@ -55,10 +55,10 @@ class Published:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
+    """Writes the checkpoints of one run. Every rank has one and calls it at the same steps.
 
-    A checkpoint is written beside, each rank's file flushed to the disk; then rank 0 writes the manifest, gives the
-    folder its name, and only then removes the oldest. So there is always a complete one once there was one.
+    Each rank flushes its file into a draft folder. Then rank 0 writes the manifest, renames the folder, and only then removes
+    the oldest checkpoint. So there is always a complete one after the first.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class CheckpointWriter:
         keep: int = 2,
         patience: float = 600.0,
     ) -> None:
-        """Lay out who writes what, and clear away what a killed run left half-written. A collective.
+        """Lay out which rank writes what, and remove partial writes of a killed run. A collective.
 
         Args:
-            prepared: model and optimizer after `prepare`, and after `restore` where a run goes on.
+            prepared: model and optimizer after `prepare`, and after `restore` in a resumed run.
             schedule: the learning-rate schedule.
             folder: the run's `checkpoints/`, held by this run's lock.
-            identity: of what is trained.
+            identity: of the training.
             versions: of the libraries, for the manifest.
             keep: complete checkpoints to keep.
-            patience: seconds that rank 0 waits for another rank's file while that rank gives no sign of life.
+            patience: seconds that rank 0 waits for another rank's file without a sign of life.
 
         Raises:
             StrategyError: for an optimizer or a schedule whose state a checkpoint cannot hold.
-            CheckpointError: where `keep` + 1 checkpoints would not fit on the disk beside what it holds.
+            CheckpointError: where the disk has no room for one checkpoint more than `keep`.
         """
         self.prepared, self.schedule, self.folder, self.identity = prepared, schedule, folder, identity
         self.versions, self.keep, self.patience = versions, keep, patience
@@ -313,7 +313,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def clear_partial(folder: Path) -> list[str]:
-    """Remove what a killed run left half-written or half-removed. Names what was removed."""
+    """Remove partial writes and deletions of a killed run. Return the removed names."""
     left = [path for path in folder.iterdir() if path.name.startswith(".step-")] if folder.is_dir() else []
     for path in left:
         shutil.rmtree(path)
@@ -369,7 +369,7 @@ def _failed_file(partial: Path, rank: int) -> Path:
 
 
 def _check_schedule(schedule: Any) -> None:
-    """Refuse a schedule whose state JSON would not give back as it was."""
+    """Refuse a schedule whose state changes in JSON."""
     state = schedule.state_dict()
     odd = [name for name, value in state.items() if not _is_json_value(value)]
     if odd:

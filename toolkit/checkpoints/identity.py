@@ -1,4 +1,4 @@
-"""What a run trains: fingerprints of model, tokenizer, data and base, by which a checkpoint knows its own."""
+"""The identity of a training: fingerprints of model, tokenizer, data and base that a checkpoint has to match."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from toolkit.config.strategy import Strategy
 
 ADAPTER_FIELDS = ("adapter", "lora_rank", "lora_targets")
-"""Fields of Strategy that decide which parameters there are: what is trained stays what it was."""
+"""Fields of Strategy that decide which parameters exist; they cannot change in a run."""
 
 _UNFIXED = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "return_dict"),
     *("bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type"),
 )
-"""Fields of a config that say nothing of what training computes, or that the strategy decides."""
+"""Config fields without effect on the computation, or chosen by the strategy."""
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What is trained, on what."""
+    """The model and data of a training."""
 
     model: str
-    """As it was named."""
+    """The name that the user gave."""
     source: str | None
     """Where its weights were read."""
     architecture: str

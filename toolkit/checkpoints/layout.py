@@ -1,4 +1,4 @@
-"""Who writes what: each element of the trained tensors and buffers once, as boxes and flat ranges of named tensors."""
+"""Which rank writes what: each element of trained tensors and buffers once, as boxes and flat ranges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEY = re.compile(r"(?s)(?P<kind>[a-z0-9_]+):(?P<name>.+):(?P<box>[0-9+,]*):(?P<
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a named tensor, or a flat range in it: what one rank holds, and what one tensor in a file holds."""
+    """A box of a named tensor, or a flat range in it; the unit of a rank's memory and of a file."""
 
     kind: str
     name: str
@@ -88,7 +88,7 @@ class Region:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """What this rank writes: a region, and a view of the memory that holds it, in the shape that is stored."""
+    """A region that this rank writes, and a view of its memory in the stored shape."""
 
     region: Region
     tensor: torch.Tensor
@@ -121,7 +121,7 @@ def _dimension(shape: Sequence[int], count: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """What this rank writes, and what all ranks together do. It is valid as long as the ranks are the same."""
+    """What this rank and all ranks write. It is valid as long as the ranks are the same."""
 
     mine: tuple[WriteItem, ...]
     tensors: dict[str, dict[str, dict[str, Any]]]
@@ -132,7 +132,7 @@ class Layout:
     """The unwrapped module, which may replace its buffers while it trains."""
 
     def items(self) -> Iterator[WriteItem]:
-        """Yield what this rank writes, with the buffers that the model has now.
+        """Yield this rank's items, with the model's current buffers.
 
         Raises:
             StrategyError: for a buffer whose shape or dtype has changed since training began.
@@ -217,7 +217,7 @@ def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
 def _shares(
     tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int
 ) -> Iterator[WriteItem]:
-    """Yield this rank's share of each region that it holds. Who gets the larger shares changes from region to region."""
+    """Yield this rank's share of each region that it holds. The larger shares rotate over the ranks."""
     for at, (region, ranks) in enumerate(holders.items()):
         if rank in ranks:
             item = WriteItem(region, tensors[region].view(region.stored_shape))

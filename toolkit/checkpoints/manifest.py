@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, and how to know that it still does. Reads no tensor."""
+"""`manifest.json`: the contents of a checkpoint, and its validation. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolkit.engines.records import Counters
 from toolkit.run_folder.folder import RANKS
 
 FORMAT = 2
-"""Whoever changes what a checkpoint's files mean raises it."""
+"""The version of the files' format."""
 
 NAME = "manifest.json"
 
@@ -53,7 +53,7 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds. `files` are all of them but this one."""
+    """The contents of a checkpoint. `files` has all files but the manifest."""
 
     format: int
     step: int

@@ -1,4 +1,4 @@
-"""`find` and `restore`: the newest checkpoint whose hashes hold, into whatever engine and number of ranks there is."""
+"""`find_resume_point` and `restore`: the newest valid checkpoint, into any engine and number of ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """What a run goes on from."""
+    """The checkpoint that a run continues from."""
 
     path: Path | None
-    """None where there is no checkpoint: the run starts again."""
+    """None without a checkpoint: the run starts at step 0."""
     manifest: Manifest | None
     skipped: tuple[str, ...]
     """A sentence for every newer checkpoint that could not be taken."""
@@ -105,7 +105,7 @@ def quarantine(accelerator: Accelerator, point: ResumePoint) -> None:
 
 
 def check_fits(point: ResumePoint, job: Job, identity: Identity) -> None:
-    """Refuse what a checkpoint cannot go on as, before anything is loaded or written.
+    """Refuse a checkpoint that the run cannot continue, before anything is loaded or written.
 
     Raises:
         CheckpointError: for another model, adapter, base or data; for another order of the data; for fewer steps than

@@ -1,4 +1,4 @@
-"""`opened()`: a checkpoint's tensors on disk, read by box. Only what is needed is read."""
+"""`opened()`: a checkpoint's tensors on disk, read by box, on demand."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class StoredTensors:
             )
 
     def _parts(self, name: str, kind: str, box: Box) -> Iterator[Part]:
-        """Yield what the files hold of a box."""
+        """Yield the stored parts of a box."""
         for region, file in self._stored.get((name, kind), ()):
             for part in _boxes(region):
                 shared = intersect(part, box)
@@ -155,7 +155,7 @@ def _read(region: Region, file: Any, box: Box) -> torch.Tensor:
 
 @contextlib.contextmanager
 def opened(path: Path, manifest: Manifest) -> Iterator[StoredTensors]:
-    """Open a checkpoint's files, mapped: only what is asked for is read."""
+    """Open a checkpoint's files, mapped and read on demand."""
     from safetensors import SafetensorError, safe_open
 
     with contextlib.ExitStack() as stack:

@@ -42,7 +42,7 @@ def check_choices(owner: Any) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is no whole number of at least `least`.
+    """Refuse a value that is not a whole number of at least `least`.
 
     Raises:
         StrategyError: with the name and the value.
@@ -75,7 +75,7 @@ def flag(name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose flags are written out whole, and whose mistakes are one sentence.
+    """A command line without abbreviated flags. A user error is one sentence.
 
     Raises:
         StrategyError: for a flag or value that is not known, in place of a usage text and the interpreter's end.
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
             raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {choices}. See `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is not known where the flags are: a verb's own parser names the nearest of its flags."""
+        """Refuse unknown flags; a verb's own parser names the nearest of its flags."""
         namespace_, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = nearest(unknown[0], self._option_string_actions)

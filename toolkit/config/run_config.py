@@ -14,7 +14,7 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What is trained, and on what."""
+    """Model and data of a training, and what the run saves and watches."""
 
     model: str = amount(EMBEDDED, "Hub id, folder, or the embedded 5M-parameter Llama")
     """A Hub id or a folder with weights."""

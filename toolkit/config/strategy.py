@@ -36,7 +36,7 @@ class Sharding:
     engine: str
     """The module in `toolkit.engines`, or the name that an engine from elsewhere is registered under."""
     shards: str
-    """What each rank holds a part of, as text."""
+    """The states that are sharded, as text."""
     aliases: tuple[str, ...] = ()
     """What FSDP1 calls it."""
     offload: tuple[str, ...] = ("none",)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What a precision means on every engine: torch's names of the dtypes."""
+    """The dtypes of a precision on every engine, by torch's names."""
 
     compute: str
     """Of the forward's matrix products, and of frozen weights."""
@@ -91,7 +91,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer: what it keeps, and what its step takes."""
+    """An optimizer's states and temporaries."""
 
     states: tuple[OptimizerState, ...]
     torch: str

@@ -1,4 +1,4 @@
-"""`TrainConfig`: what one optimizer step is, and how many there are."""
+"""`TrainConfig`: the optimizer step, and the number of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.core.errors import StrategyError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Result):
-    """What one step is, and how many there are.
+    """The optimizer step, and the number of steps.
 
     Raises:
         StrategyError: for a value out of its range.

@@ -1,4 +1,4 @@
-"""Files that a kill, a full disk or a power cut leaves whole: JSON, and events line by line; read as a stranger's may be.
+"""Files that stay whole after a kill, a full disk or a power cut: JSON, and events line by line. Readers trust nothing.
 
 Standard library only.
 """
@@ -53,7 +53,7 @@ def sync_folder(path: Path) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read. For a pipe or a device, which somebody may have put into its place, nobody waits.
+    """Open a file for reading. Never block on a pipe or a device in its place.
 
     Raises:
         OSError: where it cannot be read, or is no regular file.
@@ -114,11 +114,11 @@ def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
 
 
 def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
-    """Refuse what is no JSON object, or has a field of another type; fields that it does not have are the caller's.
+    """Refuse a value that is not a JSON object, or has a field of another type. Missing fields are allowed.
 
     Args:
-        found: what a file says.
-        kinds: name → type, or union of types; a bool is no number.
+        record: the parsed JSON.
+        kinds: name → type, or union of types; a bool is not a number.
 
     Raises:
         ValueError: naming the field, its value, and what was expected.
@@ -252,7 +252,7 @@ def last_step(path: Path) -> int:
 
 
 def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keep the lines up to `step`, drop later ones and a torn last one. What is kept comes back.
+    """Keep the lines up to `step`; drop later ones and an incomplete last one. Return the kept lines.
 
     Raises:
         RunError: as `read_events`, and where the disk does not take them.

@@ -1,4 +1,4 @@
-"""Where what can be made again is kept, and what this user did here: below `$XDG_CACHE_HOME` and `$XDG_STATE_HOME`.
+"""The user's cache and state folders under `$XDG_CACHE_HOME` and `$XDG_STATE_HOME`.
 
 Standard library only.
 """
@@ -72,7 +72,7 @@ def source_digest(package: Path) -> str:
 
 
 _version = lru_cache(metadata.version)
-"""Asked for every forecast of a plan."""
+"""Cached: every forecast of a plan calls it."""
 
 
 def keep(path: Path, text: str) -> None:

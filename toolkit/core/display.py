@@ -18,7 +18,7 @@ UNLIMITED = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A titled table. Cells are shown as they are; numbers and cells that begin with a digit stand to the right."""
+    """A titled table. Numbers, and cells that begin with a digit, are right-aligned."""
 
     columns: Sequence[str]
     rows: Iterable[Sequence[Any]]

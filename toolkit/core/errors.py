@@ -1,4 +1,4 @@
-"""What goes wrong, as types. Every message names the value, what was expected, and the fix."""
+"""The toolkit's errors. Every message names the value, what was expected, and the fix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StrategyError(ToolkitError):
 
 
 class StrategyMismatch(ToolkitError):
-    """What was built is not what was asked for: engine, world size, bytes, dtypes or tied weights."""
+    """The result differs from the request: engine, world size, bytes, dtypes or tied weights."""
 
     exit_code = 1
 
@@ -58,7 +58,7 @@ class DataError(ToolkitError):
 
 
 class RunError(ToolkitError):
-    """A run that cannot start or go on: its folder, its lock, or a rank that died."""
+    """A run that cannot start or continue: its folder, its lock, or a dead rank."""
 
 
 class CheckpointError(RunError):
@@ -82,7 +82,7 @@ class OutOfMemory(RunError):
 
 
 class MissingLibrary(ToolkitError):
-    """A library or kernel that was asked for and is not installed, or does not work here."""
+    """A required library or kernel that is not installed, or does not work here."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

@@ -58,7 +58,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def leave_safe_path() -> None:
-    """Take `SAFE_PATH` out of the environment: what the user's code starts is not ours."""
+    """Remove `SAFE_PATH` from the environment: the user's child processes import as usual."""
     if os.environ.get("PYTHONSAFEPATH") == _OURS:
         del os.environ["PYTHONSAFEPATH"]
 

@@ -100,7 +100,7 @@ def redacted_output() -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream that redacts what is written to it, and else is the one that it stands for."""
+    """A text stream that redacts everything written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

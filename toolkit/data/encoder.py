@@ -29,7 +29,7 @@ class Encoded:
     whole: bool
     """A prompt or conversation, which is never cut in two; a text may be."""
     split: int
-    """Where the completion begins: what an encoder-decoder model's decoder sees. 0 in a text."""
+    """The start of the completion, which an encoder-decoder model's decoder sees. 0 in a text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The `datasets` library: the Hub's datasets, and files and folders of its own kinds."""
+"""The `datasets` library: datasets on the Hub, and files and folders in its formats."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def prepare_data(
 
 
 def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) -> bool:
-    """Refuse what this model cannot take, and say whether its rows are packed."""
+    """Refuse settings that this model cannot take. Return whether its rows are packed."""
     if spec.max_positions is not None and seq_len > spec.max_positions:
         raise StrategyError(
             f"seq_len {seq_len}: {spec.name} has positions for {spec.max_positions} tokens. Use --seq-len"

@@ -29,7 +29,7 @@ TABLES = {".arrow": "arrow", ".csv": "csv", ".json": "json", ".parquet": "parque
 """Files that the `datasets` library reads, with its name for them."""
 
 READ = (*JSONL, *TEXT, *TABLES)
-"""What is taken from a folder."""
+"""Formats that are read from a folder."""
 
 NAMED = 5
 """Files of a kind that a message lists by name."""

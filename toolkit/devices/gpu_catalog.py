@@ -1,4 +1,4 @@
-"""GPUs that can be named where there are none: what each holds, and how fast it is by its data sheet and by measurement."""
+"""The catalog of GPUs: memory, and speed by data sheet and by measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GPUSpec:
     capability: tuple[int, int] | None
     """CUDA compute capability; None of AMD's."""
     tflops_half: float
-    """bf16, or fp16 where there is no bf16, by tensor cores that add up in fp32."""
+    """bf16, or fp16 without bf16, by tensor cores that accumulate in fp32."""
     tflops_fp32: float
     """fp32 without TF32, which torch leaves off."""
     memory: float
@@ -35,7 +35,7 @@ class GPUSpec:
     measured_half: float | None = None
     """What its fastest matrix product was seen to reach, in the unit of `tflops_half`; None where no source was found."""
     sustained: float = 0.8
-    """Of the fastest product's speed, what a training step's products reach."""
+    """The share of the fastest product's speed that a training step's products reach."""
 
 
 CARDS = {

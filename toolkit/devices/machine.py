@@ -1,4 +1,4 @@
-"""What a model is trained on: `hardware()` → `Hardware`, this machine or a named one. No torch, no CUDA context."""
+"""`hardware()` → `Hardware`: this machine or a named one. No torch, no CUDA context."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Device:
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None on a CPU and on AMD's GPUs."""
     card: GPUSpec | None = None
-    """What the catalog knows of its speed; None where it does not know the device."""
+    """The catalog's speeds; None for an unknown device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class Hardware(Result):
 
     device: Device
     count: int
-    """Devices of a node; on `cpu` the number of ranks that are asked for."""
+    """Devices of a node; on `cpu` the requested number of ranks."""
     nodes: int = 1
     host_bytes: int
     """Memory of a node's host, total."""
     host_free_bytes: int
     notes: tuple[str, ...] = ()
-    """What was assumed, and what is there and not used, each as one sentence."""
+    """Assumptions, and devices that are not used, each as one sentence."""
 
     @property
     def ranks(self) -> int:

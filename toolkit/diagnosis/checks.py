@@ -27,7 +27,7 @@ _GROUPS = (
     ("torch", "bf16", "processes", "transformers", "accelerate", "datasets"),
     ("bitsandbytes", "peft", "deepspeed", "deepspeed operators", "flash-attn"),
 )
-"""What one child process checks, in order. Two run at once, and share what they import."""
+"""The checks of one child process, in order. Two processes run at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def _rank(finding: Finding) -> int:
 
 
 def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Event | None = None) -> Iterator[Finding]:
-    """Run checks of libraries in a child process; where one ends it or hangs, go on with the rest in another.
+    """Check libraries in a child process. Where a check ends it or hangs, continue in another one.
 
     Args:
         names: of `libraries.CHECKS`.

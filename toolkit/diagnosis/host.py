@@ -22,7 +22,7 @@ class Environment(Result):
     cores: int
     """Of the processor, that this process may use."""
     versions: Mapping[str, str | None]
-    """Of Python and the libraries that train; None for what is not installed."""
+    """Versions of Python and the libraries; None for a library that is not installed."""
 
     def tables(self) -> list[Table]:
         """Return the machine and the versions."""

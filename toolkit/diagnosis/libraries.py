@@ -24,7 +24,7 @@ from toolkit.diagnosis.result import Finding
 from toolkit.engines.adapters import import_bitsandbytes
 
 COMPILE = "+compile"
-"""A check's name with this behind it also compiles what is not built yet."""
+"""The suffix of a check that also compiles operators."""
 
 _INSTALLED = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "bitsandbytes", "peft")
 _EXTRAS = {"deepspeed": "deepspeed", "bitsandbytes": "qlora"}
@@ -99,7 +99,7 @@ def bf16_computes() -> Finding:
 
 
 def processes_talk() -> Finding:
-    """Process groups: a real gloo group of one, and NCCL where there are GPUs."""
+    """Check process groups: a real gloo group of one, and NCCL where there are GPUs."""
     import torch
     import torch.distributed as dist
 

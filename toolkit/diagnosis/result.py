@@ -1,4 +1,4 @@
-"""`Finding`: what one check found, and how it travels from the process that checked."""
+"""`Finding`: the result of one check, which a child process sends as JSON."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class Finding:
     """`ok`; `missing`: not there, and something cannot be done without it; `broken`: there and not working; `n/a`."""
     detail: str
     fix: str = ""
-    """What to do, where there is something to do."""
+    """What to do, if anything."""

@@ -1,4 +1,4 @@
-"""What the checks mean for a Strategy: which value of which field can run here, and why another cannot."""
+"""Which values of a Strategy's fields run here, by the checks, and why others do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ability:
     value: str
     runs: bool
     reason: str
-    """Why not, or on which condition; empty where there is nothing to say."""
+    """Why not, or under which condition; else empty."""
 
 
 def list_abilities(findings: Sequence[Finding]) -> Iterator[Ability]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 MOST_UNQUANTIZED = 0.5
-"""Over this share of unquantized weights QLoRA is refused: it would save little of what it is asked for."""
+"""The largest share of unquantized weights for QLoRA: above it, it saves little memory."""
 
 
 def unquantized_share(spec: ModelSpec) -> float:

@@ -55,20 +55,20 @@ class Engine:
     steps_in_backward = False
     """Whether the backward that ends an accumulation clips and steps, and the optimizer's `step` does nothing."""
     model_no_sync = True
-    """Whether the prepared model has a usable `no_sync` of its own."""
+    """Whether the prepared model has a usable `no_sync`."""
     broadcasts_buffers = False
     """Whether its wrapper gives every rank the buffers of rank 0."""
     sync_each_batch = False
     """Whether gradients are reduced after every micro-batch."""
     wraps_model = True
-    """Whether `prepare` puts the model into a wrapper of its own or of Accelerate's."""
+    """Whether `prepare` wraps the model in another class."""
     hides_every_backward = True
     """Whether transfers overlap with the backward of every micro-batch, and not only with the last one's."""
 
     # Configuration ----------------------------------------------------------------------------------------------------
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """Resolve the engine's own configuration; `job.settings` is empty so far.
+        """Resolve the engine's configuration; `job.settings` is still empty.
 
         Raises:
             StrategyError: for what this device, model or number of ranks cannot do.
@@ -118,7 +118,7 @@ class Engine:
         return None
 
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
-        """Return what a rank's activations depend on; `masked`: whether attention gets a mask."""
+        """Return the inputs of a rank's activations; `masked`: whether attention gets a mask."""
         return trace_config(job, masked=masked, autocast=self.autocast_dtype(job))
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
@@ -143,7 +143,7 @@ class Engine:
         raise NotImplementedError
 
     def gather_bytes(self, job: Job) -> int:
-        """Return the bytes that the export holds for a moment beside the gathered tensors."""
+        """Return the bytes that the export holds for a moment besides the gathered tensors."""
         return 0
 
     def communication(self, job: Job) -> list[Transfer]:
@@ -155,7 +155,7 @@ class Engine:
         return "on the weights as they are held"
 
     def loading_note(self, job: Job) -> str:
-        """Say who reads the weights."""
+        """Return a note about the rank that reads the weights."""
         return "every rank reads the whole model, which it keeps"
 
     # A worker ---------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Engine:
         return reader.read()
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Change what has to be different on the model before `prepare`. May be called twice."""
+        """Change the model before `prepare`. May be called twice."""
 
     def check(self, prepared: Prepared) -> list[str]:
         """Return a sentence for each difference from the request: class, stage, mesh, offload."""

@@ -12,7 +12,7 @@ from toolkit.engines.job import Job
 
 @contextmanager
 def engine_environment(job: Job) -> Iterator[None]:
-    """Set an engine's variables, and leave `os.environ` as it was: Accelerate and its plugins write into it too."""
+    """Set an engine's variables, and restore `os.environ` later: Accelerate and its plugins write into it, too."""
     before = dict(os.environ)
     try:
         for name, value in engine_of(job.strategy).environment(job).items():

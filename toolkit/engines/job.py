@@ -18,7 +18,7 @@ from toolkit.models import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a forecast computes and a worker runs. Both make it with `resolve`, so the two cannot drift."""
+    """A resolved request. Forecasts and workers both make it with `resolve`, so they agree."""
 
     strategy: Strategy
     """Without an `auto`."""
@@ -29,7 +29,7 @@ class Job:
     parallelism: Parallelism
     device: Device
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's own configuration, resolved: what it will be given, word for word."""
+    """The engine's resolved configuration, word for word."""
 
     @property
     def precision(self) -> Precision:

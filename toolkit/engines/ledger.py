@@ -1,4 +1,4 @@
-"""What a rank holds, part by part, while a step is replayed; and the most that it held, phase by phase."""
+"""The memory of a rank by part while a step is simulated, and its peak in each phase."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Ledger:
         """Start empty. `shared`: the device's memory is the host's, so offloaded states stay in it."""
         self.shared = shared
         self.host = self.host_peak = 0
-        """Of a rank, where its device has a memory of its own."""
+        """The host's memory of one rank, if its device has its own."""
         self.alone = self.alone_peak = 0
-        """What of the host's memory rank 0 alone takes beside that."""
+        """The additional host memory of rank 0."""
         self.held: Counter[str] = Counter()
         self.total = 0
         self.phase = "load"
         self.phases: dict[str, int] = {}
         self._high = -1
-        """The most in this phase so far: only what is more needs a look. A plan makes half a million changes."""
+        """The highest total in this phase so far: only higher ones need a look. A plan makes half a million changes."""
         self.peak = 0
         self.peak_phase = "load"
         self.parts: dict[str, int] = {}
@@ -93,7 +93,7 @@ class LedgerHistory(Ledger):
         self.highest: dict[str, dict[str, int]] = {}
         """Phase → parts, at its highest moment."""
         self.moments: list[tuple[str, int]] = []
-        """Phase and total, in order; what is held for a moment alone has one of its own."""
+        """Phase and total, in order; a momentary total has an entry of its own."""
 
     def hold(self, part: str, size: int) -> None:
         super().hold(part, size)

@@ -30,7 +30,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What an optimizer step did."""
+    """The result of an optimizer step."""
 
     norm: float
     """The global L2 norm of the gradients before clipping, over all ranks."""
@@ -44,7 +44,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What an optimizer counts; the same words under every engine, so that a run continues under another one."""
+    """An optimizer's counters; the same under every engine, so that a run can change its engine."""
 
     steps: int
     """Optimizer steps taken. Steps that fp16's scaler skipped do not count."""
@@ -85,18 +85,18 @@ class StateMemory(Result):
 
 
 class Transfer(NamedTuple):
-    """What a rank sends in a step."""
+    """Transfers of one kind in a step."""
 
     size: float
     """Bytes of one transfer."""
     times: int
     """Transfers in a step."""
     overlaps: str
-    """The phase whose computation hides it: `forward`, `backward`, or `nothing`."""
+    """The phase whose computation overlaps with it: `forward`, `backward`, or `nothing`."""
     link: str
     """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `host`."""
     what: str
-    """What is sent, and by which collective."""
+    """The tensors and the collective."""
 
 
 def on_device(job: Job, state: StateMemory) -> StateMemory:

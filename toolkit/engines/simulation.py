@@ -15,7 +15,7 @@ from toolkit.engines.traces import Segment
 
 
 class Moves(Protocol):
-    """What an engine does where a module begins or ends, and where a gradient is complete."""
+    """An engine's reaction to the begin and end of modules, and to complete gradients."""
 
     grows: bool
     """Whether a micro-batch leaves more behind than it found; the second does not add to that."""

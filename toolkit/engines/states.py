@@ -27,7 +27,7 @@ class State:
     name: str
     """Canonical; with an adapter PEFT's, without its `base_model.model.`."""
     shape: tuple[int, ...]
-    """As it is stored; packed weights are a column of storage elements."""
+    """The stored shape; packed weights are a column of storage elements."""
     trainable: bool
     dtype: str
     """torch's name of the dtype that it is loaded in."""
@@ -282,7 +282,7 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let the optimizer go on as after so many steps."""
+    """Set the number of steps that the optimizer has done."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), int):
             state["step"] = steps

@@ -16,7 +16,7 @@ from toolkit.engines.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What an adapter computes with."""
+    """The inputs of an adapter's computation."""
 
     kind: str
     """`lora`, `dora`, `qlora` or `qlora8`."""
@@ -76,7 +76,7 @@ WHOLE = ("forward", "backward", "end")
 """Events of the whole step."""
 
 LOGITS = "logits"
-"""Names what is made between the head's forward and its backward: logits, their copies, the loss, and their gradient."""
+"""The name of tensors between the head's forward and its backward: logits, copies, the loss, and their gradient."""
 
 Event = tuple[str, int, str]
 """What, how much, whose.
@@ -163,6 +163,6 @@ class Segment(NamedTuple):
     skipped: tuple[tuple[str, int], ...] = ()
     """Those of them that a kernel leaves out where attention is causal."""
     moved: int = 0
-    """Bytes read and written by what is no matrix product."""
+    """Bytes that operators other than matrix products read and write."""
     calls: int = 0
     """Operators that do more than name a part of a tensor."""

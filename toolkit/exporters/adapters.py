@@ -67,7 +67,7 @@ def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> Peft
 
 
 def write_adapter(model: PeftModel, source: Source, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
-    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. What each tensor on the disk has to be."""
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. Return the expected tensors."""
     import torch
 
     weights = source.weights

@@ -31,11 +31,11 @@ _REQUIRED = {
     "train_config": ("micro_batch", "accumulation", "seq_len", "optimizer", "lr", "warmup", "seed"),
     "identity": ("data",),
 }
-"""What a manifest has to say: what decides what its tensors are, and what the model card tells."""
+"""The fields that an export needs in a manifest: for its tensors and the model card."""
 
 
 class Weights(Protocol):
-    """Whole tensors by canonical name, each put together when it is asked for."""
+    """Whole tensors by canonical name, built on demand."""
 
     @property
     def kind(self) -> str:
@@ -55,7 +55,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is exported."""
+    """The source of an export."""
 
     path: Path
     weights: Weights
@@ -108,7 +108,7 @@ class InMemory:
 
 
 class BaseWeights:
-    """The model that was trained from, read for what no checkpoint holds: buffers and weights that are never trained."""
+    """The base model's buffers and untrained weights, which no checkpoint holds."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -164,7 +164,7 @@ def opened_source(path: Path) -> Iterator[Source]:
 
 
 def _check_manifest(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest that is in order, as its sha256 says, and does not say what an export needs."""
+    """Refuse a manifest with a valid sha256 that lacks fields for an export."""
     wrong = [
         f"{part} has no {name}"
         for part, names in _REQUIRED.items()

@@ -1,4 +1,4 @@
-"""What was trained, from the engine that holds it: gathered under every one of them, saved, reopened and checked."""
+"""Export a trained model from any engine: gather, save, reopen and check it."""
 
 from __future__ import annotations
 

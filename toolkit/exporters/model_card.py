@@ -1,4 +1,4 @@
-"""The model card: what was exported, from what it was trained and with what, and how it is loaded."""
+"""The model card: the exported model, its training, and how to load it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
 
 
 class FullStateDict:
-    """Every tensor that a model keeps, by the name that it is saved under: the trained ones, and what stayed as it was."""
+    """Every tensor of a model under its saved name: trained ones, and unchanged ones."""
 
     kind = "model"
 

@@ -33,7 +33,7 @@ from toolkit.models.tokenizer import load_tokenizer
 DTYPES = ("fp32", "bf16", "fp16")
 
 INT8 = 5e-2
-"""As `TOLERANCE`, of what was trained over an 8-bit base, whose forward rounds activations too (Dettmers et al. 2022)."""
+"""`TOLERANCE` for a model on an 8-bit base, whose forward rounds activations, too (Dettmers et al. 2022)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Request:
     source: Source
     spec: ModelSpec
     dtype: str | None
-    """torch's name; None leaves it as it is."""
+    """torch's name; None keeps the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +60,23 @@ def export(
     model: str | None = None,
     trust_remote_code: str | None = None,
 ) -> Export:
-    """Write what a checkpoint holds as Hugging Face files, open them again, and compare them with the checkpoint.
+    """Export a checkpoint as Hugging Face files, open them again, and compare them with the checkpoint.
 
-    A whole model becomes safetensors with config and tokenizer, an adapter what PEFT saves. `folder` appears whole and
-    checked, or not at all. While it is written one file (5 GB) and one layer are in memory; while it is checked one whole
-    model, and where there is no room for that the result says that logits were not compared.
+    A whole model becomes safetensors with config and tokenizer, an adapter PEFT's files. `folder` appears complete and checked,
+    or not at all. Writing needs memory for one file (5 GB) and one layer; checking needs one whole model. Without memory for
+    that, the result notes that the logits were not compared.
 
     Args:
-        source: a run's folder, whose newest sound checkpoint is taken; one checkpoint; or a folder that DeepSpeed or
-            Accelerate wrote, of which `model` says what it is.
+        source: a run (its newest sound checkpoint), a checkpoint, or a folder of DeepSpeed's or Accelerate's with `model`.
         folder: a new or an empty one.
-        merge: merge an adapter into its base, which is then in memory once.
-        dtype: `fp32`, `bf16` or `fp16`; otherwise the checkpoint's own, and merged the one that the base had in training.
-        model: folder or Hub id of the model that was trained from; otherwise what the checkpoint names.
-        trust_remote_code: as `describe` takes it.
+        merge: merge an adapter into its base, which then is in memory once.
+        dtype: `fp32`, `bf16` or `fp16`; by default the checkpoint's own, and the base's if merged.
+        model: folder or Hub id of the base model; by default the one in the checkpoint.
+        trust_remote_code: as in `describe`.
 
     Raises:
-        RunError: where there is nothing to export, no place for it, or what was written is not what was trained.
-        CheckpointError: for a checkpoint that is damaged, or was trained from another model or base.
+        RunError: where there is nothing to export, no place for it, or the written bytes are wrong.
+        CheckpointError: for a checkpoint that is damaged, or of another model or base.
         ModelError: for a model or tokenizer that cannot be read.
     """
     source, folder = expand_user(source), expand_user(folder)

@@ -1,4 +1,4 @@
-"""An export appears whole or not at all: written beside, flushed to the disk, then given its name."""
+"""An export appears complete or not at all: it is written into a draft, flushed, then renamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.core.units import format_bytes
 
 
 def check_target(folder: Path, source: Path) -> None:
-    """Refuse a place that holds something, or that lies among the checkpoints. Writes nothing.
+    """Refuse a folder with files in it, or among the checkpoints. Writes nothing.
 
     Raises:
         RunError: with what is there.
@@ -94,7 +94,7 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _restore_old(old: Path, final: Path) -> None:
-    """Give what was moved aside its name again, or remove it where its place is taken."""
+    """Rename the old folder back, or remove it if its place is taken."""
     if old.exists() and not final.exists():
         old.rename(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`Export`: what was saved, and how it was checked."""
+"""`Export`: the saved files, and how they were checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 PROBE_TOKENS = 64
-"""Length of the batch on which the saved model has to say what the trained one says."""
+"""The length of the batch on which the logits are compared."""
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
@@ -32,7 +32,7 @@ OTHER_KERNELS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Result):
-    """What was saved, and how it was checked."""
+    """The saved files, and how they were checked."""
 
     folder: str
     adapter: bool

@@ -1,4 +1,4 @@
-"""Whether what was written is what was trained: first the bytes of its files, then its logits."""
+"""Check an export against the trained model: first the bytes of its files, then its logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
-    """Compare a folder's safetensors files with what was to be written, byte by byte; one tensor is in memory at a time.
+    """Compare a folder's safetensors files with the expected tensors, byte by byte; one tensor is in memory at a time.
 
     Raises:
         RunError: for a file that cannot be read, and for tensors that are missing, unknown, empty or different; it names

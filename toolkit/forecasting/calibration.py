@@ -1,4 +1,4 @@
-"""One measured run corrects a forecast: bytes, what the allocator reserves, and the speed that is really reached."""
+"""Correct forecasts by one measured run: bytes, the allocator's reserve, and the real speed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Forecast")
 
 WINDOW = 3
-"""Steps that the memory window slows down, and that first allocate: they tell nothing of speed where there are others."""
+"""Steps that the memory window slows, and that allocate first; they do not count for speed if there are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a run teaches."""
+    """The corrections of one run."""
 
     run: Path
     more_bytes: int
-    """Its peak above its forecast: what no trace sees."""
+    """The run's peak above its forecast: what no trace contains."""
     device: str
     """`cpu` or `cuda`."""
     card_gib: float | None

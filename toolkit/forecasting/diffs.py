@@ -50,7 +50,7 @@ class ForecastDiff(Result):
     one: Forecast
     other: Forecast
     labels: tuple[str, str]
-    """What each is called: what it was asked that the other was not."""
+    """The name of each forecast: the fields in which it differs."""
     fields: Mapping[str, tuple[Any, Any]]
     """Every field of strategy, loop and machine that differs."""
     differences: tuple[Difference, ...]
@@ -136,7 +136,7 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
 
     Args:
         one: the first.
-        other: what it is held against, of the same model or of another.
+        other: the second, of the same model or of another.
     """
     fields = _differing_fields(one, other)
     labels = _label(one, fields, 0), _label(other, fields, 1)

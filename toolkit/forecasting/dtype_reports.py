@@ -1,4 +1,4 @@
-"""`precisions()` → `DtypeReport`: who keeps what in which dtype, at each stage of a run, engine by engine."""
+"""`precisions()` → `DtypeReport`: the dtypes of all states at each stage of a run, engine by engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STAGES = ("loading", "preparation", "compute", "reduction", "optimizer", "checkp
 """In the order of a run."""
 
 Place = tuple[str, str]
-"""A stage, and what it holds."""
+"""A stage and a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DtypeColumn:
     """One strategy's dtypes, or why it cannot run."""
 
     strategy: Strategy
-    """As it was resolved; as it was asked for where it cannot run."""
+    """The resolved strategy; the requested one if it cannot run."""
     ranks: int
     dtypes: Mapping[Place, str] = field(default_factory=dict)
     """Stage and part → torch's name of the dtype."""
@@ -46,7 +46,7 @@ class DtypeColumn:
     element_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes for each trained weight, over all ranks that share it: parameters, master, gradients, optimizer."""
     measured: Mapping[Place, str] = field(default_factory=dict)
-    """What a run's audit found at the same places."""
+    """The dtypes in a run's audit."""
     refused: str = ""
     """Why it cannot run, in a sentence; empty where it can."""
 
@@ -62,11 +62,11 @@ class DtypeReport(Result):
 
     model: str
     precision: str
-    """What was asked for."""
+    """The requested precision."""
     device: str
     columns: tuple[DtypeColumn, ...]
     run: str | None = None
-    """Folder of the run whose audit stands beside its strategy."""
+    """The folder of the run whose audit is shown."""
 
     @property
     def reason(self) -> str:
@@ -158,14 +158,14 @@ def dtype_report(
 
     Args:
         model: a spec, or what `describe` takes.
-        strategies: beside each other; left out: the run's own, or else ddp, zero3 and fsdp.
-        on: the machine, or its name; this one where it is left out.
-        loop: as in `forecast`.
-        ranks: processes; at least two, where the machine's devices do not say otherwise.
-        run: folder of a run, whose audit stands beside the strategy that it ran.
+        strategies: by default the run's own, or else ddp, zero3 and fsdp.
+        on: the machine, or its name; by default this one.
+        train_config: as in `forecast`.
+        ranks: processes; by default the machine's devices, at least two.
+        run: folder of a run, whose audit is shown with its strategy.
 
     Raises:
-        ToolkitError: for a model or a machine that is not known.
+        ToolkitError: for an unknown model or machine.
         RunError: for a folder without an audited run.
     """
     finished = read_finished_run(run) if run is not None else None

@@ -1,4 +1,4 @@
-"""Stand-ins for kernels that a trace would take differently from the device: they keep what the real ones keep."""
+"""Fake kernels for a trace: they allocate and keep what the device's real kernels do."""
 
 from __future__ import annotations
 

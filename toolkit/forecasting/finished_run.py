@@ -1,4 +1,4 @@
-"""A finished run, as its folder tells of it: what it was, what it measured, what its audit found."""
+"""A finished run from its folder: settings, measurements, and the audit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FinishedRun:
     train_config: TrainConfig
     ranks: int
     hardware: Hardware | None
-    """Where it ran; None where it had no forecast, which alone says so."""
+    """The run's machine; None for a run without a forecast."""
     checkpoints: bool
     """Whether it wrote any."""
     phases: Mapping[str, int] | None

@@ -22,15 +22,15 @@ from toolkit.forecasting.result import Forecast
 from toolkit.models import ModelSpec, describe
 
 MARGIN = 0.95
-"""Share of a rank's memory that a plan may need: fragmentation, and what a forecast does not know, take the rest."""
+"""The largest share of a rank's memory for a plan: fragmentation and unknowns take the rest."""
 
 UNCERTAIN = 3
-"""Of how many of the best it is said what is uncertain."""
+"""The number of best candidates whose uncertainties are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A strategy with its batch, and what it would take; or why it is out of the question."""
+    """A strategy with its batch and its forecast, or the reason for its rejection."""
 
     strategy: Strategy
     train_config: TrainConfig
@@ -144,17 +144,17 @@ def plan(
 
     Args:
         model: a spec, or what `describe` takes.
-        on: the machine, or its name; this one where it is left out.
+        on: the machine, or its name; by default this one.
         global_batch: samples of a step, over all ranks.
-        seq_len: tokens of a sample; the loop's where it is left out.
-        strategy: what stays as it is: adapter, precision, attention. Sharding, offload and checkpointing are chosen.
-        loop: likewise; micro-batch and accumulation are chosen.
+        seq_len: tokens of a sample; by default that of `train_config`.
+        strategy: adapter, precision and attention; sharding, offload and activation checkpointing are chosen.
+        train_config: the step; micro-batch and accumulation are chosen.
         one_document, allow_unquantized: as in `forecast`.
 
     Raises:
         StrategyError: for a global batch that the ranks cannot share evenly.
         ModelError: for a model that a run would refuse.
-        ToolkitError: for a model or a machine that is not known.
+        ToolkitError: for an unknown model or machine.
     """
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)

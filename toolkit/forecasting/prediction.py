@@ -1,4 +1,4 @@
-"""`forecast()` → `Forecast`: what a run will take, before it is launched."""
+"""`forecast()` → `Forecast`: memory and speed of a run before its launch."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def forecast(
 
     Args:
         model: a spec, or what `describe` takes.
-        strategy: the default one where it is left out.
-        on: the machine, or its name; this one where it is left out.
-        loop: batch and lengths.
-        ranks: processes; as `default_ranks` says where it is left out.
+        strategy: by default `Strategy()`.
+        on: the machine, or its name; by default this one.
+        train_config: batch and lengths.
+        ranks: processes; by default `default_ranks`.
         one_document: every row holds one document and no padding, so attention needs no mask.
-        allow_unquantized: as a run takes it: QLoRA even where more than half of the weights stay unquantized.
+        allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
 
     Raises:
-        StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
+        StrategyError: for what this device, model or number of ranks cannot do, or what has no forecast yet.
         ModelError: for a model that a run would refuse.
-        ToolkitError: for a model or a machine that is not known.
+        ToolkitError: for an unknown model or machine.
     """
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     assert job.spec is not None

@@ -1,4 +1,4 @@
-"""Why two forecasts differ: a sentence for each difference, from what the engines account for, never from their names."""
+"""Explain the differences between two forecasts by the engines' own accounts, a sentence each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Side:
 
     @property
     def trained(self) -> int:
-        """Elements of what is trained, over all ranks."""
+        """Return the trained elements over all ranks."""
         return sum(state.elements for state in parameters_of(self.job) if state.trainable)
 
     def whole(self, part: str) -> int:
@@ -137,7 +137,7 @@ CAUSES = {
     "attention": "computes attention by {value}, not {others}",
     "precision": "computes in {value}, not {others}",
 }
-"""Fields of which what a step makes depends."""
+"""Fields that change a step's transient memory."""
 
 
 def _explain_transient(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`Forecast`: what a run will take, and how it is shown."""
+"""`Forecast`: memory and speed of a run, as text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from toolkit.forecasting.timing import Timing
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Result):
-    """What a run will take. Bytes are the allocator's, of the fullest rank."""
+    """Memory and speed of a run. Bytes are the allocator's, on the fullest rank."""
 
     job: Job = field(repr=False)
-    """What was asked, with nothing left open."""
+    """The resolved request."""
     hardware: Hardware
     limit_bytes: int
-    """What a rank may hold: the device's free bytes; on CPU ranks the host's divided by the ranks of a node."""
+    """The memory of a rank: the device's free bytes; on CPU ranks the host's, divided by the ranks of a node."""
     peak_bytes: int
     peak_phase: str
     parts: Mapping[str, int]
@@ -45,13 +45,13 @@ class Forecast(Result):
     communication_bytes: int
     """That a rank sends in a step."""
     timing: Timing | None
-    """None for a device whose speed is not known."""
+    """None for a device with unknown speed."""
     reserved_bytes: int | None = None
     """What CUDA's caching allocator takes for the peak; None until a run has shown it."""
     fused_bytes: int | None = None
-    """The peak with a fused loss, which holds no logits whole (`memory.fused_peak`); None where nobody asked."""
+    """The peak with a fused loss, which holds no logits whole (`memory.fused_peak`); None if it was not computed."""
     unknown: tuple[str, ...] = ()
-    """What is not in these figures, each as one sentence."""
+    """What these figures do not include, each as one sentence."""
     change: Mapping[str, Any] | None = None
     """The smallest change that fits, if the forecast does not fit; None if no change helps."""
     changed_bytes: int | None = None
@@ -59,7 +59,7 @@ class Forecast(Result):
 
     @property
     def model(self) -> str:
-        """Its name, as it was given."""
+        """The model's name as the user gave it."""
         assert self.job.spec is not None, "a forecast needs a model"
         return self.job.spec.name
 
@@ -80,7 +80,7 @@ class Forecast(Result):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the limit, and the host's need what it has, with no margin inside."""
+        """Whether the peak is within the limit, and the host's need within its memory, without a margin."""
         return self.peak_bytes <= self.limit_bytes and not self.host_lacks
 
     @property

@@ -47,7 +47,7 @@ class Timeline(Result):
 
     @property
     def reason(self) -> str:
-        """Where it is highest, in a sentence; and how far the forecast is off where there is a run."""
+        """Return the phase with the peak, in a sentence; with a run, also the forecast's error."""
         forecast = self.forecast
         sentence = (
             f"{forecast.strategy.label} is highest in {forecast.peak_phase}, with {format_bytes(forecast.peak_bytes)}."
@@ -146,16 +146,16 @@ def timeline(
     """Forecast a step phase by phase. No launch, no device.
 
     Args:
-        model: as in `forecast`; the run's own where it is left out. So are the next four.
+        model: as in `forecast`; by default the run's own, as for the next four.
         strategy: how it is trained.
         on: the machine, or its name.
-        loop: batch and lengths.
+        train_config: batch and lengths.
         ranks: processes.
         one_document: as in `forecast`.
-        run: folder of a run, whose measured bytes stand beside the forecast.
+        run: folder of a run, whose measured bytes are shown with the forecast.
 
     Raises:
-        StrategyError: for what this device, model or number of ranks cannot do, and for what cannot be forecast yet.
+        StrategyError: for what this device, model or number of ranks cannot do, or what has no forecast yet.
         RunError: for a folder without a run that measured anything.
     """
     finished = read_finished_run(run) if run is not None else None

@@ -17,15 +17,16 @@ from toolkit.engines.records import Transfer
 from toolkit.engines.traces import Segment
 
 FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
-"""Shares of a data sheet's peak: what the fastest product reaches where nobody measured it, what memory reaches, and links.
+"""Shares of a data sheet's peak: the fastest product's without a measurement, the memory's, and the links'.
 
-Round numbers, chosen beside published runs on A100s."""
+Round numbers, chosen by published runs on A100s.
+"""
 
 HOST = 150
 """GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
 
 CALL = 8e-6
-"""Seconds that the host takes to start one operator; what is shorter on the device takes as long."""
+"""Seconds that the host takes to start one operator: a lower bound of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,9 @@ class Timing:
     tokens_per_second: float
     """Of all ranks."""
     mfu: float | None
-    """Operations of forward and backward without recomputation, over what the device could (Chowdhery et al. 2022, appendix B).
+    """Operations of forward and backward without recomputation, divided by the peak (Chowdhery et al. 2022, appendix B).
 
-    None for a device whose peak nobody knows.
+    None for a device with unknown peak.
     """
 
 

@@ -1,4 +1,4 @@
-"""Traces, kept on disk: what was traced once is read in a millisecond, without torch and transformers."""
+"""Traces on disk: a cached trace is read in a millisecond, without torch and transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.models import ModelSpec
 from toolkit.models.hub import first_line
 
 EXACT = 3
-"""Batches up to this one are traced as they are; a larger one follows from two that are, since sizes are linear in it."""
+"""Batches up to this one are traced; larger ones follow from two traces, since sizes are linear in the batch."""
 
 
 def trace_of(
@@ -32,12 +32,12 @@ def trace_of(
         spec: the model.
         config: how it computes.
         batch, seq_len: samples of a micro-batch, tokens of a sample.
-        beside: where it is not in the cache, other configs that are traced with it, and kept for later.
+        others: configurations to trace and cache, too, if this one is not cached.
 
     Raises:
         ModelError: for a model that cannot be traced.
 
-    A batch of one takes other paths than a larger one (what is contiguous, what is broadcast), so it is traced itself.
+    A batch of one takes other paths than a larger one (contiguity, broadcasting), so it is traced itself.
     """
     configs = (config, *others)
     if batch > EXACT:

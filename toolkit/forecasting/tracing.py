@@ -1,6 +1,6 @@
-"""One step of a model without a byte of it: what every operator allocates and frees, cut at its layers and gradients.
+"""Trace a step without memory: every operator's allocations and releases, split at layers and gradients.
 
-As a program it traces what a pickle on standard input asks for, and writes the traces as JSON.
+As a program, it traces the request in a pickle on standard input, and writes the traces as JSON.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at_logits = False
         self.events: list[Event] = []
         self.layer = ""
-        """The one whose forward or backward is going on."""
+        """The layer whose forward or backward runs."""
         self._work: Counter[tuple[str, str]] = Counter()
         self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         """Storages; true of those that were there before."""

@@ -1,4 +1,4 @@
-"""`launch()` and `resume()`: runs whose supervisor has a session of its own, so that no notebook's end touches them."""
+"""`launch()` and `resume()`: runs whose supervisor has its own session, independent of the notebook."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Run:
-    """Start a run in processes of its own, by `accelerate launch`, and come back at once.
+    """Start a run in new processes with `accelerate launch`, and return at once.
 
-    Its supervisor has a session of its own: a closed notebook or a restarted kernel does the run no harm, and a GPU that was
-    touched or a library that was imported here does not either. The ranks die with the supervisor.
+    Its supervisor has its own session: the run continues when the notebook closes or its kernel restarts, and nothing that the
+    kernel has imported or allocated affects it. The ranks end with the supervisor.
 
     Args:
-        target: the recipe (`"toolkit.finetune"`), a module, a script that ends in .py, or a function, which is shipped by value
-            and called in every rank.
-        strategy: a Strategy, the word of a sharding, or what `plan` found best (its batch included).
-        processes: ranks on this machine. None: 1 for `none`, else one a device, and on a CPU 2 (for `hsdp` 2 a replica); printed.
+        target: the recipe (`"toolkit.finetune"`), a module, a script that ends in .py, or a function. A function is sent by
+            value and called on every rank.
+        strategy: a Strategy, the word of a sharding, or the best one of `plan` (with its batch).
+        processes: ranks on this machine. None: 1 for `none`, else one a device, and on a CPU 2 (for `hsdp` 2 a replica).
         run_dir: a new folder; None: `runs/<time>-<sharding>`.
         args: a function's arguments, or the command line of a module or script.
         kwargs: a function's keyword arguments.
-        fields: of Recipe, Loop, Care and Strategy, as the shell's flags spell them: `steps=20`, `data="chat.jsonl"`, `model=spec`.
+        fields: of RunConfig, TrainConfig, RestartPolicy and Strategy: `steps=20`, `data="chat.jsonl"`, `model=spec`.
 
     Raises:
-        ToolkitError: for what can be known to be wrong before a process starts; what only the run finds out, `wait` raises.
+        ToolkitError: for errors that are found before a process starts; `wait` raises the run's own.
     """
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
@@ -125,17 +125,17 @@ def resume(
     trust_target: str | None = None,
     **fields: Any,
 ) -> Run:
-    """Go on with a run that was stopped or failed, in processes of its own; comes back at once.
+    """Resume a stopped or failed run in new processes, and return at once.
 
     Args:
-        path: its folder.
-        target: of a run of your own code, that again: a function is shipped again; with the arguments of `fields["args"]` and
-            `["kwargs"]`. A run that you launched on this machine goes on without, where its code is still the same.
-        trust_target: the digest of what `run.json` names, as the refusal says it: run that.
-        fields: new values, as `toolkit resume` takes them; `processes` too.
+        path: the run's folder.
+        target: for a run of your own code, the same target again; `fields["args"]` and `["kwargs"]` are its arguments. A
+            run that you launched on this machine needs none while its code is unchanged.
+        trust_target: the digest of the target in `run.json`, as the refusal prints it: run that.
+        fields: new values, as `toolkit resume` takes them, and `processes`.
 
     Raises:
-        RunError: for a folder without a run, one that is held, and code that is neither given nor trusted.
+        RunError: for a folder without a run, a run that another process holds, and untrusted code.
     """
     folder = path.folder if isinstance(path, Run) else expand_user(path)
     was = target_of(read_run_json(folder))

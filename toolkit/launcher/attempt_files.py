@@ -1,4 +1,4 @@
-"""A run's folder made ready, and `accelerate launch` started in a process of its own."""
+"""Prepare a run's folder, and start `accelerate launch` in a new process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.run_folder.run_lock import TOKEN, check_process, is_lock, still
 
 
 def clear(folder: Folder, config: Mapping[str, Any]) -> None:
-    """Write the config file, and remove what an earlier attempt left of its end."""
+    """Write the config file, and remove the records of an earlier attempt's end."""
     import yaml
 
     folder.logs.mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ class RankHung(RankDied):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptInfo:
-    """What a supervisor knows of an attempt beside its folder's files."""
+    """A supervisor's knowledge of an attempt besides its folder's files."""
 
     beats: Mapping[int, Heartbeat] = field(default_factory=dict)
     """The ranks' last ones before the first of them failed."""

@@ -1,4 +1,4 @@
-"""The ranks' heartbeats as their supervisor sees them: who is silent, who stands still, who is gone."""
+"""The supervisor's view of the ranks' heartbeats: silent, stalled and dead ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeartbeatMonitor:
         self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Read what is new.
+        """Read new heartbeats.
 
         Raises:
             RankHung: for a rank that has been silent longer than the timeout, and for one that the others wait for.

@@ -20,7 +20,7 @@ KILL_SECONDS = 60.0
 
 
 def kill_run(token: str, launcher: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run: kill the launcher, give the others two seconds to follow it, kill them.
+    """End the rest of a run: kill the launcher, wait two seconds for the others, then kill them.
 
     Raises:
         RunError: naming processes that are still there a minute later. They hold the run's lock until they end.

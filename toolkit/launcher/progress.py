@@ -21,10 +21,10 @@ from toolkit.core.units import format_bytes, format_seconds
 from toolkit.run_folder.folder import read_run_json
 
 LINE_SECONDS = 10.0
-"""From one line to the next, where there is no terminal for a bar."""
+"""Seconds between two lines without a terminal."""
 
 RECENT = 20
-"""Steps whose median says how fast it goes."""
+"""Steps whose median is the current speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class Progress:
     left_seconds: float | None = None
     """Until the last step, at that pace."""
     bytes_per_rank: tuple[int, ...] = ()
-    """What each rank holds now: allocated on CUDA, resident on a CPU."""
+    """Current memory of each rank: allocated on CUDA, resident on a CPU."""
     bytes_are: str = "resident"
     """Which of the two."""
     forecast_bytes: int | None = None
     """The forecast's peak of a rank."""
     limit_bytes: int | None = None
-    """What a rank may hold."""
+    """The memory of a rank."""
 
     @property
     def line(self) -> str:

@@ -1,4 +1,4 @@
-"""`supervise_with_restarts()`: after a rank died or hung, a fresh process group goes on from the newest checkpoint."""
+"""`supervise_with_restarts()`: after a rank died or hung, a new process group resumes the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ IN_VAIN = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """What is done when a rank fails."""
+    """Restarts after the failure of a rank."""
 
     restarts: int = amount(0, "automatic restarts after a rank died or hung")
     """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
     on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: go on with half the micro-batch")
-    """The global batch stays what it was."""
+    """Whether to halve the micro-batch, with the same global batch."""
 
     def __post_init__(self) -> None:
         if self.restarts < 0:

@@ -32,7 +32,7 @@ STATUSES = ("starting", "running", "finished", "stopped", "failed")
 LIVE = STATUSES[:2]
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
-"""Exit statuses of a supervisor that was told to stop; the last two before it could listen."""
+"""Exit statuses of a stopped supervisor; the last two before it handled signals."""
 
 _LOG = 16 * 2**20
 """Bytes of a log that are read: its last."""
@@ -45,7 +45,7 @@ views: list[Callable[[Run], None]] = []
 
 
 class Run(Result):
-    """A run in processes of its own, seen through its folder: from this process, or from any other (`attach`)."""
+    """A run in other processes, read from its folder: by the process that launched it, or any other (`attach`)."""
 
     def __init__(
         self, folder: Path, strategy: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
@@ -95,7 +95,7 @@ class Run(Result):
 
     @property
     def message(self) -> str:
-        """What the supervisor said last: how the run was stopped, or why it failed. Empty where it finished."""
+        """The supervisor's last message: how the run was stopped, or why it failed. Empty if it finished."""
         how, words = ("running", self._last_message()) if self.alive else self._ending()
         return "" if how == "finished" else words
 
@@ -128,7 +128,7 @@ class Run(Result):
 
     @property
     def strategy(self) -> Strategy:
-        """As it was resolved, without `auto`; before that, and of code of one's own, as it was asked for."""
+        """The resolved strategy, without `auto`; at first, and for code of your own, the requested one."""
         about = self._run_record()
         if about:
             return from_dict(Strategy, about["strategy"])
@@ -136,7 +136,7 @@ class Run(Result):
 
     @property
     def progress(self) -> Progress:
-        """How far it is, against what was forecast."""
+        """The progress, with the forecast."""
         return self._look()[1]
 
     @property
@@ -158,7 +158,7 @@ class Run(Result):
 
     @property
     def memory(self) -> dict[str, Any] | None:
-        """`memory.json`: measured peaks, rank by phase, beside the forecast. None before the end.
+        """`memory.json`: measured peaks by rank and phase, with the forecast. None before the end.
 
         Raises:
             RunError: where it cannot be read.
@@ -186,11 +186,11 @@ class Run(Result):
         """Wait until the run ends; an interrupt ends the waiting only.
 
         Args:
-            timeout: seconds to wait at most; None: as long as it takes.
-            progress: show the run meanwhile, in a notebook live, in a terminal as a bar.
+            timeout: seconds to wait at most; None: no limit.
+            progress: show the run meanwhile, live in a notebook, as a bar in a terminal.
 
         Raises:
-            RunError: where the run failed, with what the rank said that failed first; where `timeout` has passed.
+            RunError: if the run failed, with the error of the rank that failed first; after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for view in views if progress else ():
@@ -214,13 +214,13 @@ class Run(Result):
         return self
 
     def stop(self, timeout: float | None = None) -> Run:
-        """End the step, publish a checkpoint, leave no process; returns when that is done.
+        """Finish the step, publish a checkpoint, end all processes; then return.
 
         Args:
-            timeout: seconds to wait at most; None: as long as it takes. What is asked stays asked.
+            timeout: seconds to wait at most; None: no limit. The request stays in force.
 
         Raises:
-            RunError: where it has not ended by then, and for a run on another machine.
+            RunError: if the run has not ended by then, and for a run on another machine.
         """
         if not self.alive:
             return self

@@ -25,10 +25,10 @@ STOP_SECONDS = 40.0
 """What ranks without heartbeats have to end by themselves: torch elastic gives them 30 s, then kills them."""
 
 STEP_SECONDS = 20.0
-"""What ranks have for the step that they are in, beside what such a step takes twice, before a stop cuts it off."""
+"""Seconds for the current step after a stop signal, in addition to twice the duration of such a step."""
 
 FAILED_SECONDS = 4.0
-"""What the other ranks have to end after one has failed."""
+"""Seconds in which other ranks have to end after one has failed."""
 
 _POLL = 0.2
 

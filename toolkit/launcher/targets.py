@@ -1,4 +1,4 @@
-"""What a run is made of, beside the recipe: a module, a script, or a function from a notebook, shipped in a file."""
+"""A run's target besides the recipe: a module, a script, or a function from a notebook, stored in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("module", "script", "function")
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What each rank runs."""
+    """The code that each rank runs."""
 
     kind: str
     """One of `KINDS`."""
@@ -60,7 +60,7 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
 def dump_function(
     function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], file: Path
 ) -> Target:
-    """Write a function and what it refers to into a file that only its owner can read.
+    """Write a function and everything it refers to into a file that only its owner can read.
 
     By value, with cloudpickle: also what was defined in a notebook's cells. Modules go by name, and the ranks look for them
     where this process does (`sys.path`).
@@ -89,7 +89,7 @@ def dump_function(
 
 
 def check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what is no function, and arguments that it does not take.
+    """Refuse a target that is not a function, and arguments that it does not take.
 
     Raises:
         RunError: with what it takes.

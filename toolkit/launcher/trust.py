@@ -1,4 +1,4 @@
-"""Decide which code a run's folder may start again: what this user launched here, or names again. A folder may be a stranger's."""
+"""Decide which code a run's folder may start again: code that this user launched here, or names again."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
 
     Args:
         folder: of the run.
-        target: what its `run.json` names.
-        trust: the digest that the user trusts; None where none was given.
+        target: in its `run.json`.
+        trust: the digest that the user trusts, or None.
 
     Raises:
-        RunError: for one that this user did not launch here as it is now, and does not trust; with the digest that would.
+        RunError: for a target that this user has not launched here in this form, and does not trust; with its digest.
     """
     if any(MARK in word for word in target.arguments):
         raise RunError(
@@ -89,7 +89,7 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
 
 
 def note_launch(folder: Folder, target: Target) -> None:
-    """Remember that this user runs the target in this folder, so that it goes on without being named again."""
+    """Remember that this user runs the target in this folder, so that a resume needs no target."""
     with contextlib.suppress(OSError, ToolkitError):  # then it has to be named
         about = {"folder": str(folder.path.resolve()), "digest": _digest(target, _sha256(_file(folder, target)))}
         keep(_note_file(folder), json.dumps(about))

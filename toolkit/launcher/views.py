@@ -1,4 +1,4 @@
-"""A run as HTML while it goes: how far it is, its loss, what its ranks hold beside forecast and limit."""
+"""A running run as HTML: progress, loss, and each rank's memory with forecast and limit."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ DISABLED = "the memory window was switched off (--no-memory-window)"
 
 
 def start(device_kind: str, enabled: bool = True) -> Window:
-    """Begin to measure this rank, before its first tensor: on CPU, what was allocated earlier is not counted.
+    """Begin to measure this rank, before its first tensor: earlier allocations on a CPU are not counted.
 
     Args:
-        device_kind: `cpu` or `cuda`, where the model will live.
-        enabled: False for `--no-memory-window`, which concerns the CPU alone: on CUDA measuring costs nothing.
+        device_kind: the model's device, `cpu` or `cuda`.
+        enabled: False for `--no-memory-window`; it has no effect on CUDA, where measuring costs nothing.
 
     Raises:
         ValueError: for another kind of device.

@@ -21,7 +21,7 @@ TAKEN = "another torch profiler was started within the memory window and took it
 
 
 class _Recording:
-    """The CPU allocator's total after each of its calls, from here until `stop`.
+    """Records the CPU allocator's total after each of its calls, until `stop`.
 
     Two switches make it known: a flag under which the allocator counts what every thread allocates and frees, and
     torch's profiler, which keeps the count after each call. Source: c10/core/CPUAllocator.cpp,

@@ -13,7 +13,7 @@ from toolkit.measurement.window import STEPS, Window
 
 
 class CudaWindow(Window):
-    """The caching allocator's own peaks, read and reset wherever a phase begins or ends, until the result is asked for.
+    """The caching allocator's own peaks, read and reset at the begin and end of each phase.
 
     Source: torch/cuda/memory.py. Before CUDA is initialised nothing is read: that would initialise the first device in
     every rank. Whoever else asks `torch.cuda.max_memory_allocated` sees the resets.

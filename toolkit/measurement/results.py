@@ -1,4 +1,4 @@
-"""What was measured, of one rank and of all."""
+"""Measurements of one rank and of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.engines.records import StateMemory
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Result):
-    """What one rank's memory was. Bytes are the allocator's, but for `device_bytes` and the two of `rss`."""
+    """One rank's memory. Bytes are the allocator's, except `device_bytes` and the two of `rss`."""
 
     device: str
     """`cpu` or `cuda`."""
@@ -24,7 +24,7 @@ class Measured(Result):
     phases: Mapping[str, int] = field(default_factory=dict)
     """The highest total within each phase that was seen. What lies between two phases belongs to the one before."""
     live_bytes: int | None = None
-    """Between steps: what is allocated at the end of the last measured step, the third where there are as many."""
+    """Allocated bytes between steps: at the end of the last measured step, usually the third."""
     live_steps: tuple[int, ...] = ()
     """The same for each measured step."""
     reserved_bytes: int | None = None
@@ -32,7 +32,7 @@ class Measured(Result):
     device_bytes: int | None = None
     """The most that NVML saw this process hold, CUDA context included; None on CPU, and where NVML does not say."""
     rss_bytes: int
-    """Resident set of the process now: libraries, mapped files and what the C library keeps are in it."""
+    """Resident bytes of the process: with libraries, mapped files and the C library's free memory."""
     rss_peak_bytes: int
     """The highest resident set since the process started; on CPU reading the window is in it, 2 KB an allocation."""
     seconds: float = 0.0
@@ -121,9 +121,9 @@ def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[An
     """Gather every rank's measurement on every rank. A collective.
 
     Args:
-        measured: This rank's.
-        holdings: From the audit after the first step; of what lives on the device that was measured.
-        gather: Takes a list of one item and gives that of all ranks, in their order: `accelerate.utils.gather_object`.
+        measured: this rank's.
+        holdings: from the audit after the first step; the part on the measured device.
+        gather: returns the items of all ranks in order: `accelerate.utils.gather_object`.
     """
     parts = {"parameters": holdings.parameters, "master": holdings.master, "optimizer": holdings.optimizer or 0}
     pairs = gather([(asdict(measured), parts)])

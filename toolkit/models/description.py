@@ -45,12 +45,12 @@ def describe(
     Args:
         model: a Hub id, a folder, a `config.json`, a transformers config or model. None and `"embedded"`
             name the embedded model (a folder of that name is `"./embedded"`).
-        trust_remote_code: run the model's own code, where it is of exactly this revision: the full commit of a model on
-            the Hub, or of a folder the sha256 that the refusal names.
+        trust_remote_code: run the model's own code if it has exactly this revision: the full commit of a model on the
+            Hub, or the sha256 of a folder that the refusal names.
 
     Raises:
-        ModelError: for a model that cannot be found, for one that transformers cannot build as a causal or
-            sequence-to-sequence language model, and for one whose own code is needed and not trusted, or another.
+        ModelError: for a model that cannot be found, that transformers cannot build as a causal or sequence-to-sequence
+            language model, or whose own code is needed and not trusted.
     """
     if model is None or isinstance(model, str | Path):
         # Before torch and transformers are imported: a wrong name is refused at once.

@@ -1,4 +1,4 @@
-"""What every reading of weights by transformers shares: the class, its word for an attention kernel, and no engine in the way."""
+"""Helpers for from_pretrained: the class, the attention kernel's name, no engine hooks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from toolkit.core.errors import ModelError
 from toolkit.models.remote_code import COMMIT
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
-"""Configs and tokenizer: all that a model needs beside its weights."""
+"""Files that a model needs besides its weights: configs and tokenizer."""
 
 
 def hub_reachable(timeout: float = 3.0) -> bool:

@@ -1,4 +1,4 @@
-"""A model's own code: run only where its exact revision is named, so that what was read is what runs."""
+"""A model's own code runs only at its named revision, so that the reviewed code is the one that runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _REFERENCE = re.compile(r"(?!.*--)(?:[\w-]+/)*[\w-]+\.\w+", re.ASCII)
 
 
 def check_code(name: str, folder: Path, trust: str | None, *, needed: bool, hub: bool) -> None:
-    """Refuse a model's own code that nobody trusts, and trust in another revision than this.
+    """Refuse untrusted code of a model, and trust in another revision than this one.
 
     Args:
-        name: of the model, as it was given.
-        folder: that holds its config.json.
-        trust: the revision that is trusted: of a model from the Hub a commit, of a folder `digest_of` it.
-        needed: whether transformers cannot do without its code.
+        name: of the model, as given.
+        folder: with its config.json.
+        trust: the trusted revision: a commit on the Hub, or `digest_of` a folder.
+        needed: whether transformers needs the code.
         hub: whether `folder` is the Hub's cache of `name`.
 
     Raises:
@@ -86,14 +86,14 @@ def digest_of(folder: Path) -> str:
 
 
 def check_links(folder: Path, *, folders: bool = True) -> None:
-    """Refuse a model's folder in which anything, at any depth, is a link that leads out of it: what is read is what was given.
+    """Refuse a model's folder with a link, at any depth, that leads out of it.
 
     Args:
         folder: of the model.
-        folders: whether links to folders inside of it may be.
+        folders: whether links to folders inside it are allowed.
 
     Raises:
-        ModelError: naming the link and where it leads.
+        ModelError: naming the link and its target.
     """
     for here, below, files in os.walk(folder):
         if folders:  # nothing of a model is read from hidden folders, and nothing there needs to be looked at

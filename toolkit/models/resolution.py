@@ -132,7 +132,7 @@ def check_depth(name: str, values: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer_code(spec: ModelSpec) -> None:
-    """Refuse a tokenizer that only code of the model's own, which nobody trusts, could read.
+    """Refuse a tokenizer that needs untrusted code.
 
     Raises:
         ModelError: naming the files and the flag.

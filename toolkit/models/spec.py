@@ -12,7 +12,7 @@ from toolkit.core.units import BYTES_OF, format_bytes, format_count
 from toolkit.models.remote_code import COMMIT
 
 ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
-"""What a parameter is for. Whatever stands in a repeated layer and is no expert, router or norm is `layer`."""
+"""The roles of parameters. In a repeated layer, all others than experts, routers and norms are `layer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ModelSpec(Result):
     """A model's architecture, without its weights."""
 
     name: str
-    """As it was given: a Hub id, a folder, a file, or a class name."""
+    """The given name: a Hub id, a folder, a file, or a class name."""
     source: str | None
     """Where the weights are: a Hub id or a folder; None where only a config is known."""
     architecture: str
@@ -72,7 +72,7 @@ class ModelSpec(Result):
     """Repeated layers; for `seq2seq` the encoder's and the decoder's together."""
     hidden: int
     heads: int
-    """Attention heads of a layer; 0 where there is no attention."""
+    """Attention heads of a layer; 0 without attention."""
     vocab: int
     """Rows of the input embedding."""
     max_positions: int | None
@@ -83,7 +83,7 @@ class ModelSpec(Result):
     unadapted: tuple[str, ...] = field(default=(), repr=False)
     """Of `linears`, what `all-linear` leaves out: PEFT takes their names for those of a mixture's fused experts."""
     unquantized: tuple[str, ...] = field(default=(), repr=False)
-    """Of `linears`, what transformers leaves as it is in 4 and 8 bits (T5's `wo`)."""
+    """Those of `linears` that transformers does not quantize (T5's `wo`)."""
     copied: int = 0
     """Elements that writing the model copies, since the disk has them in another form (one expert a tensor)."""
     frozen: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class ModelSpec(Result):
 
     @property
     def runs_code(self) -> bool:
-        """What transformers is told as `trust_remote_code`."""
+        """The value of transformers' `trust_remote_code`."""
         return self.trusted is not None
 
     @property
@@ -114,7 +114,7 @@ class ModelSpec(Result):
 
     @property
     def frozen_line(self) -> str:
-        """What is frozen, and how much of the model it is."""
+        """Return the frozen part and its share of the model."""
         size = sum(parameter.elements for parameter in self.parameters if not self.trains(parameter.name))
         more = f" and {len(self.frozen) - 4} more" if len(self.frozen) > 4 else ""
         return (

@@ -1,4 +1,4 @@
-"""What was described once is read again in milliseconds, without torch and transformers."""
+"""Cached specs, read in milliseconds without torch and transformers."""
 
 from __future__ import annotations
 

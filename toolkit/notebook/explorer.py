@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
 """What can be explored: the function that answers, and a heading."""
 
 BESIDE = ("timeline", "precision")
-"""Those that show a run beside its forecast."""
+"""The kinds that show a run with its forecast."""
 
 
 class Explorer:
@@ -69,7 +69,7 @@ class Explorer:
         self.kind = kind
         self.state = state
         self.value: Result | None = None
-        """The answer; None where what is asked cannot be."""
+        """The answer; None for an impossible request."""
         self.refusal = ""
         """Why it cannot be, in a sentence."""
         self.controls: dict[str, Any] = {}
@@ -202,17 +202,17 @@ def explore(
     """Return a panel whose controls change a forecast's request. It shows itself in a notebook.
 
     Args:
-        kind: `memory` (bytes by part against what a rank has), `compare` (two strategies), `timeline` (a step phase by phase), or
+        kind: `memory` (bytes by part and the limit), `compare` (two strategies), `timeline` (a step phase by phase), or
             `precision` (dtypes by stage).
-        model: what `describe` takes, or several of these to choose from; left out: the run's, or the embedded one.
-        hardware: the machine, or its name; this one where it is left out.
-        strategy: where the controls stand at first.
-        loop: likewise.
-        against: of `compare`, the second strategy.
-        run: of `timeline` and `precision`, a run's folder (or a `Run`) that stands beside.
+        model: what `describe` takes, or several of these; by default the run's, or the embedded one.
+        hardware: the machine, or its name; by default this one.
+        strategy: the controls' first values.
+        train_config: the same.
+        against: for `compare`, the second strategy.
+        run: for `timeline` and `precision`, a run's folder (or a `Run`) to show with the forecast.
 
     Raises:
-        ToolkitError: for an unknown kind, model or machine. What no engine can do is a sentence in the panel.
+        ToolkitError: for an unknown kind, model or machine. An impossible request is a sentence in the panel.
     """
     if kind not in KINDS:
         raise StrategyError(f"explore {kind!r}: expected one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")

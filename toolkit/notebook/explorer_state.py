@@ -23,7 +23,7 @@ SECOND = "against_"
 """What stands before the name of a control of the second strategy."""
 
 NODE = 8
-"""Devices of a node, where there are more than one node's."""
+"""Devices of a node, where there are more."""
 
 SHARDED = ("sharding", "offload", "adapter", "precision", "activation_checkpointing")
 BATCH = ("seq_len", "micro_batch")
@@ -38,7 +38,7 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A control: what it is called, what it says of itself, and what it can be set to."""
+    """A control: its label, its help, and its values."""
 
     name: str
     label: str
@@ -51,12 +51,12 @@ class Choice:
     quick: bool = False
     """Whether every answer is there at once, since nothing has to be traced for it."""
     group: str = ""
-    """Whose it is, where a panel has two strategies."""
+    """The strategy that it belongs to, in a panel with two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerState:
-    """Where the controls stand, and what no control shows."""
+    """The controls' values, and the rest of the request."""
 
     models: Mapping[str, ModelSpec]
     here: Hardware
@@ -72,7 +72,7 @@ class ExplorerState:
     began: Mapping[str, Any]
     """Where they stood at first."""
     run: str | None = None
-    """Folder of a run that stands beside."""
+    """The folder of a run to show with the forecast."""
 
     @classmethod
     def begin(
@@ -173,7 +173,7 @@ class ExplorerState:
 
     @property
     def strategy(self) -> Strategy:
-        """The first.
+        """The first strategy.
 
         Raises:
             StrategyError: for what no engine can run.
@@ -182,7 +182,7 @@ class ExplorerState:
 
     @property
     def against(self) -> Strategy:
-        """The second.
+        """The second strategy.
 
         Raises:
             StrategyError: for what no engine can run.
@@ -191,7 +191,7 @@ class ExplorerState:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """One of each engine.
+        """One strategy of each engine.
 
         Raises:
             StrategyError: for what no engine can run.

@@ -19,7 +19,7 @@ EVERY = 0.5
 
 @dataclass(frozen=True)
 class _View:
-    """What a run's thread brings up to date: all outputs that show it are one display, and one message moves them all."""
+    """One display for all outputs that show a run, so that one message updates them all."""
 
     handle: Any
     removes: list[Callable[[], None]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class _View:
 
 
 _shown: dict[str, int] = {}
-"""Folder → number of the cell whose output shows it already."""
+"""Folder → the number of the cell that shows it."""
 
 _followed: dict[str, _View] = {}
 """Folder → view, while its run goes."""

@@ -23,7 +23,7 @@ UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-p
 
 
 class Panel:
-    """Controls that call back as they are moved, and a line that says the answer to who cannot see it."""
+    """Controls that call back while they move, and a line that screen readers announce."""
 
     def __init__(self, heading: str, choices: Sequence[Choice], moved: Callable[..., None]) -> None:
         """Make a widget for each choice; `moved` is called with its name and its new value."""

@@ -1,4 +1,4 @@
-"""`Report`: a run as its folder tells it; in a terminal, in a notebook, as JSON, and as a page of its own."""
+"""`Report`: a run from its folder, for a terminal, a notebook, JSON, and an HTML page."""
 
 from __future__ import annotations
 

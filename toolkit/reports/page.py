@@ -1,4 +1,4 @@
-"""A report as one HTML page: a style sheet of its own for light and dark, no script, no request, readable by ear."""
+"""A report as one HTML page: light and dark, without scripts or requests, readable by screen readers."""
 
 from __future__ import annotations
 

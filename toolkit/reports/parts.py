@@ -1,4 +1,4 @@
-"""What the parts of a report share: `Section`, and how the lines of a long run are told in few."""
+"""`Section`, and tables that sample the lines of a long run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.core.display import Table
 
 ROWS = 12
-"""Rows of a table in which a long run's lines are told."""
+"""The largest number of rows in such a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Section:
     words: str = ""
     """A paragraph."""
     code: str = ""
-    """What is shown as it is: a command, the last words of a rank."""
+    """Literal text: a command, or the end of a rank's log."""
     tables: Sequence[tuple[Table, str]] = ()
     """Each with its picture, or an empty text."""
 

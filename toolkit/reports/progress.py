@@ -22,7 +22,7 @@ SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 """Figures of a step that have columns, each with its title."""
 
 KNOWN = frozenset({*(field.name for field in fields(Step)), "attempt", "samples", "steps"})
-"""What the recipe says of a step."""
+"""The recipe's figures of a step."""
 
 
 def training(run: Record) -> Section:

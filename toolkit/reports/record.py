@@ -1,4 +1,4 @@
-"""What a run's folder says, read once and without secrets: also of a run that goes on, was stopped, or failed."""
+"""The record of a run, read once from its folder and redacted, also while it runs or after a failure."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Record:
     status: str
     """`running`, `finished`, `stopped` or `failed`."""
     words: str
-    """What was said as it ended, or where its ranks are."""
+    """The message at the end, or where its ranks are."""
     then: str
-    """How to go on; empty where there is nothing to do."""
+    """How to continue; empty where there is nothing to do."""
 
     @property
     def forecast(self) -> Mapping[str, Any] | None:
@@ -69,7 +69,7 @@ class Record:
 
     @property
     def command(self) -> str:
-        """What does the same again, with what was left open as it was decided: a command, or of a function a line of Python."""
+        """The command that repeats the run with all decisions fixed; for a function, a line of Python."""
         about, target = self.about, self.target
         if target is not None:
             return _own_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])

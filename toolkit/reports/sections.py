@@ -1,4 +1,4 @@
-"""The parts of a report, each from what a run's folder says: words, commands, tables, and pictures beside their tables."""
+"""The sections of a report, from a run's folder: sentences, commands, tables, and pictures with their tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTCOMES = (
     "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
     "micro_batch", "accumulation", "seq_len", "optimizer", "lr", "steps", "seed",
 )  # fmt: skip
-"""Fields that are told whatever they are; others where they differ from their defaults."""
+"""Fields that are always shown; others appear if they differ from their defaults."""
 
 STATES = ("trainable", "frozen", "master", "optimizer")
 

@@ -1,4 +1,4 @@
-"""A run's folder: its paths, what is written into it, and the lock. Standard library only."""
+"""A run's folder: its paths, its records, and the lock. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from toolkit.core.redaction import redact_all
 from toolkit.run_folder.run_lock import hold, is_lock, run_token
 
 RUNS = "runs"
-"""Where runs are that nobody gave a place."""
+"""The default folder of runs."""
 
 BEGUN = {"lock", "logs", "accelerate.yaml"}
-"""What is in a folder before its run has begun."""
+"""Files in a folder before its run has begun."""
 
 LOGS = re.compile(
     r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(supervisor|failures|end)\.json|function\.pkl"
 )
-"""What a run writes into `logs`; anything else there is somebody's own."""
+"""Files that a run writes into `logs`; other files there are the user's."""
 
 _DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
 
@@ -90,7 +90,7 @@ class Folder:
 
     @property
     def published(self) -> Path:
-        """A line for each checkpoint that was published: its step, bytes, and what it cost."""
+        """A line for each published checkpoint: its step, bytes, and cost."""
         return self.path / "checkpoints.jsonl"
 
     @property
@@ -105,7 +105,7 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        """What the processes printed."""
+        """The logs of the processes."""
         return self.path / "logs"
 
     def log(self, rank: int) -> Path:
@@ -222,20 +222,20 @@ class Folder:
 
 
 def enter(path: str | Path, *, resume: bool = False, token: str | None = None, wait: float = 10.0) -> Folder:
-    """Make a new run's folder, or go on in an old one's, and hold it against every other run.
+    """Create a new run's folder, or continue in an old one, and lock it against other runs.
 
-    The supervisor of a run and each of its ranks enter; a second run is let in when all of them are gone. It needs
-    `flock`: Linux and macOS have it on local disks, Linux on NFS too.
+    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. It needs `flock`:
+    Linux and macOS have it on local disks, Linux on NFS, too.
 
     Args:
-        path: the folder; parents are made.
+        path: the folder; parents are created.
         resume: the folder must hold a run; otherwise it must not.
         token: names the run. A supervisor passes `new_token()`; a rank takes the default, `run_token()`.
         wait: seconds to wait for another run's processes to end.
 
     Raises:
-        RunError: the folder holds a run or other files (or, resuming, none); it holds a link that leads out of it; another
-            run's processes hold it after `wait` seconds; it cannot be made. Nothing is written then.
+        RunError: the folder holds a run or other files (or, resuming, none); a link leads out of it; another run's
+            processes hold it after `wait` seconds; it cannot be created. Nothing is written then.
     """
     path, token = expand_user(path), token or run_token()
     if resume and not (path / "run.json").is_file():

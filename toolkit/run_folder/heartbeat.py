@@ -26,7 +26,7 @@ IN_A_STEP = ("begin", "forward", "backward", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a rank last said of itself."""
+    """A rank's last sign of life."""
 
     rank: int
     pid: int
@@ -81,7 +81,7 @@ def show_waiting(*, main: bool) -> Iterator[None]:
 
 
 class Beat:
-    """Writes a rank's heartbeat: a context, from the process's beginning to its end.
+    """Writes a rank's heartbeat from the process's beginning to its end.
 
     The main thread sets fields in memory, which costs nothing; a thread of its own writes them down once a second.
     """
@@ -117,7 +117,7 @@ class Beat:
 
     @property
     def last(self) -> Heartbeat:
-        """What is written next."""
+        """The next heartbeat to write."""
         return Heartbeat(
             rank=self.rank,
             pid=os.getpid(),

@@ -1,4 +1,4 @@
-"""Who writes into a run's folder: one lock that the processes of one run share. Standard library only."""
+"""The lock of a run's folder, which the processes of one run share. Standard library only."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def check_process(record: Any) -> None:
-    """Refuse what names no process: a number below 2 is that of a group, of all processes, or of the system's first one.
+    """Refuse a number that is not a user process: below 2 are groups, all processes, or the system's first one.
 
     Raises:
         ValueError: with what is wrong.

@@ -1,1 +1,1 @@
-"""Set-up, loading, preparation, the loop, evaluation, resumption: what a rank does."""
+"""The work of a rank: set-up, loading, preparation, the loop, evaluation, resumption."""

@@ -207,7 +207,7 @@ class _AsyncGather:
 
 
 class _StepMessage(NamedTuple):
-    """What a rank sends to all ranks after its last forward."""
+    """The message of a rank to all ranks after its last forward."""
 
     loss: float
     """Sum over its trained tokens."""

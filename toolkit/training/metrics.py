@@ -75,21 +75,21 @@ class StepLog:
 
 
 def log(step: int, *, steps: int | None = None, **values: float) -> None:
-    """Add a line to the `events.jsonl` of the run that this process is a rank of; rank 0 alone writes.
+    """Add a line to the `events.jsonl` of this process's run; rank 0 alone writes.
 
-    For a loop of your own, in a script or function that was started by `tk.launch`: `loss`, `tokens` and whatever else
-    is given appear in the live view, `Run.metrics` and the report. Elsewhere it does nothing.
+    For a loop of your own, in a script or function that `tk.launch` started: `loss`, `tokens` and all other values appear in
+    the live view, `Run.metrics` and the report. In other processes it does nothing.
 
     Args:
-        step: number of the step that was done, from 1.
-        steps: how many there will be, for the bar and the time that is left.
-        values: its figures, numbers or tensors of one element. A line with `loss` is a step, one with `eval_loss` an
-            evaluation. `tokens` are those of all ranks; `seconds` is the time since the last call where it is left out.
+        step: number of the step that is done, from 1.
+        steps: their total number, for the bar and the remaining time.
+        values: figures, numbers or tensors of one element. A line with `loss` is a step, one with `eval_loss` an
+            evaluation. `tokens` counts all ranks; `seconds` defaults to the time since the last call.
 
-    Of a run that goes on the first call says where: what an earlier attempt logged from that step on is dropped.
+    In a resumed run, the first call drops an earlier attempt's lines from that step on.
 
     Raises:
-        ToolkitError: for a figure that is no number, and for a name that the toolkit uses itself.
+        ToolkitError: for a value that is not a number, and for a name that the toolkit uses.
     """
     path = os.environ.get(RUN_DIR)
     if path is None or os.environ.get("RANK", "0") != "0":
@@ -122,9 +122,8 @@ def _number(name: str, value: Any) -> float:
 def should_stop() -> bool:
     """Return whether this run was asked to stop, the same on every rank. Call it on all ranks, once a step.
 
-    For a loop of your own, as `log`. Where it says so, save what you need and return. From the first call on a signal waits for
-    the loop to hear it; ranks that have not ended 30 s later are killed. Before, or where nobody asks, a signal ends a rank
-    at once. Elsewhere it is False.
+    For a loop of your own, like `log`. When it is true, save what you need and return. From the first call on, signals wait for
+    the loop; ranks that have not ended 30 s later are killed. Without calls, a signal ends a rank at once.
     """
     if RUN_DIR not in os.environ:
         return False

@@ -35,7 +35,7 @@ from toolkit.models.tokenizer import load_tokenizer
 from toolkit.training.setup import check_trackers
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
-"""Whose versions `run.json` records."""
+"""Libraries whose versions `run.json` records."""
 
 PREPARED = "TOOLKIT_PREPARED_DATA"
 """The environment variable in which the parent tells its ranks which rows to open."""
@@ -50,7 +50,7 @@ class Preflight:
     rows: Rows
     eval_rows: Rows | None
     forecast: Forecast | None = None
-    """What the run will take; None where nobody asked, and where it cannot be forecast."""
+    """The run's forecast; None if it was not requested or cannot be made."""
     unforecast: str | None = None
     """Why it cannot be."""
     notes: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def run_preflight(
     *,
     prepared: str | None = None,
 ) -> Preflight:
-    """Describe the model, resolve the job, read and tokenize the data, unless the parent did that and says so.
+    """Describe the model, resolve the job, read and tokenize the data, unless the parent process did.
 
     Args:
         run_config, strategy, train_config: the request.

@@ -1,4 +1,4 @@
-"""`prepare()`: the `accelerator.prepare` call. `audit()`: what came of it, beside what was asked."""
+"""`prepare()`: the `accelerator.prepare` call. `audit()`: its result compared with the request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLACK = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Result):
-    """What this rank really holds, beside what the engine's account says."""
+    """A rank's real states and the engine's expectation."""
 
     engine: str
     """Class of the prepared model."""
@@ -66,10 +66,10 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
     Args:
         accelerator: from `toolkit.accelerator()`.
-        objects: model, optimizer, and, in any order, loaders and schedulers; the model and its optimizer in one call.
+        objects: model, optimizer, loaders and schedulers in any order; the model and its optimizer in one call.
 
     Raises:
-        StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights are not what was asked.
+        StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
     """
     import torch
 
@@ -107,16 +107,16 @@ def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
 
 
 def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = True) -> Audit:
-    """Compare what this rank holds with what was asked.
+    """Compare what this rank holds with the request.
 
     Args:
         prepared: the model, its optimizer and the job.
-        gradients: after the first optimizer step, what dtype its gradients had; the moments exist then and are compared too.
-        known: the toolkit loaded the model. A user's own may train other parameters than the spec says (frozen parts, an
-            adapter of PEFT's). Its bytes and dtypes are then not compared, and a line says so.
+        gradients: after the first optimizer step, the dtypes of its gradients; then the moments are compared, too.
+        known: the toolkit loaded the model. A user's own may train other parameters than the spec (frozen parts, an
+            adapter of PEFT's). Then bytes and dtypes are not compared, and a line says so.
 
     Raises:
-        StrategyMismatch: naming everything that is otherwise than asked.
+        StrategyMismatch: naming every difference.
     """
     job, engine = prepared.job, engine_of(prepared.job.strategy)
     state = engine.measure_state(prepared)

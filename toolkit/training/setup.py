@@ -44,21 +44,21 @@ def accelerator(
 ) -> Accelerator:
     """Return the Accelerator that trains as the strategy says, on the launched ranks. `os.environ` does not change.
 
-    Without a strategy it takes what `accelerate launch --config_file` set; with one, both have to agree. A mapping
-    gives only some of the fields and leaves the others to the launch environment.
+    Without a strategy, it takes the fields of `accelerate launch --config_file`; with one, both have to agree. A mapping gives
+    some fields and leaves the others to the launch environment.
 
     Args:
-        strategy: what is asked for.
-        loop: what a step is; `TrainConfig()` where it is left out.
-        spec: of the model that will be loaded. Without it DeepSpeed's buckets stay "auto".
+        strategy: the request.
+        train_config: the step; by default `TrainConfig()`.
+        spec: of the model that will be loaded. Without it, DeepSpeed's buckets stay "auto".
         log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
         project_dir: where trackers write.
-        timeout: seconds after which a rank gives up waiting for another in a collective; torch's default where it is
-            left out (10 minutes with NCCL, 30 with gloo).
+        timeout: seconds after which a rank gives up waiting for another in a collective; by default torch's (10 minutes
+            with NCCL, 30 with gloo).
 
     Raises:
         StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
-        RunError: for more ranks on this machine than it has devices, and while this process has another Accelerator.
+        RunError: for more ranks than devices on this machine, and while this process has another Accelerator.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
     requested = agree(strategy, os.environ)

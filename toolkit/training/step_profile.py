@@ -162,17 +162,17 @@ def profile_steps(
 ) -> StepProfile:
     """Train for `train_config.steps` steps in this process and free everything. It writes no run folder.
 
-    Where bytes and seconds of a setting are to be seen at once; a run that counts belongs into processes of its own (`launch`).
-    Three steps are measured; those behind them tell the time.
+    Use it to see bytes and seconds of a setting at once; use `launch` for a run that counts. Three steps are measured for
+    memory, and later ones for time.
 
     Args:
-        strategy: on one rank, so sharding `none`.
-        loop: what a step is, and how many there are.
-        recipe: model and data; the embedded ones where it is left out.
+        strategy: for one rank, so sharding `none`.
+        train_config: the step, and the number of steps.
+        run_config: model and data; by default the embedded ones.
 
     Raises:
-        StrategyError: for a sharding that needs several processes, and for what cannot be forecast.
-        ToolkitError: for whatever else is wrong with strategy, model or data.
+        StrategyError: for a sharding that needs several processes, or a setting without a forecast.
+        ToolkitError: for other errors in strategy, model or data.
     """
     request, train_config, run_config = (
         strategy or Strategy(),

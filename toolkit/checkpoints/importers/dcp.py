@@ -38,7 +38,7 @@ T = TypeVar("T")
 METADATA = ".metadata"
 
 _MODEL = "model"
-"""The level of a state dict under which Accelerate, and most who call DCP, put the model."""
+"""The level of a state dict under which Accelerate, and most users of DCP, put the model."""
 
 
 def open_dcp(folder: Path, root: Path) -> Weights:

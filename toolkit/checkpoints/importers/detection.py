@@ -1,4 +1,4 @@
-"""`open_foreign`: what a folder holds, if it is a checkpoint of DeepSpeed's, FSDP's or Accelerate's."""
+"""`open_foreign`: open a checkpoint of DeepSpeed's, FSDP's or Accelerate's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only place where a pickle is read: both unpicklers build what is on a list, and refuse everything else by its name."""
+"""The only place that reads pickles: both unpicklers build listed classes, and refuse all others by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEEPSPEED = frozenset(
         "deepspeed.utils.tensor_fragment.fragment_address",
     }
 )
-"""Allowed in .pt and .bin files beside what torch's own `weights_only` unpickler builds (tensors, dtypes, plain containers)."""
+"""Classes in .pt and .bin files, besides those of torch's `weights_only` unpickler (tensors, dtypes, containers)."""
 
 DCP = frozenset(
     {
@@ -45,7 +45,7 @@ DCP = frozenset(
         "torch.serialization._get_layout",
     }
 )
-"""Allowed in a `.metadata` file beside `torch.Size`, torch's dtypes and `collections.OrderedDict`."""
+"""Classes in a `.metadata` file, besides `torch.Size`, torch's dtypes and `collections.OrderedDict`."""
 
 NESTED = 10_000
 """Tuples within a tuple, each counted as often as it stands there: the hash of a dictionary's key visits all of them, with a
@@ -60,12 +60,12 @@ _LOCK = threading.RLock()
 
 
 class OpaqueRecord:
-    """Stands for an allowed class of somebody else: it keeps what it was made of, and nothing of that class runs."""
+    """Stands for an allowed class of another library: it keeps the arguments, and no code of that class runs."""
 
     args: tuple[Any, ...]
-    """What it was called with."""
+    """The constructor's arguments."""
     state: Any
-    """What it was then given: an instance's fields."""
+    """The instance's fields."""
 
     def __new__(cls, *args: Any) -> OpaqueRecord:
         """Keep the arguments."""
@@ -166,7 +166,7 @@ def load_metadata(path: Path) -> Any:
 
 
 def check_tuples(file: IO[bytes]) -> None:
-    """Refuse a pickle with tuples that are nested beyond `NESTED`, by its instructions alone; reads up to its end.
+    """Refuse a pickle with tuples nested deeper than `NESTED`, by its instructions alone.
 
     Raises:
         UnpicklingError: for such a tuple, and for what is no pickle.

@@ -1,4 +1,4 @@
-"""What every foreign checkpoint is to a reader: whole tensors by the model's own parameter names, one at a time."""
+"""`Weights`: a foreign checkpoint as whole tensors by the model's own parameter names, one at a time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model's tensors in a foreign checkpoint; none is read before it is asked for."""
+    """A model's tensors in a foreign checkpoint, read on demand."""
 
     kind: str
-    """What was found: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
+    """A description: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
     shapes: Mapping[str, tuple[int, ...]]
     """By the model's own parameter names, persistent buffers too. Of tied weights one name may be all there is."""
     dtypes: Mapping[str, str]
@@ -143,7 +143,7 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
 
 @contextmanager
 def wrap_errors(what: str) -> Iterator[None]:
-    """Say what was being read, whatever it is that a broken or crafted file makes a library raise.
+    """Turn any error that a broken or crafted file causes into one that names the file.
 
     Raises:
         CheckpointError: for every exception that is none yet.

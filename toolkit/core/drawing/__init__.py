@@ -15,7 +15,7 @@ from toolkit.core.redaction import redact
 __all__ = ["COLOURS", "POINTS", "Bar", "bars", "colour", "curve", "figure", "luminance", "portable", "thinned"]
 
 LONG = 12
-"""Rows above which a table beside a picture is folded."""
+"""Rows above which the table of a picture is folded."""
 
 
 def figure(svg: str, table: Table) -> str:

@@ -19,7 +19,7 @@ HEIGHT = 220.0
 
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
 ORDER = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "transient", "workspace")
-"""Whose colours lines take, one after the other."""
+"""The parts whose colours the lines take, in order."""
 
 Point = tuple[float, float | None]
 
@@ -36,11 +36,11 @@ def curve(
     """Draw lines over steps or seconds. Each is thinned to `POINTS` points, its extremes among them.
 
     Args:
-        lines: name → its points in order; one whose y is None or not finite leaves a gap.
-        title: what is shown, in a few words.
-        x, y: what the axes count, with units.
-        spell_y: how a value is written; bytes are marked at round ones.
-        names: what stands at places of the x axis in the stead of numbers. Of such lines the highest value is told alone.
+        lines: name → its points in order; a y of None or not finite leaves a gap.
+        title: a few words.
+        x, y: the axes' quantities, with units.
+        spell_y: formats a value; bytes have ticks at round numbers.
+        names: labels at places of the x axis instead of numbers. The description then has each line's maximum only.
     """
     binary = spell_y is format_bytes
     finite = {name: [point for point in points if _finite(point[1])] for name, points in lines.items()}

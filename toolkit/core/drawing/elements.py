@@ -1,4 +1,4 @@
-"""What every picture is made of: its frame with words for who cannot see it, text, lines, a legend, colours, round numbers."""
+"""Elements of a picture: the frame with its description, text, lines, a legend, colours, round numbers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ WIDTH = 760
 INK, QUIET, GRID, LIMIT = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
 
 MARK = "toolkit-picture"
-"""The class of every picture of ours, and of nobody else's."""
+"""The class of the toolkit's pictures."""
 
 LETTER = 8.0
-"""What a letter takes at most on average, in a font of 13: of wide ones too."""
+"""The average width of a wide letter in a font of 13."""
 
 _DRAWN = count(1)
 

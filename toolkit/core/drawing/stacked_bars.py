@@ -30,7 +30,7 @@ PITCH = 34
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar: what it is of, and the parts that it is made of."""
+    """One bar: its label and its parts."""
 
     label: str
     parts: Mapping[str, float]
@@ -49,10 +49,10 @@ def bars(
 
     Args:
         rows: from top to bottom.
-        title: what is shown, in a few words.
-        limit: drawn as a line across the bars; where it is far above all of them, said instead.
-        limit_label: what the limit is.
-        spell: how a size is written.
+        title: a few words.
+        limit: a line across the bars; as text if it is far above all of them.
+        limit_label: the meaning of the limit.
+        spell: formats a size.
     """
     totals = [sum(row.parts.values()) for row in rows]
     highest = max([*totals, 0.0])

@@ -53,7 +53,7 @@ def _simulate_flattening(job: Job, ledger: Ledger, state: StateMemory) -> None:
 
 
 class _Buckets:
-    """Stages 1 and 2 on the rank whose partition takes most."""
+    """Stages 1 and 2 on the rank with the largest partition."""
 
     grows = True
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's memory: what a rank holds, each shard of it, and the counters."""
+"""DeepSpeed's memory: a rank's bytes, its shards, and the counters."""
 
 from __future__ import annotations
 

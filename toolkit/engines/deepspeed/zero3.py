@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO stage 3: parameters that are cut as they are read, and fetched for the module that needs them.
+"""DeepSpeed ZeRO stage 3: parameters are partitioned while they are read, and gathered for the module that needs them.
 
 Source: deepspeed/runtime/zero/stage3.py, partition_parameters.py and partitioned_param_coordinator.py.
 """
@@ -60,7 +60,7 @@ def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
 
 @dataclass(eq=False)
 class _Gather:
-    """Parameters that are gathered together. What was gathered stays until each of them was asked for."""
+    """Parameters that are gathered together. They stay until each of them was used."""
 
     names: set[str]
     flat: int
@@ -122,12 +122,12 @@ class Fetches:
         ledger.touch("buffers", largest * job.parallelism.shard_size * self._size * copies)
         self._live = 0
         self._whole: dict[str, int] = {}
-        """Bytes of what is gathered."""
+        """Gathered bytes."""
         self._under_way: dict[str, _Gather] = {}
         self._bucket: list[str] = []
         self._filled = 0
         self._copies: list[int] = []
-        """Bytes of what gloo's threads gather into, while no module computes."""
+        """Bytes that gloo's threads gather into while no module computes."""
 
     def _repeats(self, module: str) -> int:
         return 1 if module else self._around

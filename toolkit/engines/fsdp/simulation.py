@@ -1,4 +1,4 @@
-"""FSDP2: what is gathered before a module and let go behind it, and gradients that are reduced and scattered.
+"""FSDP2: parameters are gathered before a module and freed after it; gradients are reduce-scattered.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; which modules make a group:
 accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
@@ -92,14 +92,14 @@ def shard_bytes(job: Job, state: State) -> int:
 
 @dataclass
 class _Group:
-    """Parameters that are gathered together: a layer, the embedding, the tail (last norm and head), or what is left."""
+    """Parameters that are gathered together: a layer, the embedding, the last norm and head, or the rest."""
 
     elements: int = 0
     """Padded so that each rank holds equally many rows of each parameter."""
     trained: int = 0
-    """Of these, what is trained."""
+    """The trained ones."""
     cast: int = 0
-    """Of these, what is kept in another dtype than it computes in."""
+    """Those that are stored in another dtype than the compute dtype."""
     resharded: bool = True
     """Whether it is let go behind its forward."""
     first: str = ""
@@ -132,7 +132,7 @@ class _Groups:
         self._whole: set[str] = set()
         self._scattered: set[str] = set()
         self._order: list[str] = []
-        """Groups whose forward has ended, the last at the end: their gathers are begun early in the backward."""
+        """Groups whose forward has ended, the last at the end: the backward prefetches them."""
         self._early: str | None = None
         self._gathered = 0
         """Bytes of the last gather's output, kept until the next one's is copied out."""
@@ -177,7 +177,7 @@ class _Groups:
             self._reduce_scatter(begins)
 
     def _gather(self, key: str, *, backward: bool = False) -> None:
-        """Cast this rank's shards, gather them, copy each parameter out of what was gathered."""
+        """Cast this rank's shards, gather them, and copy each parameter out of the result."""
         size = self._groups[key].elements * self._compute
         if not size or key in self._whole:
             return

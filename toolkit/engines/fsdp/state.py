@@ -1,4 +1,4 @@
-"""FSDP2's memory: what the groups really do, what a rank holds, and each shard of it."""
+"""FSDP2's memory: the groups' real dtypes, a rank's bytes, and its shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan by arithmetic: what it cannot do, the shapes on a rank, and the transfers. Standard library only."""
+"""A tensor-parallel plan by arithmetic: its limits, the shapes on a rank, and the transfers. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
 ROWS = "rowwise"
 """Splits the second dimension of a weight; a bias stays whole."""
 SUMMED = "replicated_with_grad_allreduce"
-"""A whole weight whose gradient is a sum over the ranks."""
+"""A whole weight whose gradient is summed over the ranks."""
 GATHERED = "colwise_gather_output"
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
