@@ -18,7 +18,7 @@ def changes(
 
     Args:
         strategy: that did not fit.
-        loop: that did not fit.
+        train_config: that did not fit.
         in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
         on_cpu: whether the ranks have no device of their own, so that an offload stays in the same memory.
     """

@@ -59,7 +59,7 @@ def supervise_with_restarts(
         again: the one that goes on with what `first` began.
         config: content of the Accelerate config file.
         timeout: seconds after which a rank without a heartbeat has hung.
-        care: how often, and when.
+        restart_policy: how often, and when.
         environ: added to the environment of the ranks.
 
     Raises:

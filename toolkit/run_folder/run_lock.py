@@ -58,7 +58,7 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
         lock: descriptor of its open lock file.
         token: names the run.
         wait: seconds to wait for another run's processes to end.
-        admit: called by the first, who has the lock alone; raises where the folder is not for this run.
+        validate: called by the first, who has the lock alone; raises where the folder is not for this run.
 
     Raises:
         RunError: after `wait` seconds, with the holders' process ids; where the file system has no `flock`.

@@ -160,7 +160,7 @@ def agree(
     """Merge the requested fields with those of the launch environment.
 
     Args:
-        asked: the request.
+        requested: the request.
         environ: of this process.
         bound: the result of `launched`, if the caller has it.
 
