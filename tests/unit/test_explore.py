@@ -287,7 +287,7 @@ def test_a_moved_control_changes_the_picture(spec: ModelSpec) -> None:
     assert (panel.value.hardware.nodes, panel.value.ranks) == (2, 16)
     panel.controls["device"].value = "H100-80GB"
     assert panel.value.hardware.device.name == "H100-80GB"
-    assert "--hardware &#x27;2 nodes x 8x H100-80GB&#x27; --sharding ddp" in panel.static_html()
+    assert "--hardware &#39;2 nodes x 8x H100-80GB&#39; --sharding ddp" in panel.static_html()
     panel.set(micro_batch=48)
     assert (panel.controls["micro_batch"].value, panel.value.train_config.micro_batch) == (48, 48)
 

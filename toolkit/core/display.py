@@ -56,19 +56,12 @@ class Table:
 
     def html(self) -> str:
         """Return a plain `<table>` with a caption and headers, readable without a style sheet or a script."""
-        caption = (
-            f'<caption style="text-align:left;white-space:nowrap">{html.escape(self.title)}</caption>'
-            if self.title
-            else ""
-        )
-        cells, right = self._cells()
-        # Notebooks set every cell to the right.
-        sides = [f' style="text-align:{"right" if numbers else "left"}"' for numbers in right]
-        columns = zip(map(str, self.columns), sides, strict=True)
-        head = "".join(f'<th scope="col"{side}>{html.escape(name)}</th>' for name, side in columns)
-        body = "".join(_row(row, sides) for row in cells)
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        from toolkit.core.html import render
+
+        rows, right = self._cells()
+        sides = ["right" if numbers else "left" for numbers in right]  # notebooks set every cell to the right
+        columns = [str(name) for name in self.columns]
+        return render("table", title=self.title, columns=columns, sides=sides, rows=rows, notes=self.notes)
 
     def _repr_html_(self) -> str:
         return redact(self.html())
@@ -77,13 +70,6 @@ class Table:
         """Return the cells' texts, and for each column whether it is right-aligned."""
         cells = [[visible(str(cell)).replace("\n", "\\n") for cell in row] for row in self.rows]
         return cells, [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
-
-
-def _row(row: Sequence[str], sides: Sequence[str]) -> str:
-    """Return a row of HTML; its first cell is the header."""
-    kinds = ['th scope="row"', *["td"] * (len(row) - 1)]
-    cells = zip(kinds, sides, row, strict=True)
-    return "<tr>" + "".join(f"<{kind}{side}>{html.escape(cell)}</{kind[:2]}>" for kind, side, cell in cells) + "</tr>"
 
 
 def _numeric(cell: str) -> bool:

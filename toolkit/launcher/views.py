@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from toolkit.core.drawing import Bar, bars, curve
+from toolkit.core.html import markup, render
 from toolkit.core.units import format_bytes
 from toolkit.launcher.progress import Progress
 
@@ -23,23 +23,18 @@ _LOOKS = {
 def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], message: str) -> str:
     """Return HTML without scripts: headline, bar, loss curve, each rank's memory, and a table of the figures."""
     ink, ground = _LOOKS[status]
-    head = (
-        f'<p style="margin:0 0 .4em"><strong>{escape(name)}</strong> '
-        f'<span role="status" style="background:{ground};color:{ink};border-radius:4px;padding:1px 8px">{status}</span> '
-        f"{escape(progress.line)}</p>"
+    return render(
+        "run",
+        name=name,
+        status=status,
+        ink=ink,
+        ground=ground,
+        progress=progress,
+        begun=progress.steps or status not in ("starting", "running"),
+        message=message,
+        pictures=[markup(_loss(steps)), markup(_memory(progress))],
+        table=markup(progress.table(name).html()),
     )
-    said_of = f"{escape(name)}: {escape(progress.line)}"
-    # Without a value the bar says that something goes on, and not how far it is.
-    begun = progress.steps or status not in ("starting", "running")
-    value = f'value="{progress.step}" max="{progress.steps or max(progress.step, 1)}"' if begun else ""
-    meter = f'<progress aria-label="{said_of}" style="width:100%;max-width:760px" {value}></progress>'
-    words = (
-        f'<pre style="white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;max-width:100ch">{escape(message)}</pre>'
-        if message
-        else ""
-    )
-    table = f"<details><summary>All figures</summary>{progress.table(name).html()}</details>"
-    return f'<div class="toolkit-run">{head}{meter}{words}{_loss(steps)}{_memory(progress)}{table}</div>'
 
 
 def _loss(steps: Sequence[Mapping[str, Any]]) -> str:

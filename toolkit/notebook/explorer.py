@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.drawing import portable
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
+from toolkit.core.html import markup, render
 from toolkit.core.redaction import redact
 from toolkit.devices.machine import Hardware
 from toolkit.forecasting import forecast
@@ -123,11 +123,10 @@ class Explorer:
 
     def static_html(self) -> str:
         """Return HTML that needs no kernel, script or network, and the equivalent command."""
-        sentence = f"<p><strong>{html.escape(self.sentence)}</strong></p>"
-        shell_command = f"<p>The same in a shell: <code>{html.escape(command(self.kind, self.state))}</code></p>"
-        return portable(
-            redact(f'<div class="toolkit-explorer">{sentence}{_figures_with_tables(self.value)}{shell_command}</div>')
-        )
+        hint = "" if self.panel is not None else FIX
+        parts = _figures_and_tables(self.value)
+        page = render("explorer", sentence=self.sentence, command=command(self.kind, self.state), hint=hint, **parts)
+        return portable(redact(page))
 
     def __repr__(self) -> str:
         """Return the answer as text."""
@@ -135,8 +134,7 @@ class Explorer:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """Return controls for a page with their kernel, and static HTML for others."""
-        page = self.static_html() if self.panel is not None else f"{self.static_html()}<p>{html.escape(FIX)}</p>"
-        bundle = {"text/plain": repr(self), "text/html": page}
+        bundle = {"text/plain": repr(self), "text/html": self.static_html()}
         view = "application/vnd.jupyter.widget-view+json"
         if self.panel is not None:
             bundle[view] = self.panel.box._repr_mimebundle_(**options)[view]
@@ -168,19 +166,17 @@ WIDE = 60
 """Letters of a cell, from which a table stands below the pictures."""
 
 
-def _figures_with_tables(value: Result | None) -> str:
-    """Return pictures with their tables at the side; wide tables stand below."""
+def _figures_and_tables(value: Result | None) -> dict[str, list[Any]]:
+    """Return pictures, tables that stand at their side, and wide tables that stand below."""
+    parts: dict[str, list[Any]] = {"pictures": [], "narrow": [], "wide": []}
     if value is None:
-        return ""
-    narrow, wide = list[str](), list[str]()
+        return parts
+    parts["pictures"] = [markup(picture) for picture in value.pictures()]
     for table in value.tables():
         table = replace(table, rows=list(table.rows))
         long = len(table.columns) > 5 or any(len(str(cell)) > WIDE for row in table.rows for cell in row)
-        (wide if long else narrow).append(table.html())
-    columns = f'<div style="flex:1 1 460px;max-width:760px">{"".join(value.pictures())}</div>'
-    columns += f'<div style="flex:1 1 300px;max-width:760px">{"".join(narrow)}</div>' if narrow else ""
-    below = "".join(f'<div style="overflow-x:auto">{table}</div>' for table in wide)
-    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 28px;align-items:flex-start">{columns}</div>{below}'
+        parts["wide" if long else "narrow"].append(markup(table.html()))
+    return parts
 
 
 def _html(page: str) -> Any:

@@ -6,16 +6,15 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import expand_user, open_regular, write_whole
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import figure
 from toolkit.core.errors import RunError
+from toolkit.core.html import render
 from toolkit.core.redaction import redact, visible
-from toolkit.reports.page import MADE, html_page
+from toolkit.reports.page import MARK, html_page, html_parts
 from toolkit.reports.parts import Section
 from toolkit.reports.record import Record, read_record, step_seconds, throughput
 from toolkit.reports.sections import figures, sections_of
@@ -134,7 +133,7 @@ def reported(path: Path) -> Iterator[None]:
 def _is_report(path: Path) -> bool:
     try:
         with open_regular(path) as file:
-            return MADE.encode() in file.read(1000)
+            return MARK.encode() in file.read(1000)
     except OSError:
         return False
 
@@ -172,8 +171,5 @@ def _progress(run: Record) -> dict[str, Any]:
 
 def _in_notebook(section: Section) -> str:
     """Return the section without its heading: a notebook has its own."""
-    words = f"<p><strong>{escape(section.title)}.</strong> {escape(section.words)}</p>"
-    code = f"<pre>{escape(section.code)}</pre>" if section.code else ""
-    pictures = "".join(figure(svg, table) for table, svg in section.tables if svg)
-    plain = "".join(f"<div>{table.html()}</div>" for table, svg in section.tables if not svg)
-    return f'{words}{code}{pictures}<div style="display:flex;flex-wrap:wrap;gap:0 2em">{plain}</div>'
+    pictures, tables = html_parts(section)
+    return render("report_section", section=section, figures=pictures, tables=tables)
