@@ -14,16 +14,16 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import read_events, read_json
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.errors import StrategyError
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware
 from toolkit.engines.base import engine_of
 from toolkit.launcher import supervise
 from toolkit.reports import reported, throughput
-from toolkit.run_folder.folder import check_place, enter, new_path, read_run_json
+from toolkit.run_folder.folder import check_place, enter, new_path
+from toolkit.run_folder.run_json import finished_run
 from toolkit.run_folder.run_lock import new_token
 from toolkit.training.preflight import run_preflight
 from toolkit.training.setup import choose_ranks, print_default
@@ -186,25 +186,17 @@ def read_run(path: Path) -> RunResult:
     Raises:
         RunError: where it is none, or its files do not say what a run's do.
     """
-    about = read_run_json(path)
-    steps = [event for event in read_events(path / "events.jsonl") if "loss" in event]
-    try:
-        return _result(path, about, read_json(path / "memory.json"), steps)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
-
-
-def _result(path: Path, about: Mapping[str, Any], memory: Any, steps: Sequence[Mapping[str, Any]]) -> RunResult:
-    return RunResult(
-        sharding=about["strategy"]["sharding"],
-        strategy=about["strategy"],
-        engine=memory["audits"][0]["engine"],
-        ranks=about["ranks"],
-        losses=tuple(event["loss"] for event in steps),
-        grad_norms=tuple(event["grad_norm"] for event in steps),
-        tokens_per_second=throughput(steps) or 0.0,
-        parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
-        measured=memory["measured"],
-        forecast=memory["forecast"],
-        run=str(path),
-    )
+    with finished_run(path) as (about, memory, steps):
+        return RunResult(
+            sharding=about["strategy"]["sharding"],
+            strategy=about["strategy"],
+            engine=memory["audits"][0]["engine"],
+            ranks=about["ranks"],
+            losses=tuple(event["loss"] for event in steps),
+            grad_norms=tuple(event["grad_norm"] for event in steps),
+            tokens_per_second=throughput(steps) or 0.0,
+            parameter_bytes_per_rank=tuple(audit["parameter_bytes"] for audit in memory["audits"]),
+            measured=memory["measured"],
+            forecast=memory["forecast"],
+            run=str(path),
+        )

@@ -17,7 +17,7 @@ from toolkit.cli import run_commands
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import MARK
 from toolkit.devices.machine import hardware
-from toolkit.run_folder.folder import read_run_json
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import check_not_repeated
 from toolkit.training.setup import check_ranks
 
@@ -251,13 +251,13 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
         "timeout": 9.0,
         "precision": "auto",
     }
-    assert run_commands._otherwise(was, asked) == [
+    assert run_commands._changed_fields(was, asked) == [
         "--model b (it was a)",
         "--lr 0.001 (it was 2e-05)",
         "--sharding zero3 (it was fsdp)",
         "--processes 4 (it was 2)",
     ]
-    assert run_commands._otherwise(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
+    assert run_commands._changed_fields(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
 
 
 def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

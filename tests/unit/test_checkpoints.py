@@ -280,7 +280,7 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(
     policy = saver(run, tmp_path, patience=1.0)
 
     def write() -> None:
-        with checkpoint_writer._alive(tmp_path, 1):
+        with checkpoint_writer._sign_of_life(tmp_path, 1):
             time.sleep(2.2)
         (tmp_path / "rank-00001.json").touch()
 

@@ -33,7 +33,7 @@ from toolkit.data.files import Document
 from toolkit.models import describe, local_weights, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder
-from toolkit.run_folder.folder import read_run_json
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import merge_config
 
 ONE = vars(Parallelism())

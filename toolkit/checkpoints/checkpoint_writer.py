@@ -209,7 +209,7 @@ class CheckpointWriter:
         name = file_name(self.rank)
         try:
             partial.mkdir(exist_ok=True)
-            with _alive_file(partial, self.rank):
+            with _sign_of_life(partial, self.rank):
                 write_tensors(partial / name, tensors)
                 sync_folder(partial)
                 note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
@@ -278,8 +278,8 @@ class CheckpointWriter:
 
 
 @contextlib.contextmanager
-def _alive_file(partial: Path, rank: int) -> Iterator[None]:
-    """Return the file that grows while this rank works: flushing and hashing take long and change no other file."""
+def _sign_of_life(partial: Path, rank: int) -> Iterator[None]:
+    """Let a file grow while this rank works: flushing and hashing take long and change no other file."""
     path = partial / f"rank-{rank:05d}.alive"
     with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
         yield

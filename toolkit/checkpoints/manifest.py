@@ -19,7 +19,7 @@ from toolkit.core.atomic_io import check_fields, parse_json, read_limited
 from toolkit.core.errors import CheckpointError, OtherFormat
 from toolkit.core.units import BYTES_OF
 from toolkit.engines.records import Counters
-from toolkit.run_folder.folder import RANKS
+from toolkit.run_folder.run_json import RANKS
 
 FORMAT = 2
 """The version of the files' format."""

@@ -125,7 +125,8 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.launcher import RestartPolicy, supervise_with_restarts
     from toolkit.launcher.trust import target_of
     from toolkit.reports import reported
-    from toolkit.run_folder.folder import enter, read_run_json
+    from toolkit.run_folder.folder import enter
+    from toolkit.run_folder.run_json import read_run_json
     from toolkit.run_folder.run_lock import new_token
     from toolkit.training.preflight import run_preflight
     from toolkit.training.resumption import finished, merge_config

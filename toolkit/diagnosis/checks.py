@@ -145,7 +145,7 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
 
 
 def _lines(child: subprocess.Popen[str]) -> queue.Queue[str | None]:
-    """Put a child's lines into the queue as they come; None at their end."""
+    """Return a queue of the lines that a child prints; None at their end."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from toolkit.core.atomic_io import read_events, read_json
 from toolkit.core.errors import RunError
 from toolkit.forecasting.timing import Timing
-from toolkit.run_folder.folder import read_run_json
+from toolkit.run_folder.run_json import finished_run
 
 if TYPE_CHECKING:
     from toolkit.forecasting.result import Forecast
@@ -47,30 +46,28 @@ def read_run(path: Path) -> Calibration:
     Raises:
         RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
     """
-    read_run_json(path)
-    try:
-        memory = read_json(path / "memory.json")
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
-    forecast, measured = memory.get("forecast"), memory.get("measured")
-    if not forecast or not measured:
-        why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
-        raise RunError(f"Cannot calibrate with {path}: {why}. Name a run that has both in its memory.json.")
-    seconds = [event["seconds"] for event in read_events(path / "events.jsonl") if "loss" in event]
-    if not seconds:
-        raise RunError(f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run.")
-    worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
-    reserved = worst.get("reserved_bytes")
-    took, expected = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
-    return Calibration(
-        run=path,
-        more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
-        device=forecast["hardware"]["device"]["kind"],
-        card_gib=card["gib"] if (card := forecast["hardware"]["device"]["card"]) else None,
-        reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
-        operations_per_second=forecast["operations"] / took,
-        slower=took / expected if expected else None,
-    )
+    with finished_run(path) as (_, memory, steps):
+        forecast, measured = memory["forecast"], memory["measured"]
+        if not forecast or not measured:
+            why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
+            raise RunError(f"Cannot calibrate with {path}: {why}. Name a run that has both in its memory.json.")
+        if not steps:
+            raise RunError(
+                f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run."
+            )
+        seconds = [event["seconds"] for event in steps]
+        worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
+        reserved = worst.get("reserved_bytes")
+        took, expected = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
+        return Calibration(
+            run=path,
+            more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
+            device=forecast["hardware"]["device"]["kind"],
+            card_gib=card["gib"] if (card := forecast["hardware"]["device"]["card"]) else None,
+            reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
+            operations_per_second=forecast["operations"] / took,
+            slower=took / expected if expected else None,
+        )
 
 
 def calibrated(forecast: F, lesson: Calibration) -> F:

@@ -12,11 +12,9 @@ from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import read_json
-from toolkit.core.errors import RunError
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Device, Hardware
-from toolkit.run_folder.folder import read_run_json
+from toolkit.run_folder.run_json import finished_run
 
 MATTER = (
     *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
@@ -61,11 +59,8 @@ def read_finished_run(run: str | Path) -> FinishedRun:
         RunError: where there is no run, or none that came to its end.
     """
     path = Path(run)
-    about = read_run_json(path)
-    try:
-        memory = read_json(path / "memory.json")
-        measured, audits, forecast = memory["measured"], memory["audits"], memory["forecast"]
-        run_config = about["run_config"]
+    with finished_run(path) as (about, memory, _):
+        measured, forecast, run_config = memory["measured"], memory["forecast"], about["run_config"]
         return FinishedRun(
             path=path,
             model=run_config.get("model", EMBEDDED),
@@ -76,10 +71,8 @@ def read_finished_run(run: str | Path) -> FinishedRun:
             checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "it does not say why",
-            dtypes=audits[0]["measured"]["dtypes"],
+            dtypes=memory["audits"][0]["measured"]["dtypes"],
         )
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RunError(f"{path / 'memory.json'} cannot be read: {error}. Name the folder of a finished run.") from error
 
 
 def _hardware(values: Mapping[str, Any]) -> Hardware:

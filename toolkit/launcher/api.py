@@ -31,7 +31,8 @@ from toolkit.launcher.run_handle import Run
 from toolkit.launcher.targets import RECIPE, Target, check_call, dump_function, named
 from toolkit.launcher.trust import check_target, target_of
 from toolkit.models import ModelSpec
-from toolkit.run_folder.folder import RUNS, check_new, new_path, read_run_json, refuse_links, run_paths
+from toolkit.run_folder.folder import RUNS, check_new, new_path, refuse_links, run_paths
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import TOKEN, held_by_others, started
 from toolkit.training.metrics import RUN_DIR
 from toolkit.training.setup import STRATEGY, choose_ranks, print_default

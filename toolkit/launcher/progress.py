@@ -18,7 +18,7 @@ from toolkit.core.atomic_io import LINE, open_regular, parse_event
 from toolkit.core.display import Table
 from toolkit.core.errors import RunError
 from toolkit.core.units import format_bytes, format_seconds
-from toolkit.run_folder.folder import read_run_json
+from toolkit.run_folder.run_json import read_run_json
 
 LINE_SECONDS = 10.0
 """Seconds between two lines without a terminal."""

@@ -15,8 +15,9 @@ from toolkit.core.errors import OutOfMemory, StrategyError, value_or
 from toolkit.forecasting.memory_advice import halved
 from toolkit.launcher.failures import RankDied
 from toolkit.launcher.supervisor import supervise
-from toolkit.run_folder.folder import Folder, read_run_json
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import IN_A_STEP, read_beats
+from toolkit.run_folder.run_json import read_run_json
 
 ON_OOM = ("stop", "shrink")
 

@@ -24,7 +24,8 @@ from toolkit.launcher.attempt_files import live_supervisor, supervises, supervis
 from toolkit.launcher.progress import Progress, bar, held_bytes, read_progress, tail_of
 from toolkit.launcher.views import page
 from toolkit.reports import Report, ended, memory_of, report
-from toolkit.run_folder.folder import read_run_json, run_paths
+from toolkit.run_folder.folder import run_paths
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others, supervisor_of
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")

@@ -14,7 +14,8 @@ from toolkit.core.display import Result, Table
 from toolkit.launcher.attempt_files import supervisor_file
 from toolkit.launcher.progress import Progress
 from toolkit.launcher.run_handle import Run
-from toolkit.run_folder.folder import RUNS, read_run_json, run_paths
+from toolkit.run_folder.folder import RUNS, run_paths
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
 

@@ -20,7 +20,8 @@ from toolkit.launcher.supervisor import supervise
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import note_launch
 from toolkit.reports import reported
-from toolkit.run_folder.folder import enter, read_run_json
+from toolkit.run_folder.folder import enter
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import new_token
 from toolkit.training.preflight import versions
 from toolkit.training.setup import STRATEGY, check_ranks

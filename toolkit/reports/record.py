@@ -15,8 +15,9 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import check_fields, read_events, read_json
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
-from toolkit.run_folder.folder import Folder, first_error, open_readonly, read_run_json
+from toolkit.run_folder.folder import Folder, first_error, open_readonly
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 from toolkit.training.resumption import resume_hint
 

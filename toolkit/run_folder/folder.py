@@ -16,6 +16,7 @@ from typing import Any
 from toolkit.core.atomic_io import DRAFT, append_line, check_fields, expand_user, read_json, unwritable, write_json
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
+from toolkit.run_folder.run_json import no_run, read_run_json
 from toolkit.run_folder.run_lock import hold, is_lock, run_token
 
 RUNS = "runs"
@@ -30,19 +31,6 @@ LOGS = re.compile(
 """Files that a run writes into `logs`; other files there are the user's."""
 
 _DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
-
-RUN: Mapping[str, Any] = {
-    "strategy": dict, "train_config": dict, "run_config": dict, "ranks": int, "parallelism": dict, "settings": dict,
-    "forecast": dict | None, "versions": dict, "hardware": dict, "seed": int, "data": dict, "started": str,
-    "finished": str | None, "export": dict | None, "target": dict | None, "attempts": list,
-}  # fmt: skip
-"""Fields of `run.json`."""
-
-ATTEMPT: Mapping[str, Any] = {"strategy": dict, "ranks": int, "started": str, "from_step": int}
-"""Fields of one of its attempts."""
-
-RANKS = 2**20
-"""More than any run has."""
 
 LONGEST = 200
 """Bytes of a run's name: files in its folder have longer ones."""
@@ -239,7 +227,7 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
     """
     path, token = expand_user(path), token or run_token()
     if resume and not (path / "run.json").is_file():
-        raise _no_run(path)
+        raise no_run(path)
     if not resume and not (path / "lock").exists():
         _refuse_old(path)
     refuse_links(path)
@@ -274,7 +262,7 @@ def open_readonly(path: str | Path) -> Folder:
     """
     folder = run_paths(path)
     if not folder.run_json.is_file():
-        raise _no_run(folder.path)
+        raise no_run(folder.path)
     return folder
 
 
@@ -336,37 +324,6 @@ def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
     return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
 
 
-def read_run_json(path: Path) -> dict[str, Any]:
-    """Read `run.json` of a run's folder and check the types of its fields.
-
-    Raises:
-        RunError: for a missing or invalid run.json.
-    """
-    file = path / "run.json"
-    try:
-        record: dict[str, Any] = read_json(file)
-        check_fields(record, RUN)
-        for attempt in record.get("attempts", ()):
-            check_fields(attempt, ATTEMPT)
-    except FileNotFoundError:
-        raise _no_run(path) from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
-    missing = {"strategy", "train_config", "run_config", "ranks"} - set(record)
-    if missing:
-        raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
-    if not 0 < record["ranks"] <= RANKS:
-        raise RunError(
-            f"{file}: ranks is {record['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
-        )
-    sizes = record.get("parallelism", {}).values()
-    if not all(type(size) is int and 0 < size <= RANKS for size in sizes):
-        raise RunError(
-            f"{file}: parallelism is not made of sizes of at least 1. Name the folder of a run to go on with."
-        )
-    return record
-
-
 def _refuse_old(path: Path) -> None:
     """Refuse to start a new run in a folder with other files than a lock and logs of ours."""
     if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
@@ -420,10 +377,3 @@ def refuse_links(path: Path) -> None:
                 )
             if not entry.is_file() and not entry.is_dir() and os.path.exists(entry):
                 raise RunError(f"{entry} is neither a file nor a folder, and a run writes there. Remove it.")
-
-
-def _no_run(path: Path) -> RunError:
-    return RunError(
-        f"{path} holds no run: {path / 'run.json'} does not exist. Name a run's folder, as `toolkit runs` lists them; one that "
-        "was stopped before it had begun is started again."
-    )

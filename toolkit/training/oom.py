@@ -19,8 +19,9 @@ from toolkit.devices.machine import Device, hardware, host_memory
 from toolkit.engines.adapters import require_libraries
 from toolkit.engines.job import resolve
 from toolkit.forecasting.memory_advice import changed, changes
-from toolkit.run_folder.folder import Folder, read_run_json
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat
+from toolkit.run_folder.run_json import read_run_json
 
 _ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
 

@@ -16,8 +16,9 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
 from toolkit.core.process_lifecycle import tee_output
-from toolkit.run_folder.folder import Folder, enter, read_run_json
+from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.heartbeat import Beat
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import run_token, supervised
 from toolkit.training.oom import out_of_memory
 from toolkit.training.rank_run import RankRun

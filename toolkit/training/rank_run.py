@@ -30,8 +30,9 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, verify
-from toolkit.run_folder.folder import Folder, read_run_json
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
+from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import supervised
 from toolkit.training.checkpoint_policy import CheckpointPolicy
 from toolkit.training.evaluation import Evaluator
