@@ -105,7 +105,7 @@ class Comparison(Result):
             )
         notes = (
             "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
-            "x: what was forecast before the launch, as a multiple of what was measured.",
+            "x: forecast / measured.",
         )
         columns = ("sharding", "parameters", "peak", *measured_phases)
         return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)

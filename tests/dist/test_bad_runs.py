@@ -130,7 +130,7 @@ def launch(folder: Path, config: str, *flags: str) -> subprocess.CompletedProces
         (
             "zero3",
             ["--sharding", "fsdp"],
-            "sharding 'fsdp' was asked for, but the Accelerate launch environment says 'zero3'",
+            "sharding 'fsdp' was requested, but the Accelerate launch environment has 'zero3'",
         ),
         ("ddp", ["--data", "nothing.jsonl"], "data nothing.jsonl: no such file or folder"),
     ],

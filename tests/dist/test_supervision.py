@@ -338,7 +338,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=150)
     assert first.returncode == 143, err
-    assert "step 1: evaluation left out, since the run is asked to stop\n" in out
+    assert "step 1: evaluation left out because the run stops\n" in out
     assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples"]
     assert list_checkpoints(run / "checkpoints")[0].name == "step-00000001"
     for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
@@ -366,7 +366,7 @@ def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:
         assert f"\nRestart {number} of 5, from step 0, since there is no checkpoint yet.\n" in done.stderr
     for step in (3, 5, 4):
         assert f"It was in step {step}. Its last lines" in done.stderr
-    assert done.stderr.endswith("\n2 restarts in a row made no new step, so there is no other.\n")
+    assert done.stderr.endswith("\n2 restarts in a row made no new step, so no further restart follows.\n")
 
 
 def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[str, Running]) -> None:
@@ -377,7 +377,7 @@ def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[s
     for word in (" of step 1. It asked for ", " MiB; it held ", "`ulimit -v` allows", "of the host's"):
         assert word in first
     assert f"`toolkit resume {run.path} --micro-batch 8 --accumulation 2`" in first
-    again = "Going on with --micro-batch 8 --accumulation 2, the same global batch, from step 0"
+    again = "Continuing with --micro-batch 8 --accumulation 2, the same global batch, from step 0"
     assert rest.startswith(again)
     train_config = json.loads((run.path / "run.json").read_text())["train_config"]
     assert train_config["micro_batch"] < 16

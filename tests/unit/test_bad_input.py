@@ -278,5 +278,5 @@ def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.Captu
     check_not_repeated(run.path, read_run_json(run.path), 4)
     assert cli.main(["export", str(run.path), "-o", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert f"What the run itself saved at its end is in {run.export}." in said
+    assert f"The run's own export is in {run.export}." in said
     assert "Go on with it" not in said

@@ -227,7 +227,7 @@ def test_the_launch_environment_fills_in_and_flags_add() -> None:
         (
             {"sharding": "fsdp"},
             ZERO3,
-            "sharding 'fsdp' was asked for, but the Accelerate launch environment says 'zero3'",
+            "sharding 'fsdp' was requested, but the Accelerate launch environment has 'zero3'",
         ),
         (Strategy(sharding="zero2"), ZERO3, "'zero2' was asked for"),
         ({"offload": "cpu"}, ZERO3, "offload 'cpu' was asked for"),

@@ -268,7 +268,7 @@ def test_a_run_that_measured_nothing_or_was_not_forecast(tmp_path: Path, reason:
     if reason:
         assert f"There is neither: no trace; {reason}." in text
     else:
-        assert "There is no forecast: no trace." in text
+        assert "No forecast: no trace." in text
         assert re.search(r"^transient +55\.0 MiB$", text, re.MULTILINE)
     assert "Dtype ledger" in text
     Page(tk.report(run.path).page())
@@ -305,7 +305,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("run.json", None, r"holds no run: .*run\.json does not exist"),
-        ("run.json", "{}", r"run\.json says nothing of ranks, run_config, strategy, train_config"),
+        ("run.json", "{}", r"run\.json lacks ranks, run_config, strategy, train_config"),
         ("run.json", "{", r"run\.json cannot be read"),
         ("events.jsonl", "{}\nno\n{}\n", r"events\.jsonl, line 2: it is no JSON"),
         ("memory.json", "{", r"memory\.json cannot be read: .* Repair or remove it"),
@@ -341,7 +341,7 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "[redacted]" in text
         assert token not in text
         assert "hunter2" not in text
-    assert "The command held a secret where it says [redacted]: give it again." in str(report)
+    assert "A secret in the command is replaced by [redacted]: give it again." in str(report)
 
 
 def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
     found["run_config"]["flavour"] = "sweet"
     text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=found).path))
     assert "--flavour sweet" in text
-    assert "This version cannot go on with it: RunConfig has no field 'flavour'." in text
+    assert "This version cannot resume it: RunConfig has no field 'flavour'." in text
     assert re.search(r"^flavour +sweet$", text, re.MULTILINE)
 
 
@@ -360,7 +360,7 @@ def test_the_verb_writes_the_page(finished: folder.Folder, tmp_path: Path, capsy
     assert err == f"report: {finished.report}\n"
     assert finished.report.read_text().startswith("<!doctype html>")
     assert cli.main(["report", str(finished.path), "-o", str(tmp_path / "page.html")]) == 0
-    assert "== Forecast beside measured ==" in capsys.readouterr().out
+    assert "== Forecast and measured ==" in capsys.readouterr().out
     assert "Dtype ledger" in (tmp_path / "page.html").read_text()
     assert cli.main(["report", str(finished.path), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "cannot be written: No such file or directory. Choose another place with -o." in capsys.readouterr().err
@@ -383,7 +383,7 @@ def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pyte
     run.report.mkdir()
     with reported(run.path):
         pass
-    assert f"toolkit: there is no report of {run.path}: " in capsys.readouterr().err
+    assert f"toolkit: no report of {run.path}: " in capsys.readouterr().err
 
 
 def test_how_the_export_was_checked_is_shown(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_the_figures_of_a_failed_allocation(tmp_path: Path) -> None:
 def test_the_figures_of_a_killed_rank(tmp_path: Path) -> None:
     with enter(tmp_path / "run") as folder:
         said = killed_for_memory(folder, 1, BEAT)
-    assert said.startswith("rank 1 was killed by the system, whose memory had run out in the backward of step 3.")
+    assert said.startswith("rank 1 was killed by the system, which ran out of memory in the backward of step 3.")
     assert "it held 3.00 GiB at its last heartbeat, and the host has " in said
 
 

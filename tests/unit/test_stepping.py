@@ -39,7 +39,7 @@ def test_a_wish_that_comes_in_the_middle_of_a_step_ends_with_that_step(run: dict
 
 def test_a_loader_that_ends_before_the_steps_do_is_named(run: dict[str, Any]) -> None:
     with pytest.raises(
-        DataError, match=r"step 2: the loader gave 1 of 2 micro-batches. 4 steps need 8. Give more data"
+        DataError, match=r"step 2: the loader returned 1 of 2 micro-batches. 4 steps need 8. Give more data"
     ):
         steps(run, [batch()] * 3, accumulation=2)
 

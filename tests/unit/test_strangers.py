@@ -98,7 +98,7 @@ def own_run(path: Path, **changes: Any) -> folder.Folder:
         ({"kind": "module", "name": "timeit", "arguments": [1]}, "are not all words"),
         ({"kind": "module", "name": "timeit", "more": 1}, "its fields are"),
         ({"kind": "module", "name": "evil.py"}, "from here Python finds no such module"),
-        ({"kind": "script", "name": "/dev/zero"}, "cannot be read: there is no such file"),
+        ({"kind": "script", "name": "/dev/zero"}, "cannot be read: no such file"),
     ],
 )
 @pytest.mark.parametrize("way", ["resume", "train", "python"])
@@ -439,9 +439,9 @@ def test_nobody_waits_for_a_pipe(here: Path) -> None:
         os.mkfifo(run.path / name)
     found = tk.attach(run.path)
     assert found.status == "failed"
-    with pytest.raises(RunError, match="it is no regular file"):
+    with pytest.raises(RunError, match="it is not a regular file"):
         found.logs(0)
-    with pytest.raises(RunError, match="it is no regular file"):
+    with pytest.raises(RunError, match="it is not a regular file"):
         tk.report(run.path)
     with pytest.raises(RunError, match="is neither a file nor a folder, and a run writes there"):
         tk.resume(run.path)

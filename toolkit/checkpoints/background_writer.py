@@ -34,7 +34,7 @@ class BackgroundWriter:
             RuntimeError: where the thread has ended.
         """
         if not self._thread.is_alive():
-            raise RuntimeError("the thread that writes checkpoints has ended: look in the rank's log for what it said.")
+            raise RuntimeError("the thread that writes checkpoints has ended: the rank's log has the error.")
         self._idle.clear()
         try:
             self._work.put(work)

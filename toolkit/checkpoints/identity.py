@@ -87,13 +87,13 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
         if mine[name] != theirs.get(name):
             raise CheckpointError(
                 f"{checkpoint} was written of {what} ({_shorten(theirs.get(name))}, and here it is {_shorten(mine[name])}). "
-                "Go on with what the run began with, or start a new run."
+                "Use the run's own, or start a new run."
             )
     if changed := list(_changed_fields(theirs.get("config") or {}, redact_all(mine["config"]))):
         raise CheckpointError(
             f"{checkpoint} was written of another config than that of {ours.source or ours.model} now: {', '.join(changed[:5])}. "
-            "Where another transformers reads it otherwise, go on with the version that the manifest names; else give --model the "
-            "folder with the config that the run began with, or start a new run."
+            "If another version of transformers reads it differently, use the version in the manifest; else pass --model the "
+            "folder with the run's own config, or start a new run."
         )
     was, is_ = theirs.get("base") or {}, mine["base"] or {}
     if was.get("files") != is_.get("files"):

@@ -117,7 +117,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if values["format"] != FORMAT:
             raise OtherFormat(
                 f"{path} is of format {values['format']!r}, and this version reads {FORMAT}. "
-                "Go on with the version of the toolkit that wrote it."
+                "Use the version of the toolkit that wrote it."
             )
         manifest = Manifest(**values)
         if manifest.encode() != written:
@@ -136,7 +136,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"it names {name!r}: expected rank-00000.safetensors and the like")
         check_fields(file, {"sha256": str, "bytes": int})
         if file["bytes"] < 0 or "sha256" not in file:
-            raise ValueError(f"it says no sha256 and bytes of {name!r}")
+            raise ValueError(f"it has no sha256 and bytes of {name!r}")
     _check_tensors(manifest.tensors)
     check_fields(
         manifest.counters, {"steps": int, "scale": int | float | None, "good_steps": int, "hysteresis": int | None}
@@ -166,7 +166,7 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
             sizes = tensor.get("shape", [None])
             whole = all(type(size) is int and 0 <= size < 2**60 for size in sizes)
             if len(sizes) > DIMENSIONS or not whole or math.prod(sizes) >= 2**60:
-                raise ValueError(f"it says no shape of {kind} of {name!r}")
+                raise ValueError(f"it has no shape of {kind} of {name!r}")
             if tensor.get("dtype") not in BYTES_OF:
                 raise ValueError(f"it names the dtype {tensor.get('dtype')!r} of {kind} of {name!r}")
 
@@ -196,7 +196,7 @@ def misplacement(checkpoint: Path) -> list[str]:
 
 
 UNREADABLE = "it cannot be read"
-"""How a sentence of `problems` begins that says nothing of the checkpoint itself."""
+"""How a sentence of `problems` begins that lacks the checkpoint itself."""
 
 
 def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:

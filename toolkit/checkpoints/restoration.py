@@ -78,7 +78,7 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
             damaged = tuple(checkpoints / newer for newer in names[0][: len(skipped)])
             return ResumePoint(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)
         if unread := [sentence for sentence in wrong if sentence.startswith(UNREADABLE)]:
-            raise CheckpointError(f"{path}: {unread[0]}. Go on where its file system answers, or remove it.")
+            raise CheckpointError(f"{path}: {unread[0]}. Resume when its file system answers, or remove it.")
         skipped.append(f"skipping {path}: {'; '.join(wrong[:3]).removesuffix('.')}. It is set aside as {name}.damaged")
     if skipped:
         reasons = "; ".join(sentence.partition(". It is")[0].removeprefix("skipping ") for sentence in skipped)

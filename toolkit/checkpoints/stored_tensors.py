@@ -163,5 +163,7 @@ def opened(path: Path, manifest: Manifest) -> Iterator[StoredTensors]:
         try:
             files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in names}
         except SafetensorError as error:
-            raise CheckpointError(f"{path} holds a file that is no safetensors file: {error}. Take another.") from error
+            raise CheckpointError(
+                f"{path} has a file that is not a safetensors file: {error}. Take another."
+            ) from error
         yield StoredTensors(path, manifest, files)

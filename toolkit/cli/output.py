@@ -55,7 +55,7 @@ def write_config(path: Path, content: dict[str, Any], flag: str) -> None:
 
     text = yaml.safe_dump(content)
     if path.is_file() and path.read_bytes() != text.encode():
-        raise ToolkitError(f"{path} exists and says something else. Remove it, or name another file with {flag}.")
+        raise ToolkitError(f"{path} exists with other content. Remove it, or name another file with {flag}.")
     if not path.is_file():
         write(path, text)
 

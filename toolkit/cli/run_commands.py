@@ -36,7 +36,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     restart_policy = from_dict(RestartPolicy, given(flags, RestartPolicy))
     if flags.resume:
         if not flags.run_dir:
-            raise ToolkitError("--resume goes on with a run, and no --run-dir names one. Give the run's folder.")
+            raise ToolkitError("--resume needs --run-dir with the folder of a run.")
         if Path(flags.run_dir, "run.json").exists():
             return _resume(Path(flags.run_dir), flags)
     run_config, train_config = (

@@ -61,7 +61,7 @@ def open_regular(path: Path) -> IO[bytes]:
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(opened, "rb")
 
 
@@ -108,7 +108,7 @@ def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
             return json.loads(data)
         return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
+        raise ValueError(f"it is not JSON ({error})") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -282,4 +282,4 @@ def unwritable(path: Path, needed: int, why: str) -> RunError:
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({needed:,} bytes are needed, {shutil.disk_usage(path.parent).free:,} are free)"
-    return RunError(f"{path} cannot be written: {why}{free}. Make room, then go on with `toolkit resume`.")
+    return RunError(f"{path} cannot be written: {why}{free}. Free some space, then run `toolkit resume`.")

@@ -125,7 +125,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, sizes in bytes and times in seconds."""
         if not dataclasses.is_dataclass(self) or isinstance(self, type):
-            raise TypeError(f"{type(self).__name__} is no dataclass")
+            raise TypeError(f"{type(self).__name__} is not a dataclass")
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:

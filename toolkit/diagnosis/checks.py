@@ -67,7 +67,7 @@ class Diagnosis(Result):
         ]
         return [
             Table(title="This machine", columns=("check", "status", "detail"), rows=checks, notes=fixes),
-            Table(title="What a Strategy can ask for here", columns=("field", "value", "runs", "why"), rows=values),
+            Table(title="Values of a Strategy on this machine", columns=("field", "value", "runs", "why"), rows=values),
         ]
 
 

@@ -46,7 +46,7 @@ def check_quantized(spec: ModelSpec, allow_unquantized: bool) -> None:
         why = f"fused experts, {fused:.0%}, are no linear modules" if fused else "embeddings and head are left out"
         raise ModelError(
             f"4 and 8 bits would leave {share:.0%} of {spec.name}'s {format_count(spec.elements)} weights "
-            f"unquantized: {why}. Choose adapter 'lora', or go on with --allow-unquantized."
+            f"unquantized: {why}. Choose adapter 'lora', or allow it with --allow-unquantized."
         )
 
 

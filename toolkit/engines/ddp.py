@@ -59,7 +59,7 @@ class DDP(Engine):
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Return no plugin: Accelerate uses DDP by itself."""
+        """Return no plugin: Accelerate needs none for DDP."""
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],

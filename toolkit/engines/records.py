@@ -116,7 +116,7 @@ def job_of(accelerator: Accelerator) -> Job:
     job: Job | None = getattr(accelerator, "job", None)
     if job is None:
         raise StrategyError(
-            "this Accelerator was not made by the toolkit, so nothing says what it was made for. "
+            "this Accelerator was not made by the toolkit, so its strategy is unknown. "
             "Make it with `toolkit.accelerator(strategy, train_config, spec)`."
         )
     return job

@@ -146,7 +146,7 @@ def opened_source(path: Path) -> Iterator[Source]:
         RunError: for a folder without any; for a checkpoint whose hashes do not hold (`CheckpointError`).
     """
     if not path.is_dir():
-        raise RunError(f"{path}: there is no such folder. Give a run's folder, or a checkpoint in it.")
+        raise RunError(f"{path}: no such folder. Name a run's folder, or a checkpoint in it.")
     skipped: tuple[str, ...] = ()
     if (path / NAME).exists() or path.name.startswith("step-"):
         wrong = validate(path)
@@ -206,9 +206,9 @@ def _newest_checkpoint(run: Path) -> tuple[Path, tuple[str, ...]]:
             return path, tuple(skipped)
         skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")
     fix = (
-        f"What the run itself saved at its end is in {run / 'export'}."
+        f"The run's own export is in {run / 'export'}."
         if (run / "export").is_dir()
-        else f"Go on with it: `toolkit resume {run} --save-every N`, which writes one every N steps and at the end."
+        else f"Resume it: `toolkit resume {run} --save-every N`, which writes one every N steps and at the end."
     )
     raise RunError(f"{run} has no checkpoint that can be exported{''.join(f'; {line}' for line in skipped)}. {fix}")
 

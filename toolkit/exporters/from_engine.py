@@ -182,7 +182,9 @@ def verify(
             check_files(folder, planned)
             error, notes = _compare(prepared, folder, probe, trained)
         except RunError as wrong:
-            raise RunError(f"the saved model in {folder} is not what was trained: {wrong}. Do not use it.") from wrong
+            raise RunError(
+                f"the saved model in {folder} differs from the trained model: {wrong}. Do not use it."
+            ) from wrong
         result.append(_result(prepared, folder, error, notes, about or {}))
 
     on_main(accelerator, check)

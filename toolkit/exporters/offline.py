@@ -210,7 +210,7 @@ def _merged(request: _Request, draft: Path) -> _Written:
     limit = INT8 if source.adapter == "qlora8" else TOLERANCE[coarse]
     if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
         raise RunError(
-            f"the export of {source.path} was removed, for it is not what was trained: its logits differ by "
+            f"the export of {source.path} was removed, for it differs from the trained model: its logits differ by "
             f"{error:.1e} relative, more than {limit:.0e}."
         )
     bits = {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter)

@@ -97,7 +97,7 @@ class ForecastDiff(Result):
         limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
         pictures = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
         return (
-            [*pictures, bars(sent, title="What a rank sends to others in a step")]
+            [*pictures, bars(sent, title="Bytes that a rank sends in a step")]
             if any(sum(bar.parts.values()) for bar in sent)
             else pictures
         )

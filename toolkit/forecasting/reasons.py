@@ -177,8 +177,8 @@ def _activation_causes(less: _Side, more: _Side) -> Iterator[str]:
         owner = "train_config" if hasattr(less.job.train_config, name) else "strategy"
         value, others = getattr(getattr(less.job, owner), name), getattr(getattr(more.job, owner), name)
         if value != others:
-            effect = "recomputes each layer in the backward instead of keeping what it made"
-            other = "keeps what each layer made instead of recomputing it"
+            effect = "recomputes each layer in the backward instead of keeping its activations"
+            other = "keeps each layer's activations instead of recomputing them"
             yield words.format(value=value, others=others, checkpoints=effect if value == "full" else other)
 
 

@@ -102,8 +102,8 @@ def _trace_batches(
         raise
     except Exception as error:  # a model's own code fails in its own way
         raise ModelError(
-            f"model {spec.name!r} cannot be traced, so what it will take is not known: {first_line(error).rstrip('.')}. "
-            "Train it for three steps: memory.json then holds what it took."
+            f"model {spec.name!r} cannot be traced, so its memory is unknown: {first_line(error).rstrip('.')}. "
+            "Train it for three steps: memory.json then has the measured memory."
         ) from error
 
 

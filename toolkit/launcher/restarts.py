@@ -31,7 +31,7 @@ class RestartPolicy:
 
     restarts: int = amount(0, "automatic restarts after a rank died or hung")
     """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
-    on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: go on with half the micro-batch")
+    on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: continue with half the micro-batch")
     """Whether to halve the micro-batch, with the same global batch."""
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ def supervise_with_restarts(
             ):
                 raise
             smaller = spell(fewer)
-            _report(folder, f"{error}\nGoing on with {' '.join(smaller)}, the same global batch")
+            _report(folder, f"{error}\nContinuing with {' '.join(smaller)}, the same global batch")
         except RankDied as error:
             done = value_or(furthest, last_step, folder.events)
             idle = idle + 1 if restarts and done <= furthest else 0
@@ -87,7 +87,7 @@ def supervise_with_restarts(
             if restarts == restart_policy.restarts:
                 raise
             if idle == IN_VAIN:
-                why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so there is no other."
+                why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so no further restart follows."
                 raise type(error)(why) from None
             restarts += 1
             _report(folder, f"{error}\nRestart {restarts} of {restart_policy.restarts}")

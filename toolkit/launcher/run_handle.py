@@ -237,9 +237,7 @@ class Run(Result):
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.alive:
             if deadline is not None and time.monotonic() > deadline:
-                raise RunError(
-                    f"{self.name} was asked to stop and has not ended after {timeout:g} s: {self.progress.line}."
-                )
+                raise RunError(f"{self.name} has not stopped after {timeout:g} s: {self.progress.line}.")
             time.sleep(_POLL)
         return self
 
@@ -278,9 +276,7 @@ class Run(Result):
         supervisor = supervisor_of(self.folder)
         if supervisor is None or not supervises(supervisor, self.folder):
             where = f"process {supervisor['pid']} on {supervisor['host']}" if supervisor else "no supervisor of ours"
-            raise RunError(
-                f"{self.name} is held by {where}, which cannot be told to stop from here. Stop it where it runs."
-            )
+            raise RunError(f"{self.name} is held by {where}. Stop it on that machine.")
         return int(supervisor["pid"])
 
     def __repr__(self) -> str:

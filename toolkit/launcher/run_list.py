@@ -55,7 +55,7 @@ class Runs(Result):
             for entry in self.entries
             if entry["status"] == "unreadable"
         ]
-        notes += [] if rows else [f"There is no run in {self.root}."]
+        notes += [] if rows else [f"No runs in {self.root}."]
         return [Table(title=f"Runs in {self.root}", columns=columns, rows=rows, notes=notes)]
 
 

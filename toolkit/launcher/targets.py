@@ -41,7 +41,7 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
     """
     if target.endswith(".py") or os.sep in target:
         if not Path(target).is_file():
-            raise RunError(f"target {target!r}: there is no such script. Name a script, a module or a function.")
+            raise RunError(f"target {target!r}: no such script. Name a script, a module or a function.")
         return Target(kind="script", name=str(Path(target).resolve()), arguments=tuple(arguments))
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a file there takes no library's place

@@ -43,9 +43,7 @@ def target_of(about: dict[str, Any]) -> Target | None:
         if not all(isinstance(word, str) and "\0" not in word for word in (target["name"], *target["arguments"])):
             raise ValueError("its name and arguments are not all words")
     except ValueError as error:
-        raise RunError(
-            f"run.json names a target that cannot be: {error}. Name the folder of a run to go on with."
-        ) from None
+        raise RunError(f"run.json names a target that cannot be: {error}. Name the folder of a run.") from None
     return Target(**{**target, "arguments": tuple(target["arguments"])})
 
 
@@ -118,7 +116,7 @@ def _digest(target: Target, sha256: str) -> str:
 
 def _sha256(file: Path) -> str:
     if not file.is_file():
-        raise FileNotFoundError(2, "there is no such file")
+        raise FileNotFoundError(2, "no such file")
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""The caching allocator's own peaks on CUDA, and what NVML says that the process holds."""
+"""The caching allocator's own peaks on CUDA, and what NVML reports that the process holds."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def device_bytes(index: int | None) -> tuple[int | None, str | None]:
     try:
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(index))
     except pynvml.NVMLError as error:
-        return None, f"device bytes are missing: NVML says {error}"
+        return None, f"device bytes are missing: NVML reports {error}"
     used = next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
     problem = "device bytes are missing: NVML does not list this process (a container with process ids of its own?)"
     return used, None if used is not None else problem

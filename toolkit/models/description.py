@@ -70,7 +70,7 @@ def describe(
 
         if trust_remote_code is not None:
             raise ModelError(
-                "trust_remote_code goes with a folder or a Hub id: what is in memory has been run already."
+                "trust_remote_code goes with a folder or a Hub id: a model in memory has run its code already."
             )
         if isinstance(model, nn.Module):
             module = _language_model(model)

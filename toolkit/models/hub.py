@@ -83,7 +83,7 @@ def _explain_errors(name: str, commit: str | None = None) -> Iterator[None]:
     except errors.LocalEntryNotFoundError:
         raise ModelError(unreachable(name, commit)) from None
     except errors.EntryNotFoundError:
-        raise ModelError(f"model {name!r} has no config.json on the Hub: it is no transformers model.") from None
+        raise ModelError(f"model {name!r} has no config.json on the Hub, so it is not a transformers model.") from None
     except (errors.HfHubHTTPError, OSError) as error:
         raise ModelError(f"model {name!r}: the Hub refused its config.json: {first_line(error)}") from error
 

@@ -37,11 +37,11 @@ def check_code(name: str, folder: Path, trust: str | None, *, needed: bool, hub:
         return
     files = _code_files(name, folder, hub)
     if not files:
-        raise ModelError(f"model {name!r} has no code of its own to trust: leave --trust-remote-code out.")
+        raise ModelError(f"model {name!r} has no own code to trust: leave --trust-remote-code out.")
     here = folder.name if hub else digest_of(folder)
     if trust is None:
         raise ModelError(
-            f"model {name!r} cannot be built without code of its own ({', '.join(files)}), which is run only if you trust it: "
+            f"model {name!r} needs its own code ({', '.join(files)}), which is run only if you trust it: "
             f"read it, then add --trust-remote-code {here}, or choose a model whose architecture transformers has itself."
         )
     if trust != here:
@@ -105,7 +105,7 @@ def check_links(folder: Path, *, folders: bool = True) -> None:
             check_inside(path, folder)
             if name in below and not folders:
                 raise ModelError(
-                    f"{path} is a link to a folder, whose code no digest holds. Copy the folder there in its place."
+                    f"{path} is a link to a folder, which the digest does not cover. Copy the folder there in its place."
                 )
 
 
@@ -133,7 +133,7 @@ def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
     missing = [] if hub else sorted(file for file in files if not (folder / file).is_file())
     if missing:
         raise ModelError(
-            f"model {name!r} needs code of its own, and its folder lacks {', '.join(missing)}. Copy it there, or choose a "
+            f"model {name!r} needs its own code, and its folder lacks {', '.join(missing)}. Copy it there, or choose a "
             "model whose architecture transformers has itself."
         )
     return sorted(files)

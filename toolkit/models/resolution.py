@@ -30,7 +30,7 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
     """Resolve a name to the place of its weights and its config. `trust` as in `describe`."""
     if name == EMBEDDED:
         if trust is not None:
-            raise ModelError("the embedded model has no code of its own to trust: leave --trust-remote-code out.")
+            raise ModelError("the embedded model has no own code to trust: leave --trust-remote-code out.")
         from transformers import LlamaConfig
 
         return None, LlamaConfig.from_dict(embedded_config())
@@ -127,7 +127,7 @@ def check_depth(name: str, values: Mapping[str, Any]) -> None:
             check_depth(name, value)
         elif re.search(r"layers?$|blocks?$|depth", str(key)) and isinstance(value, int) and value > DEEPEST:
             raise ModelError(
-                f"model {name!r}: its config says {key} {shorten_value(value)}, expected at most {DEEPEST:,}."
+                f"model {name!r}: its config has {key} {shorten_value(value)}, expected at most {DEEPEST:,}."
             )
 
 
@@ -171,7 +171,7 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
         return
     if values.get("auto_map"):
         raise ModelError(
-            f"model {name!r} cannot be built without code of its own ({json.dumps(values['auto_map'])}). Give its folder or "
+            f"model {name!r} needs its own code ({json.dumps(values['auto_map'])}). Give its folder or "
             "Hub id, and --trust-remote-code REVISION."
         )
     version = f"transformers {transformers.__version__}"

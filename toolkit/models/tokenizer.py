@@ -28,7 +28,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
         check_tokenizer_code(spec)
         raise ModelError(
             f"model {spec.name!r}: its tokenizer cannot be read ({error}). "
-            "Copy tokenizer.json and tokenizer_config.json beside its weights."
+            "Copy tokenizer.json and tokenizer_config.json into the folder of its weights."
         ) from error
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=-1)

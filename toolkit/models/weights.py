@@ -75,7 +75,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
     adapter = files[0].parent / "adapter_config.json"
     if adapter.is_file():
         raise ModelError(
-            f"model {source!r} has an adapter beside its weights ({adapter.name}), which transformers would put onto it "
+            f"model {source!r} has an adapter in the folder of its weights ({adapter.name}), which transformers would put onto it "
             "unasked, from a pickle too. Move the adapter's files into a folder of their own."
         )
     return files
@@ -146,7 +146,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is no safetensors index: {first_line(error)}") from None
+        raise ModelError(f"{index} is not a safetensors index: {first_line(error)}") from None
     for name in names:
         # An index comes from elsewhere and must not lead out of its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -175,7 +175,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
         header, tensors, end = None, {}, 0
     if header is None or end != size:
         expected = f", expected {end:,}" if header else ""
-        raise ModelError(f"{path} is no whole safetensors file ({size:,} bytes{expected}). Copy it again.")
+        raise ModelError(f"{path} is not a complete safetensors file ({size:,} bytes{expected}). Copy it again.")
     return tensors
 
 

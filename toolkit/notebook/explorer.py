@@ -50,7 +50,7 @@ def _precision(state: ExplorerState) -> Result:
 
 
 KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
-    "memory": (_memory, "What a rank needs, and what it has"),
+    "memory": (_memory, "Memory per rank"),
     "compare": (_compare, "Two strategies side by side"),
     "timeline": (_timeline, "A step, phase by phase"),
     "precision": (_precision, "Who keeps what in which dtype"),
@@ -213,5 +213,5 @@ def explore(
     if kind not in KINDS:
         raise StrategyError(f"explore {kind!r}: expected one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     if run is not None and kind not in BESIDE:
-        raise StrategyError(f"run: {kind} shows no run beside the forecast. Ask {' or '.join(BESIDE)}.")
+        raise StrategyError(f"run: {kind} does not show a run. Use {' or '.join(BESIDE)}.")
     return Explorer(kind, ExplorerState.begin(kind, model, hardware, strategy, train_config, against=against, run=run))

@@ -47,7 +47,7 @@ class Report(Result):
         if path is None:
             refuse_links(self.run.path)
         elif target.exists() and not _is_report(target):
-            raise RunError(f"{target} exists and is no report. Remove it, or choose another place with -o.")
+            raise RunError(f"{target} exists and is not a report. Remove it, or choose another place with -o.")
         try:
             write_whole(target, self.page().encode())
         except OSError as error:
@@ -111,7 +111,7 @@ def report(path: str | Path) -> Report:
         result.tables(), result.to_dict()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(
-            f"{path} says what no run does ({type(error).__name__}: {str(error)[:200]}), and cannot be shown. Another version, or "
+            f"{path} is not valid ({type(error).__name__}: {str(error)[:200]}), and cannot be shown. Another version, or "
             "somebody by hand, wrote its files."
         ) from error
     return result
@@ -144,7 +144,7 @@ def _write_page(path: Path) -> Path | None:
         return report(path).write() if (path / "run.json").exists() else None
     except Exception as error:
         with contextlib.suppress(OSError):
-            print(f"toolkit: there is no report of {path}: {error}", file=sys.stderr)
+            print(f"toolkit: no report of {path}: {error}", file=sys.stderr)
         return None
 
 

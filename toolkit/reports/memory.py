@@ -41,7 +41,7 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
     picture = bars(drawn, title="Peak of a rank, by part", limit=limit, limit_label="a rank has")
     table = compared("Peak of a rank, by part", "part", rows)
     if within:
-        table = replace(table, notes=["Indented: what is measured as one, transient, and forecast part by part."])
+        table = replace(table, notes=["Indented: parts of transient, which is measured as one."])
     return _drop_empty_columns(table, forecast, measured), picture
 
 

@@ -167,7 +167,7 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if (rank := first_error(raised)) is not None:
         return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
     if beats and all(beat.phase == "ended" for beat in beats):
-        return "stopped", "It was stopped, as asked."
+        return "stopped", "It was stopped by a user."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
     return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
 
@@ -197,7 +197,7 @@ def _last_beats(folder: Folder) -> str:
     try:
         return resume_hint(folder)
     except StrategyError as error:
-        return f"This version cannot go on with it: {error}"
+        return f"This version cannot resume it: {error}"
 
 
 def _rank_location(beat: Heartbeat) -> str:

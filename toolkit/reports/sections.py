@@ -92,9 +92,9 @@ def _settings_section(run: Record) -> Section:
     tables = [_changed_settings(kind, about[section(kind)], rows) for kind, rows in more.items()]
     notes = ["Fields that are not listed have their defaults."]
     if MARK in command:
-        notes.append(f"The command held a secret where it says {MARK}: give it again.")
+        notes.append(f"A secret in the command is replaced by {MARK}: give it again.")
     return Section(
-        title="What was asked",
+        title="Settings",
         words=" ".join([*notes, "The command that does the same again:"]),
         code=command,
         tables=[(table, "") for table in tables],
@@ -110,11 +110,11 @@ def _target_section(run: Record, target: Mapping[str, Any]) -> Section:
         rows.append(("sha256 of its file", target["sha256"]))
     strategy = _changed_settings(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
     words = "Fields that are not listed have their defaults. "
-    words += f"It held a secret where it says {MARK}: give it again. " if MARK in run.command else ""
+    words += f"A secret is replaced by {MARK}: give it again. " if MARK in run.command else ""
     words += "What does the same again"
     more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
     tables = [(Table(title="Target", columns=("field", "value"), rows=rows), ""), (strategy, "")]
-    return Section(title="What was asked", words=words + more, code=run.command, tables=tables)
+    return Section(title="Settings", words=words + more, code=run.command, tables=tables)
 
 
 def _changed_settings(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
@@ -136,7 +136,7 @@ def _audit_section(run: Record) -> Section | None:
     if not audits:
         return Section(
             title="Audit",
-            words="What each rank held is written to memory.json when a run finishes; this one has none.",
+            words="A finished run has the memory of each rank in memory.json; this run has no such file.",
         )
     return Section(
         title="Audit",
@@ -157,7 +157,7 @@ def _state_table(audits: Sequence[Mapping[str, Any]]) -> Table:
     rows = [(_ranks(ranks), *key) for key, ranks in same.items()]
     if audits[0].get("expected"):
         rows.append(("account", *cells(audits[0]["expected"])))
-    notes = ("account: what the engine's arithmetic says a rank holds.",)
+    notes = ("expected: by the engine's arithmetic.",)
     return Table(title="States held between steps, by rank", columns=("rank", *STATES), rows=rows, notes=notes)
 
 
@@ -170,17 +170,17 @@ def _dtype_table(audit: Mapping[str, Any]) -> Table:
 def _memory_section(run: Record) -> Section | None:
     if run.target is not None:
         return None
-    title = "Forecast beside measured"
+    title = "Forecast and measured"
     forecast, measured = run.forecast, run.measured
     why = (run.memory or {}).get("reason") or "peaks are written when a run finishes"
     unforecast = (run.memory or {}).get("unforecast") or "it was not forecast"
     if not forecast and not measured:
         return Section(title=title, words=f"There is neither: {unforecast}; {why}.")
-    words = ["Bytes of the rank that holds most, by what it holds at its peak, and the highest total of each phase."]
+    words = ["Bytes of the rank with the highest peak: the parts at the peak, and the highest total of each phase."]
     if not measured:
         words.append(f"Nothing was measured: {why}.")
     elif not forecast:
-        words.append(f"There is no forecast: {unforecast}.")
+        words.append(f"No forecast: {unforecast}.")
     elif forecast["device"]["peak_phase"] != measured["peak_phase"]:
         expected = forecast["device"]["peak_phase"]
         words.append(f"The peak was forecast in {expected} and measured in {measured['peak_phase']}.")

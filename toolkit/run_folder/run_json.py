@@ -39,19 +39,15 @@ def read_run_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise no_run(path) from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}. Name the folder of a run to go on with.") from error
+        raise RunError(f"{file} cannot be read: {error}. Name the folder of a run.") from error
     missing = {"strategy", "train_config", "run_config", "ranks"} - set(record)
     if missing:
-        raise RunError(f"{file} says nothing of {', '.join(sorted(missing))}. Name the folder of a run to go on with.")
+        raise RunError(f"{file} lacks {', '.join(sorted(missing))}. Name the folder of a run.")
     if not 0 < record["ranks"] <= RANKS:
-        raise RunError(
-            f"{file}: ranks is {record['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run to go on with."
-        )
+        raise RunError(f"{file}: ranks is {record['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run.")
     sizes = record.get("parallelism", {}).values()
     if not all(type(size) is int and 0 < size <= RANKS for size in sizes):
-        raise RunError(
-            f"{file}: parallelism is not made of sizes of at least 1. Name the folder of a run to go on with."
-        )
+        raise RunError(f"{file}: parallelism needs sizes of at least 1. Name the folder of a run.")
     return record
 
 

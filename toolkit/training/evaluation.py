@@ -57,7 +57,7 @@ class Evaluator:
         )
         loss = evaluate(self.prepared, batches, lambda: self.stop.number is not None)
         if loss is None:
-            accelerator.print(f"step {step}: evaluation left out, since the run is asked to stop")
+            accelerator.print(f"step {step}: evaluation left out because the run stops")
             return False
         if accelerator.is_main_process:
             self.folder.append_event({"step": step, "attempt": self.attempt, "eval_loss": loss})

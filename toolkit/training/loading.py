@@ -57,7 +57,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     spec = job.spec
     if spec is None:
         raise StrategyError(
-            "this Accelerator was made without a model, so nothing says what to load. "
+            "this Accelerator was made without a model, so the model is unknown. "
             "Make it with `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
     require_libraries(job)

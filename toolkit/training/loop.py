@@ -293,7 +293,7 @@ class _GlobalSums:
 def _check_count(micro: Sequence[Batch], job: Job, step: int) -> None:
     if len(micro) < job.train_config.accumulation:
         raise DataError(
-            f"step {step}: the loader gave {len(micro)} of {job.train_config.accumulation} micro-batches. "
+            f"step {step}: the loader returned {len(micro)} of {job.train_config.accumulation} micro-batches. "
             f"{job.train_config.steps} steps need {job.train_config.steps * job.train_config.accumulation}. "
             "Give more data, or lower --steps."
         )

@@ -98,7 +98,7 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
     try:
         step = operator.index(step)
     except TypeError:
-        raise ToolkitError(f"log: step {step!r} is no whole number. Count steps from 1.") from None
+        raise ToolkitError(f"log: step {step!r} is not a whole number. Count steps from 1.") from None
     now, events = time.perf_counter(), Path(path, "events.jsonl")
     if not _last_log:
         cut_events(events, step - 1)
@@ -115,7 +115,7 @@ def _number(name: str, value: Any) -> float:
     with contextlib.suppress(ValueError, RuntimeError):  # of several elements
         value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int | float) or (name == "seconds" and not math.isfinite(value)):
-        raise ToolkitError(f"log: {name}={value!r} is no number. Give a number, or a tensor of one element.")
+        raise ToolkitError(f"log: {name}={value!r} is not a number. Pass a number, or a tensor of one element.")
     return int(value) if isinstance(value, bool) else value
 
 

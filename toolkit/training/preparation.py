@@ -143,7 +143,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
         )
     if wrong:
         raise StrategyMismatch(
-            f"sharding {job.strategy.sharding!r} was asked for, and something else was prepared: {'; '.join(wrong)}. "
+            f"sharding {job.strategy.sharding!r} was requested, and something else was prepared: {'; '.join(wrong)}. "
             f"{'Nothing was trained' if gradients is None else 'Training ended with its first step'}. "
             "Check versions with `toolkit doctor`."
         )

@@ -183,7 +183,7 @@ def agree(
     for name, value in fields.items():
         if name in bound and bound[name] != value:
             raise StrategyError(
-                f"{name} {value!r} was asked for, but the Accelerate launch environment says {bound[name]!r}. "
+                f"{name} {value!r} was requested, but the Accelerate launch environment has {bound[name]!r}. "
                 f"Give `accelerate launch` a config file with {name} {value!r} (`toolkit config {flag(name)} {value}` writes it), "
                 "or leave the flag out."
             )

@@ -102,9 +102,7 @@ class StepProfile(Result):
             (name, *_with_ratio(expected, measured))
             for name, (expected, measured) in {"peak": (self.forecast_bytes, self.peak_bytes), **phases}.items()
         ]
-        notes = (
-            f"A step took {format_step_seconds(self.seconds)}. x: the forecast as a multiple of what was measured.",
-        )
+        notes = (f"A step took {format_step_seconds(self.seconds)}. x: forecast / measured.",)
         title = f"Highest memory, sharding {self.forecast.strategy.label}, precision {self.forecast.strategy.precision}"
         return [Table(title=title, columns=("phase", "forecast", "measured", "x"), rows=rows, notes=notes)]
 
@@ -141,7 +139,7 @@ class StepProfiles(Result):
             if expected is not None:
                 took = (format_step_seconds(expected), took[1], f"{expected / trial.seconds:.2f}")
             rows.append((name, *_with_ratio(trial.forecast_bytes, trial.peak_bytes), *took))
-        notes = ["x: the forecast as a multiple of what was measured."]
+        notes = ["x: forecast / measured."]
         if all(trial.forecast.timing is None for trial in self.trials.values()):
             first = next(iter(self.trials))
             notes.append(
@@ -181,7 +179,7 @@ def profile_steps(
     )
     if not request.single_process:
         raise StrategyError(
-            f"sharding {request.sharding!r} needs processes of its own, and this is one. Launch it, or take sharding 'none'."
+            f"sharding {request.sharding!r} needs several processes, and this is one. Launch it, or choose sharding 'none'."
         )
     machine = hardware()
     run_config = replace(

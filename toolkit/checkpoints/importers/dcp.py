@@ -50,7 +50,7 @@ def open_dcp(folder: Path, root: Path) -> Weights:
     """
     list_files(folder, root)
     raw = load_metadata(folder / METADATA)
-    with wrap_errors(f"{folder / METADATA} is no metadata of a DCP checkpoint"):
+    with wrap_errors(f"{folder / METADATA} is not the metadata of a DCP checkpoint"):
         everything = _state(raw, "Metadata")
         names = _model_names(everything["state_dict_metadata"], everything["planner_data"])
         tensors = {key: _tensor(everything["state_dict_metadata"][key]) for key in names}

@@ -59,7 +59,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
         return partial(open_dcp, folder, root)
     if split:
         raise CheckpointError(
-            f"{folder / split} is one rank's part, and nothing says how the parts fit: expected SHARDED_STATE_DICT "
+            f"{folder / split} is one rank's part, without a record of how the parts fit: expected SHARDED_STATE_DICT "
             "through torch.distributed.checkpoint, or FULL_STATE_DICT. Save it again as one of these."
         )
     others = [name for name in files if _OTHERS.fullmatch(name)]
@@ -70,7 +70,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
 
 def _latest_folder(folder: Path, pointer: Path) -> Path:
     """Return the folder that DeepSpeed's `latest` names."""
-    with wrap_errors(f"{pointer} is no name of a folder"), pointer.open(encoding="utf-8") as file:
+    with wrap_errors(f"{pointer} does not name a folder"), pointer.open(encoding="utf-8") as file:
         tag = file.read(1024).strip()
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     if tag not in names:

@@ -129,8 +129,8 @@ def explain_refusals(path: Path | str) -> Iterator[None]:
 
 def _refusal(path: Path | str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} asks for {name!r}, which is not on the list of what a checkpoint may hold, and nothing of it was run. "
-        "If you trust the file, write the checkpoint again without that object where it was made."
+        f"{path} asks for {name!r}, which is not on the list of allowed classes. No code of it was run. "
+        "If you trust the file, write the checkpoint again without that object."
     )
 
 
@@ -180,7 +180,7 @@ def check_tuples(file: IO[bytes]) -> None:
             if stack and stack[-1] > NESTED:
                 raise pickle.UnpicklingError(f"it nests more than {NESTED:,} tuples")
     except (ValueError, IndexError, KeyError) as error:
-        raise pickle.UnpicklingError(f"it is no pickle ({error})") from None
+        raise pickle.UnpicklingError(f"it is not a pickle ({error})") from None
 
 
 def _apply_instruction(

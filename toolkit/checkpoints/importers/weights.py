@@ -63,7 +63,7 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
         CheckpointError: for no tensor, an empty tensor, and two tensors of one name.
     """
     if not entries:
-        raise CheckpointError(f"{folder} ({kind}) holds no tensor of a model. Give the folder that holds the model's.")
+        raise CheckpointError(f"{folder} ({kind}) has no tensors of a model. Name the folder of the model.")
     empty = [name for name, entry in entries.items() if 0 in entry.shape]
     if empty:
         raise CheckpointError(
@@ -118,7 +118,7 @@ def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
     Raises:
         CheckpointError: for an invalid index, one that names a file in another folder, and a missing file.
     """
-    with wrap_errors(f"{index} is no index of weights"):
+    with wrap_errors(f"{index} is not an index of weights"):
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:

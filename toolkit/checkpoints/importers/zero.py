@@ -150,7 +150,7 @@ def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str,
     require(names, files, folder)
     states = []
     for name in names:
-        with wrap_errors(f"{files[name]} is no optimizer state of ZeRO"):
+        with wrap_errors(f"{files[name]} is not an optimizer state of ZeRO"):
             states.append(load(files[name])["optimizer_state_dict"])
             counts = states[-1]["partition_count"]
             count = max(counts) if isinstance(counts, list) else int(counts)
