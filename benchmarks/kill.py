@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from forking import server
+from kill_worker import KINDS, Victim, command, own_environ
 from machine import about, commit, parse, parser, write_results
-from striking import KINDS, Victim, command, own_environ
 
 from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.core.atomic_io import append_line, read_events

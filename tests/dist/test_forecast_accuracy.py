@@ -1,4 +1,4 @@
-"""A sample of the grid of `benchmarks/memory_truth.py`, by its own command: real runs beside forecasts made before them."""
+"""A sample of the grid of `benchmarks/forecast_accuracy.py`, by its own command: real runs beside forecasts made before them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 RUNS, SEED = 5, 3277
 """A draw of five families with each adapter and each sharding that `test_compare.py` does not hold beside its forecast."""
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_truth.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "forecast_accuracy.py"
 
 
 WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "save": 0.08}
@@ -39,7 +39,7 @@ def test_forecasts_are_true(tmp_path: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(made.pid, signal.SIGKILL)
     assert code == 0, (tmp_path / "log").read_text()[-2000:]
-    rows = json.loads((results / "memory_truth.json").read_text())["runs"]
+    rows = json.loads((results / "forecast_accuracy.json").read_text())["runs"]
     assert len(rows) == RUNS
     assert not [row["failed"] for row in rows if "failed" in row]
     assert {row["strategy"]["sharding"] for row in rows} == set(SHARDINGS) - {"ddp", "zero3", "fsdp"}

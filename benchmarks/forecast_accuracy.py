@@ -1,8 +1,8 @@
 """What `tk.forecast` says beside what real runs take: the allocator's peak of the fullest rank, over a grid of strategies.
 
-    python benchmarks/memory_truth.py                  # 300 runs; on two cores about two hours
-    python benchmarks/memory_truth.py --runs 400 # those that the results hold are not run again
-    python benchmarks/memory_truth.py --smoke          # whether it still runs: one run of one family
+    python benchmarks/forecast_accuracy.py                  # 300 runs; on two cores about two hours
+    python benchmarks/forecast_accuracy.py --runs 400 # those that the results hold are not run again
+    python benchmarks/forecast_accuracy.py --smoke          # whether it still runs: one run of one family
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
 is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
@@ -173,7 +173,7 @@ def others(rows: Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]
 
 def measured_before(results: Path) -> dict[str, dict[str, Any]]:
     """Runs of the results that lie there, where versions and machine are the same; `--again` measures them again."""
-    path, now = results / "memory_truth.json", about()
+    path, now = results / "forecast_accuracy.json", about()
     if not path.exists():
         return {}
     found = json.loads(path.read_text())
@@ -386,7 +386,7 @@ def main() -> None:
             measured_at = {"commit": ", ".join(sorted({row.get("commit", NO_COMMIT) for row in runs}))}
             found = {**about(), **measured_at, "seed": arguments.seed, "refused": refused, "runs": runs}
             text = "\n\n".join(map(Table.text, shown))
-            write_results(arguments.results, "memory_truth", "Forecasts beside real runs", found, text)
+            write_results(arguments.results, "forecast_accuracy", "Forecasts beside real runs", found, text)
     print("\n\n".join(map(Table.text, tables(rows, refused, arguments.seed))))
 
 
