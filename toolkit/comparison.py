@@ -23,7 +23,7 @@ from toolkit.engines.base import engine_of
 from toolkit.launcher import supervise
 from toolkit.reports import reported, throughput
 from toolkit.run_folder.folder import check_place, enter, new_path
-from toolkit.run_folder.run_json import finished_run
+from toolkit.run_folder.run_json import open_finished_run
 from toolkit.run_folder.run_lock import new_token
 from toolkit.training.preflight import run_preflight
 from toolkit.training.setup import choose_ranks, print_default
@@ -186,7 +186,7 @@ def read_run(path: Path) -> RunResult:
     Raises:
         RunError: where it is none, or its files do not say what a run's do.
     """
-    with finished_run(path) as (about, memory, steps):
+    with open_finished_run(path) as (about, memory, steps):
         return RunResult(
             sharding=about["strategy"]["sharding"],
             strategy=about["strategy"],

@@ -15,6 +15,9 @@ from toolkit.core.redaction import redact, redact_all, visible
 UNLIMITED = 10_000
 """Characters of a line that nothing wraps."""
 
+NARROW = 16
+"""Characters below which no column is narrowed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -35,19 +38,18 @@ class Table:
         from io import StringIO
 
         from rich.console import Console
-        from rich.measure import Measurement
         from rich.table import Table as RichTable
 
         cells, right = self._cells()
         table = RichTable(box=_box(), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for name, numbers, column in zip(self.columns, right, zip(self.columns, *cells, strict=True), strict=True):
-            # Rich would cut what cannot be wrapped.
-            needed = max(len(word) for cell in column for word in ([cell] if numbers else cell.split() or [""]))
-            table.add_column(_plain(name), justify="right" if numbers else "left", no_wrap=numbers, min_width=needed)
+        widths = _column_widths(
+            [[name, *column] for name, *column in zip(self.columns, *cells, strict=True)], right, width
+        )
+        for name, numbers, column_width in zip(self.columns, right, widths, strict=True):
+            table.add_column(_plain(name), justify="right" if numbers else "left", width=column_width)
         for row in cells:
             table.add_row(*map(_plain, row))
         console = Console(file=StringIO(), width=UNLIMITED, color_system=None, force_terminal=False, emoji=False)
-        console.width = max(width, Measurement.get(console, console.options, table).minimum)
         with console.capture() as capture:
             console.print(table)
         lines = [line.rstrip() for line in capture.get().rstrip("\n").split("\n")]
@@ -70,6 +72,21 @@ class Table:
         """Return the cells' texts, and for each column whether it is right-aligned."""
         cells = [[visible(str(cell)).replace("\n", "\\n") for cell in row] for row in self.rows]
         return cells, [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(self.columns))]
+
+
+def _column_widths(columns: Sequence[Sequence[str]], right: Sequence[bool], limit: int) -> list[int]:
+    """Return widths that fit the limit if words and numbers stay whole: rich would cut them."""
+    widths = [max(map(len, column)) for column in columns]
+    needed = [
+        max(min(width, NARROW), *(len(word) for cell in column for word in ([cell] if numbers else cell.split())))
+        for column, numbers, width in zip(columns, right, widths, strict=True)
+    ]
+    while sum(widths) + 2 * len(widths) - 2 > limit:
+        spare = [width if width > least else 0 for width, least in zip(widths, needed, strict=True)]
+        if not any(spare):
+            break
+        widths[spare.index(max(spare))] -= 1
+    return widths
 
 
 def _numeric(cell: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from toolkit.core.errors import RunError
 from toolkit.forecasting.timing import Timing
-from toolkit.run_folder.run_json import finished_run
+from toolkit.run_folder.run_json import open_finished_run
 
 if TYPE_CHECKING:
     from toolkit.forecasting.result import Forecast
@@ -46,7 +46,7 @@ def read_run(path: Path) -> Calibration:
     Raises:
         RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
     """
-    with finished_run(path) as (_, memory, steps):
+    with open_finished_run(path) as (_, memory, steps):
         forecast, measured = memory["forecast"], memory["measured"]
         if not forecast or not measured:
             why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"

@@ -14,7 +14,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Device, Hardware
-from toolkit.run_folder.run_json import finished_run
+from toolkit.run_folder.run_json import open_finished_run
 
 MATTER = (
     *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
@@ -59,7 +59,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
         RunError: where there is no run, or none that came to its end.
     """
     path = Path(run)
-    with finished_run(path) as (about, memory, _):
+    with open_finished_run(path) as (about, memory, _):
         measured, forecast, run_config = memory["measured"], memory["forecast"], about["run_config"]
         return FinishedRun(
             path=path,

@@ -156,7 +156,7 @@ def _state_table(audits: Sequence[Mapping[str, Any]]) -> Table:
         same.setdefault(cells(audit["measured"]), []).append(rank)
     rows = [(_ranks(ranks), *key) for key, ranks in same.items()]
     if audits[0].get("expected"):
-        rows.append(("account", *cells(audits[0]["expected"])))
+        rows.append(("expected", *cells(audits[0]["expected"])))
     notes = ("expected: by the engine's arithmetic.",)
     return Table(title="States held between steps, by rank", columns=("rank", *STATES), rows=rows, notes=notes)
 
@@ -164,7 +164,7 @@ def _state_table(audits: Sequence[Mapping[str, Any]]) -> Table:
 def _dtype_table(audit: Mapping[str, Any]) -> Table:
     actual, expected = audit["measured"].get("dtypes", {}), (audit.get("expected") or {}).get("dtypes", {})
     rows = [(part, dtype, expected.get(part, "–")) for part, dtype in actual.items()]
-    return Table(title="Dtype ledger", columns=("part", "got", "account"), rows=rows)
+    return Table(title="Dtype ledger", columns=("part", "measured", "expected"), rows=rows)
 
 
 def _memory_section(run: Record) -> Section | None:

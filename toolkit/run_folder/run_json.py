@@ -52,7 +52,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def finished_run(path: Path) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
+def open_finished_run(path: Path) -> Iterator[tuple[dict[str, Any], Any, list[dict[str, Any]]]]:
     """Yield `run.json`, `memory.json` and the steps of a finished run, for a block that converts them.
 
     Raises:

@@ -53,7 +53,7 @@ class Audit(Result):
         ]
         other = [f"{part} in {name}" for part, name in self.measured.dtypes.items() if part in ("gradients", "reduce")]
         title = f"Held by this rank ({self.engine}, {self.ranks} ranks)"
-        columns = ("part", "bytes", "account", "dtype")
+        columns = ("part", "bytes", "expected", "dtype")
         return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
 
     def to_dict(self) -> dict[str, Any]:
