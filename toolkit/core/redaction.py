@@ -177,7 +177,9 @@ def _spellings(word: str) -> tuple[str, ...]:
     from urllib.parse import quote
 
     plain, wide = json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1]
-    return plain, wide, repr(word)[1:-1], escape(word), quote(word, safe="")
+    html = escape(word)
+    by_jinja = html.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
+    return plain, wide, repr(word)[1:-1], html, by_jinja, quote(word, safe="")
 
 
 # As a program ----------------------------------------------------------------------------------------------------------
