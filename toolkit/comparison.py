@@ -172,7 +172,7 @@ def _run(
     environ: Mapping[str, str],
 ) -> RunResult:
     path = new_path(root, strategy.sharding)
-    run_config = dataclasses.replace(run_config, save_every=0, save_seconds=0.0)  # what is compared is the training
+    run_config = dataclasses.replace(run_config, save_every=0, save_seconds=0.0)  # only the training is compared
     with enter(path, token=new_token()) as folder, reported(path):
         arguments = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)

@@ -57,7 +57,7 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event,
                 work()
             except BaseException as error:
                 raised.append(error)
-            del work  # whose owner could not end while it is held
+            del work  # its owner could not end while this thread holds it
             idle.set()
     finally:
         idle.set()

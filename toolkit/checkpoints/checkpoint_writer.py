@@ -102,7 +102,7 @@ class CheckpointWriter:
             clear_partial(folder)
         prepared.accelerator.wait_for_everyone()
         if prepared.accelerator.device.type == "cuda":
-            self._make_buffers()  # where there is no room for them it is known before the first step
+            self._make_buffers()  # a lack of memory shows before the first step
         missing = keep + 1 - min(keep, len(list_checkpoints(folder)))
         needed = missing * (self.layout.total_bytes + SLACK)
         on_main(prepared.accelerator, lambda: check_space(folder, needed, f"{missing} checkpoints"))
@@ -221,7 +221,7 @@ class CheckpointWriter:
                     Published(path=path, step=step, size_bytes=size, stall_seconds=stall, write_seconds=seconds)
                 )
         except BaseException as error:
-            # In a thread nobody sees it: the loop raises it at its next step.
+            # An error in the thread is raised by the loop at its next step.
             self._error = error
             if _is_disk_full(error):
                 self._error = _no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
@@ -233,7 +233,7 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 (partial / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                _failed_file(partial, self.rank).touch()  # even where there is no room for the words
+                _failed_file(partial, self.rank).touch()  # even where the disk has no room for the message
                 _write_atomically(_failed_file(partial, self.rank), str(self._error))
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
@@ -253,7 +253,7 @@ class CheckpointWriter:
         for old in list_checkpoints(self.folder)[self.keep :]:
             try:
                 _remove(old)
-            except OSError as error:  # the new one is safe, and training goes on
+            except OSError as error:  # the new checkpoint is safe, and training continues
                 warnings.warn(f"the old checkpoint {old} cannot be removed: {error}. Remove it yourself.", stacklevel=2)
         return path, manifest.size_bytes
 

@@ -160,7 +160,7 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[t
         if shard.kind == BUFFER or shard.name in trained
     ]
     job = prepared.job
-    # Not by what this rank holds: its part may be all padding, and the others' masters are what is trained.
+    # All ranks decide alike: a rank's own part may be all padding.
     kinds = engine_of(job.strategy).expected_state(job).dtypes if job.spec else {shard.kind for shard in shards}
     apart = MASTER in kinds
     for shard in shards:

@@ -111,7 +111,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         written = read_limited(path, LIMIT)
         values = parse_json(written)
         own = values.pop("sha256")
-        # Every format has this hash, so that what is damaged is told from what another version wrote.
+        # Every format has this hash: it distinguishes damage from another format.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
             raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
         if values["format"] != FORMAT:
@@ -191,7 +191,7 @@ def misplacement(checkpoint: Path) -> list[str]:
     try:
         step = read_manifest(checkpoint).step
     except (CheckpointError, OSError):
-        return []  # `problems` says that
+        return []  # `validate` reports that
     return [] if checkpoint.name == folder_name(step) else [f"its manifest is of step {step}: a copy, or renamed"]
 
 

@@ -89,7 +89,7 @@ class StoredTensors:
 
         about = self.manifest.tensors[name][kind]
         box = whole_box(about["shape"])
-        self._check_complete(name, kind, box)  # before memory is allocated: the manifest may be a stranger's
+        self._check_complete(name, kind, box)  # before memory is allocated: the manifest may be crafted
         tensor = torch.empty(box_shape(box), dtype=getattr(torch, about["dtype"]))
         copy(self._parts(name, kind, box), [(box, tensor)])
         return tensor

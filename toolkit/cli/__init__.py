@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"toolkit: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read has read enough. The interpreter would write what is left once more.
+        # The reader closed the pipe. The interpreter would write the rest once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:

@@ -59,7 +59,7 @@ def timeline(flags: argparse.Namespace) -> Result:
     from toolkit.forecasting.timelines import timeline
     from toolkit.models import describe
 
-    # What is not said is the run's own, where there is one.
+    # Flags that are not given have the run's values.
     finished = read_finished_run(flags.run) if flags.run else None
     strategy, train_config = (finished.strategy, finished.train_config) if finished else (Strategy(), TrainConfig())
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
@@ -104,7 +104,7 @@ def plan(flags: argparse.Namespace) -> Result:
         try:
             write_config(Path(flags.write), result.config(), "--write")
         except ToolkitError:
-            show(result, flags.json)  # what was found is not lost with the file
+            show(result, flags.json)  # the result is shown even if the file cannot be written
             raise
         print(result.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
         print(

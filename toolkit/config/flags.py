@@ -123,7 +123,7 @@ def add_flags(
             text = f"{f.metadata['help']} (default: {default or _default(f)})"
             if len(flag(f.name)) + len(metavar) > MAX_METAVAR:
                 metavar, text = "WORD", f"{', '.join(values)}; {text}"
-            if not f.metadata["help"]:  # no engine runs it yet: the flag exists so that its refusal says so
+            if not f.metadata["help"]:  # no engine runs it yet: the flag exists for its error message
                 text = argparse.SUPPRESS
             if kind is bool:
                 group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=text)

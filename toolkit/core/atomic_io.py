@@ -94,7 +94,7 @@ def read_limited(path: Path, limit: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"it has more than {limit:,} bytes")
-        return file.read(size)  # no more is asked for: a rank whose memory has run out reads run.json, too
+        return file.read(size)  # a bound on memory: a rank without memory reads run.json, too
 
 
 def parse_json(data: bytes | str, *, finite: bool = True) -> Any:

@@ -130,7 +130,7 @@ class Result:
         return ()
 
     def __str__(self) -> str:
-        width = shutil.get_terminal_size().columns  # 80 where there is no terminal
+        width = shutil.get_terminal_size().columns  # 80 without a terminal
         headline = visible(self.headline())
         parts = [*([_wrapped(headline, width)] if headline else []), *(t.text(width) for t in self.tables())]
         return redact("\n\n".join(parts))

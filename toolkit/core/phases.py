@@ -33,7 +33,7 @@ def phase(name: str) -> Iterator[None]:
     """
     if name not in PHASES:
         raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
-    # Without torch there is no profiler to tell, and importing it here would cost two seconds.
+    # Without torch there is no profiler, and importing it takes two seconds.
     torch = sys.modules.get("torch")
     profiled = torch and torch.autograd._profiler_enabled()
     mark = torch.profiler.record_function(PREFIX + name) if torch and profiled else nullcontext()

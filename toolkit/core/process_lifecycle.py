@@ -198,7 +198,7 @@ def redact_streams(*streams: int, log: Path | None = None) -> None:
     """Send file descriptors through `redacting`, on to where the first of them went (and to `log`), until this process ends."""
     before = [os.dup(stream) for stream in streams]
     command = [sys.executable, "-I", "-S", redaction.__file__, *([str(log)] if log else [])]
-    # A session of its own: the signals that stop a rank's group must not stop what writes down its last words.
+    # Its own session: a signal to a rank's group must not stop the process that writes its last output.
     passing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
     assert passing.stdin is not None
     for stream in streams:

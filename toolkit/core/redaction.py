@@ -195,7 +195,7 @@ def _copy(source: int, targets: Sequence[int]) -> None:
     import select
 
     secrets, pending = _secrets_pattern(), b""
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # keeps a character that comes in two parts
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # keeps a character that arrives in two parts
 
     def pass_on(data: bytes) -> None:
         text = visible(_redacted(decoder.decode(data), secrets), moves=True)

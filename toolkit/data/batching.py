@@ -161,7 +161,7 @@ def _loader(take: Callable[[int], dict[str, Tensor]], count: int, workers: int =
     import torch
     from torch.utils.data import DataLoader
 
-    # A generator of its own: without one every pass over the loader draws from torch's global generator, and so moves
+    # A generator of its own: without one, every pass over the loader draws from torch's global generator, and so moves
     # dropout.
     loader: Loader = DataLoader(
         _Batches(take, count),  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def embedded_model() -> Path:
 
     from filelock import FileLock
 
-    # The tokenizer comes from this Python's sources, the weights from this torch's generator.
+    # The tokenizer depends on this Python's sources, the weights on this torch's generator.
     made_with = [sys.version, *(metadata.version(name) for name in ("torch", "transformers", "tokenizers"))]
     root = cache_folder("embedded")
     folder = root / hashlib.sha256(repr(made_with).encode()).hexdigest()[:16]

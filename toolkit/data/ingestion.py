@@ -115,7 +115,7 @@ def _stats(origin: Source) -> dict[str, list[int]]:
     """Return each file's device, inode, size and times of change. No program can set the last one, `ctime`."""
     result = {}
     for path in origin.files:
-        with contextlib.suppress(OSError):  # reading it says why
+        with contextlib.suppress(OSError):  # reading it reports the error
             now = path.stat()
             if stat.S_ISREG(now.st_mode):  # a pipe is new each time
                 result[str(path)] = [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]

@@ -129,7 +129,7 @@ class _Row:
         self.tokens, self.left, self._names, self._np = 0, seq_len, names, np
         self.ids = np.full(seq_len, pad, np.int32)
         self.labels = np.full(seq_len, IGNORED, np.int32)
-        # What is never filled counts as one more document of its own.
+        # A row that is never filled counts as one more document.
         self.positions = np.arange(seq_len, dtype=np.int32)
         self.mask = np.zeros(seq_len, np.int32)
 
@@ -140,7 +140,7 @@ class _Row:
         ids = np.asarray(document.ids[start : start + count], np.int32)
         self.ids[at : at + count] = ids
         self.labels[at : at + count] = np.where(np.asarray(document.trained[start : start + count], bool), ids, IGNORED)
-        # The token before belongs to another document, or to none: it must not be asked to predict this one.
+        # The token before belongs to another document, or to none: it must not predict this one.
         self.labels[at] = IGNORED
         self.mask[at : at + count] = 1
         self.positions[at:] = np.arange(len(self.positions) - at)

@@ -66,7 +66,7 @@ def _by_processes(contents: Contents, encoder: Encoder, folder: Path, processes:
                 ids=datasets.LargeList(integers), trained=datasets.LargeList(flags), whole=flags, split=integers
             ),
             cache_file_name=str(folder / "tokens.arrow"),
-            new_fingerprint="tokens",  # the caller keeps the result under a fingerprint of its own
+            new_fingerprint="tokens",  # the caller keeps the result under its own fingerprint
             num_proc=min(processes, len(documents)),
             desc="tokenizing",
         )

@@ -129,7 +129,7 @@ def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
         for folder in (root / controllers / part for part in (inside, *inside.parents)):
             if (folder / maximum).is_file() and (limit := (folder / maximum).read_text().strip()) != "max":
                 pages = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-                # Pages of files that nobody uses are given back on demand.
+                # The kernel reclaims unused file pages on demand.
                 used = int((folder / current).read_text()) - (int(pages[1]) if pages else 0)
                 limits.append((int(limit), int(limit) - used))
     return limits

@@ -119,7 +119,7 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
     left = list(names)
     while left and not stop.is_set():
         with tempfile.TemporaryFile() as errors:
-            # A session of its own: compilers that it starts end with it.
+            # Its own session: compilers that it starts end with it.
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "toolkit.diagnosis", str(os.getpid()), *left],
                 stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,

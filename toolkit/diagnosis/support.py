@@ -31,7 +31,7 @@ def list_abilities(findings: Sequence[Finding]) -> Iterator[Ability]:
     by_check = {finding.check: finding for finding in findings}
     try:
         machine = hardware()
-    except ToolkitError:  # the check of the GPUs says what is wrong with them
+    except ToolkitError:  # the check of the GPUs reports the error
         machine = hardware("cpu")
     rules = {
         "sharding": (tuple(SHARDINGS), _sharding),

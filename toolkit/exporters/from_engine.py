@@ -65,7 +65,7 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
 
     def write() -> None:
         if spec is not None and not adapter:
-            origin = BaseWeights(spec)  # what is frozen leaves as it came, also where it was cast to be computed with
+            origin = BaseWeights(spec)  # frozen weights are exported as they were read, whatever dtype they computed in
             state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in names})
         with quiet_bars(True, shown=False):
             planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
@@ -78,7 +78,7 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
 def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any], folder: Path) -> None:
     spec = prepared.job.spec
     if prepared.job.strategy.adapter == "none":
-        # Training switches the cache off; whoever loads the result to generate wants what the checkpoint said.
+        # Training switches the cache off; generation needs the checkpoint's own setting.
         cached = spec.config.get("use_cache", True) if spec else True
         module.config.use_cache = module.config.get_text_config().use_cache = cached
         module.config.dtype = next(iter(state.values())).dtype

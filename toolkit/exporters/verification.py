@@ -45,7 +45,7 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
 
 
 def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
-    """Return what is wrong with one tensor. A value that is not finite may be trained: then the bytes are equal."""
+    """Return what is wrong with one tensor. Non-finite values are right if the bytes are equal."""
     import torch
 
     saved = SavedTensor.of(tensor)
@@ -146,7 +146,7 @@ def _assemble_model(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes:
             attn_implementation=ATTENTIONS[check_attention(spec)].transformers,
             trust_remote_code=spec.runs_code,
         )
-    model.tie_weights()  # `init_empty_weights` gives every name a parameter of its own
+    model.tie_weights()  # `init_empty_weights` gives every name its own parameter
     for name in weights.shapes:
         owner, _, leaf = name.rpartition(".")
         module, tensor = model.get_submodule(owner), weights.tensor(name).to(dtypes[name])

@@ -75,7 +75,7 @@ def _wide_kernel(operator: Any) -> Callable[..., Any]:
 def _sum(operator: Any) -> Callable[..., Any]:
     import torch
 
-    # aten/src/ATen/native/SoftMax.cpp: on CUDA a softmax of fp16 into fp32 makes no copy of what it reads.
+    # aten/src/ATen/native/SoftMax.cpp: on CUDA, a softmax of fp16 into fp32 does not copy its input.
     fused = {"aten::softmax": torch.ops.aten._softmax, "aten::log_softmax": torch.ops.aten._log_softmax}
     fused_kernel = fused.get(operator._schema.name)
 

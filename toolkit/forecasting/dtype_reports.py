@@ -178,7 +178,7 @@ def dtype_report(
             *(column for column in strategies or () if column.sharding != finished.strategy.sharding),
         ]
     chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
-    # Dtypes do not depend on how many there are: where the machine has one device, sharding is asked of two.
+    # Dtypes do not depend on the number of ranks; with one device, sharding is forecast for two.
     job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1)
     count = ranks if ranks is not None else max(2, machine.ranks)
     columns = []

@@ -38,7 +38,7 @@ class Forecast(Result):
     phases: Mapping[str, int]
     """The highest total within each phase."""
     host_bytes: int
-    """The highest need of a node's host: of all its ranks, and of what rank 0 takes beside them. On CPU ranks all peaks."""
+    """The highest need of a node's host: of all its ranks, and of rank 0's additional memory."""
     checkpoint_bytes: int
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""

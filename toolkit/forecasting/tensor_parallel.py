@@ -28,7 +28,7 @@ class LocalTracker(Tracker):  # type: ignore[no-untyped-call]
         if func is WAIT:  # its fake kernel makes another tensor, the real one returns its argument
             return args[0]
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is GATHER and self._device == "cpu":  # gloo gathers into a buffer of its own
+        if func is GATHER and self._device == "cpu":  # gloo gathers into its own buffer
             size = output.untyped_storage().nbytes()
             self.events += [("+", size, ""), ("-", size, "")]
         return output

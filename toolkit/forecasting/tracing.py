@@ -40,7 +40,7 @@ def trace_all(
     for config in others:
         try:
             traces.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
-        except Exception:  # asked for itself, it will say why
+        except Exception:  # a request for this configuration alone shows the error
             traces.append([])
     return traces
 
@@ -54,7 +54,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        # In this order: PEFT lets what is embedded need a gradient where activations are checkpointed.
+        # In this order, PEFT lets embeddings require gradients under activation checkpointing.
         outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
         parts.distribute(model)
         outer.train()

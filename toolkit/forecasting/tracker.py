@@ -1,4 +1,4 @@
-"""`Tracker`: what every operator allocates and frees. A class over torch's, so that importing it imports torch."""
+"""`Tracker`: every operator's allocations and releases. It derives from torch's class: import it late."""
 
 from __future__ import annotations
 

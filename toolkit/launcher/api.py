@@ -214,7 +214,7 @@ def _hold_lock(path: Path, opened: int) -> None:
 def _sort_options(
     strategy: Strategy | Candidate | str | None, fields: dict[str, Any], *, run_config: bool
 ) -> dict[str, Any]:
-    """A Strategy, Loop, Recipe and Care, each by its name, of what was given."""
+    """Return Strategy, TrainConfig, RunConfig and RestartPolicy by name, made from these fields."""
     owners: dict[str, type[Any]] = {
         "strategy": Strategy,
         "train_config": TrainConfig,
@@ -257,12 +257,12 @@ def _sort_options(
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what an Accelerator, or a launcher, left in it for the process that it stood in."""
+    """Return the environment without the variables of an Accelerator or a launcher in this process."""
     return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
 
 
 def _check_target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What can be said of it before there is a folder."""
+    """Check the target before a folder exists."""
     if not isinstance(target, str):
         check_call(target, args, kwargs)
     elif target == RECIPE and (args or kwargs):
@@ -280,7 +280,7 @@ def _target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Ma
 
 
 def _started(path: Path, command: Sequence[str], strategy: Strategy | None) -> Run:
-    """The supervisor, in a session of its own: neither a kernel's end nor an interrupt of its group reaches it."""
+    """Start the supervisor in its own session, which survives the kernel and interrupts of its group."""
     folder = run_paths(path)
     folder.logs.mkdir(parents=True, exist_ok=True)
     with open(supervisor_log(folder), "wb") as log:

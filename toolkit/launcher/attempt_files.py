@@ -117,7 +117,7 @@ def start(
             stdin=subprocess.DEVNULL,  # a library that asks would stop a group in the background for good
             stdout=output,
             stderr=log,
-            process_group=0,  # a terminal's Ctrl-C comes to the supervisor alone, which passes it on once
+            process_group=0,  # a terminal's Ctrl-C reaches the supervisor only, which passes it on once
         )
 
 

@@ -38,7 +38,7 @@ class HeartbeatMonitor:
         Raises:
             RankHung: for a rank that has been silent longer than the timeout, and for one that the others wait for.
         """
-        # What passes while this process itself is held up counts for nobody's silence.
+        # Time in which this process was suspended does not count as silence.
         passed = min(time.monotonic() - self._looked, 3 * EVERY)
         if passed < EVERY:
             return

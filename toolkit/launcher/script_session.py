@@ -38,7 +38,7 @@ def run_script(
     check_ranks(machine, ranks)
     job = resolve(strategy, TrainConfig(), None, ranks, machine.device)
     with enter(path, resume=resume, token=new_token()) as entered, reported(path):
-        folder = dataclasses.replace(entered, created=False)  # what it printed tells more than a message, and stays
+        folder = dataclasses.replace(entered, created=False)  # its output explains more than a message, and stays
         old = read_run_json(path) if resume else {}
         attempts = [
             *old.get("attempts", []),

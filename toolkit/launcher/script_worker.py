@@ -5,7 +5,7 @@ Started as `python -m toolkit.launcher.script_worker FOLDER KIND NAME SHA256 [AR
 
 from __future__ import annotations
 
-# First of all, so that a rank whose launcher is killed while it still imports torch ends with it.
+# First, so that a rank ends with its launcher even while it imports torch.
 from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path, tee_output
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def supervise(
 ) -> None:
     """Run `accelerate launch -m module arguments…` to its end, and leave no process behind.
 
-    The config file and `logs/` are written into the folder. Rank 0 is shown live if it calls `lifetime.tee_output`.
+    The config file and `logs/` are written into the folder. Rank 0 is shown live if it calls `tee_output`.
     When a rank dies, the others are ended. SIGINT and SIGTERM go to the ranks, and a second one kills. Everything that
     carries the run's token is gone afterwards.
 

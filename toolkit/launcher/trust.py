@@ -136,7 +136,7 @@ def _module_file(name: str) -> Path:
     """Find a module's file, or a package's `__main__`, without running parent packages as `find_spec` does."""
     where: Any = [*sys.path, os.getcwd()]  # as a rank looks for it
     for number, part in enumerate(name.split(".")):
-        # A package that is installed to be edited may have a finder of its own.
+        # An editable package may have its own finder.
         others = [finder.find_spec(part, None) for finder in sys.meta_path if number == 0 and finder not in _PYTHONS]
         spec = PathFinder.find_spec(part, where) or next(filter(None, others), None)
         if spec is None:

@@ -63,7 +63,7 @@ def peak_memory(work: Callable[[], object], device_kind: str) -> int:
     Raises:
         RunError: where another profiler keeps it from being measured.
     """
-    gc.collect()  # what is freed within has to have been allocated within
+    gc.collect()  # only what is allocated within may be freed within
     before = 0
     if device_kind == "cuda":
         import torch

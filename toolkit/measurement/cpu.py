@@ -45,7 +45,7 @@ class _Recording:
         self._profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
         with _silence_kineto():
             self._running.enter_context(self._profiler)
-        # Ours is told apart from whichever starts later: that one sets this again.
+        # Distinguishes ours from a later one: that one sets it again.
         torch.autograd.profiler._set_is_profiler_enabled(False)
         self.note("start")
 

@@ -144,7 +144,7 @@ def named_code(config: Path) -> list[str]:
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return []  # transformers says what is wrong with it
+        return []  # transformers reports the error
     return list(_strings(values.get("auto_map") if isinstance(values, dict) else None))
 
 

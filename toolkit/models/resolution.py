@@ -106,12 +106,12 @@ def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool =
     from transformers import AutoConfig
 
     try:
-        # A file, not a folder: nothing is asked of the Hub. The model's own classes are found by the folder.
+        # A file, not a folder: the Hub is not asked. The model's own classes are found by the folder.
         where = path if trust is None else path.parent
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(where), trust_remote_code=trust is not None, local_files_only=True
         )
-    except Exception as error:  # each config class checks its own values, with exceptions of its own
+    except Exception as error:  # each config class checks its values with its own exceptions
         raise ModelError(f"model {name!r}: transformers refuses its {path.name}: {first_line(error)}") from error
     return config
 
@@ -187,7 +187,7 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
 
 
 def check_generates(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse what is no causal or sequence-to-sequence language model. `values` is a config with its defaults."""
+    """Refuse models that do not generate text. `values`: a config with its defaults."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,

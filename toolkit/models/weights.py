@@ -148,7 +148,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not a safetensors index: {first_line(error)}") from None
     for name in names:
-        # An index comes from elsewhere and must not lead out of its folder.
+        # An index may be crafted and must not lead out of its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names {name!r}: expected the name of a safetensors file in the same folder.")
     missing = [name for name in names if not (folder / name).is_file()]

@@ -1,4 +1,4 @@
-"""What a panel asks: where its controls stand, what each can be set to, and the same question as a shell's command."""
+"""The state of a panel: its controls' values and choices, and the equivalent shell command."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
         numbers = _counts(1, 512, state.here.ranks, value)
         return Choice(name=name, label="devices", help=help, values=numbers, value=value, slides=True, quick=True)
     if name in BATCH:
-        # Longer than the model can is a sentence, and nobody looks for it on a slider.
+        # Longer sequences than the model's are an error, and not on the slider.
         longest = max((spec.max_positions or 131_072) for spec in state.models.values())
         least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
         help, label = _help(TrainConfig, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
@@ -277,7 +277,7 @@ def command(kind: str, state: ExplorerState) -> str:
     stays = state.implied and all(state.values[name] == state.began[name] for name in ("device", "devices"))
     words += [] if stays else ["--hardware", state.machine_words]
     strategy, second = state.fields(state.base), state.fields(state.second, SECOND)
-    # What a run was need not be said: the shell, too, begins from it.
+    # The shell takes a run's own values, too.
     plain, batch = (state.base, state.batch) if state.run else (Strategy(), TrainConfig())
     if kind == "precision":
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}

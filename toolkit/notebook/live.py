@@ -77,7 +77,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
             with _lock:
                 del _followed[folder]
         page = _page(run, last=not alive)
-        # The last is sent also where it is no other: a view that has come since may show what was before.
+        # The last page is sent even if it is equal: a newer view may show an older one.
         if page and (page != before or not alive):
             with contextlib.suppress(Exception):
                 _update(view, page)

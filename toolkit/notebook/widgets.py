@@ -47,7 +47,7 @@ class Panel:
 
         options = {"value": choice.value, "description": choice.label, "tooltip": choice.help}
         if choice.slides:
-            # A picture that has to be traced for comes once, where the slider is let go.
+            # A picture that needs a trace is drawn once, when the slider is released.
             control = Slider(_options(choice), continuous_update=choice.quick, **options)
         else:
             room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}

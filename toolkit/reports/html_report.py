@@ -123,7 +123,7 @@ def reported(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _write_page(path)  # in silence: what is said is the error
+        _write_page(path)  # silently: the error matters, not the report
         raise
     if written := _write_page(path):
         with contextlib.suppress(OSError):

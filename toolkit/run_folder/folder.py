@@ -139,7 +139,7 @@ class Folder:
     def record_end(self, how: str, message: str) -> None:
         """Record how a run that had begun ended: `stopped` or `failed`, and its message."""
         if self.run_json.exists():
-            with contextlib.suppress(RunError):  # a full disk: the user has been told
+            with contextlib.suppress(RunError):  # a full disk: the user knows
                 attempt = len(read_run_json(self.path).get("attempts", ()))
                 write_json(self.end, {"how": how, "attempt": attempt, "message": message})
 

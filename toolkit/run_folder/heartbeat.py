@@ -19,7 +19,7 @@ from toolkit.core.phases import observe
 EVERY = 1.0
 """Seconds between two beats."""
 
-_SIZE = 256  # always as many bytes: a full disk has room for what is overwritten
+_SIZE = 256  # a constant size: a full disk has room to overwrite it
 IN_A_STEP = ("begin", "forward", "backward", "step")
 """Phases in which every rank waits for all others."""
 
@@ -140,7 +140,7 @@ class Beat:
 
     def _write(self) -> None:
         text = json.dumps(vars(self.last)).ljust(_SIZE - 1) + "\n"
-        with contextlib.suppress(OSError):  # nobody is told that a beat is missing but by its absence
+        with contextlib.suppress(OSError):  # a missing beat is the message
             os.pwrite(self._file, text.encode(), 0)
 
     def _go_on(self) -> None:

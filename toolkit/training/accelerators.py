@@ -115,7 +115,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             earlier = [*self._optimizers, *self._schedulers]
             result = super().prepare(*objects, device_placement=device_placement)
             self._register(earlier, optimizers)
-            # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+            # accelerate returns a list under FSDP2, a tuple otherwise, and a single object unchanged.
             items = result if isinstance(result, list | tuple) else (result,)
             self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
             prepared = self._completed_by(items)
@@ -143,7 +143,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             _broadcast_buffers(model)
 
     def _register(self, earlier: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        """Replace `step` of what Accelerate has added, and give DeepSpeed's wrapper the model of the last optimizer."""
+        """Replace `step` of the objects that Accelerate has added; give DeepSpeed's wrapper the optimizer's model."""
         for item in (*self._optimizers, *self._schedulers):
             if not _contains(item, earlier):
                 self._replace_step(item)

@@ -178,7 +178,7 @@ def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     def read() -> dict[str, str]:
         nonlocal model
         model = _read(job)
-        # transformers keeps some parameters in fp32, and what is broadcast has to be received in its own dtype.
+        # transformers keeps some parameters in fp32, and a broadcast needs the same dtype on both sides.
         return {name: dtype_name(parameter.dtype) for name, parameter in model.named_parameters()}
 
     dtypes = on_main(accelerator, read)
@@ -206,7 +206,7 @@ def _build_empty(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tens
             attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
             trust_remote_code=spec.runs_code,
         )
-    # `init_empty_weights` gives every name a parameter of its own.
+    # `init_empty_weights` gives every name its own parameter.
     model.tie_weights()
     for name, parameter in list(model.named_parameters()):
         empty = torch.zeros(1, dtype=getattr(torch, dtypes[name])).expand(parameter.shape)

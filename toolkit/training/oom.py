@@ -74,7 +74,7 @@ def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     for change in (change_ for change_ in possible if target is None or OF_OWN_CODE.issuperset(change_)):
         if _can_run(strategy, train_config, change, int(was["ranks"]), device):
             flags = " ".join(spell(change))
-            if "adapter" in change:  # what is trained stays what it was
+            if "adapter" in change:  # a run cannot change which parameters it trains
                 return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
             return f"The smallest change that could fit: {_resume_command(folder, target, change)}."
     if target is not None:

@@ -158,12 +158,12 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
     """Return the same with a forecast. Call it before an engine is set up, which would partition the traced model."""
     try:
         if preflight.job.strategy.adapter != "none":
-            import peft  # noqa: F401 - loading needs it too, and with it the trace needs no process of its own
+            import peft  # noqa: F401 - loading needs it, too, and with it the trace needs no child process
         result = forecast_job(
             preflight.job, machine, one_document=preflight.rows.one_document, checkpoints=run_config.checkpoints
         )
         return dataclasses.replace(preflight, forecast=result)
-    except Exception as error:  # a run goes on without a forecast, whatever was in its way
+    except Exception as error:  # a run trains without a forecast, too
         return dataclasses.replace(preflight, unforecast=str(error))
 
 

@@ -85,7 +85,7 @@ def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
     """Return model and optimizer among the results of `accelerator.prepare`, for engine functions."""
     import torch
 
-    # accelerate gives a list under FSDP2, a tuple otherwise, and a single object back as it is.
+    # accelerate returns a list under FSDP2, a tuple otherwise, and a single object unchanged.
     result = objects if isinstance(objects, list | tuple) else (objects,)
     model = next(item for item in result if isinstance(item, torch.nn.Module))
     optimizer = next((item for item in result if isinstance(item, torch.optim.Optimizer)), None)

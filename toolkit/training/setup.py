@@ -169,7 +169,7 @@ def agree(
     """
     if isinstance(requested, Strategy):
         fields = dataclasses.asdict(requested)
-        # An open precision contradicts nothing, and a launcher that says "no" binds nothing.
+        # An open precision contradicts nothing, and a launcher's "no" sets nothing.
         if fields["precision"] == "auto":
             del fields["precision"]
     else:

@@ -236,7 +236,7 @@ def _separate_accelerate_state() -> Iterator[None]:
 
     owners = (PartialState, AcceleratorState, GradientState)
     before = [dict(owner._shared_state) for owner in owners]
-    gc.collect()  # what is freed within the window has to have been allocated there
+    gc.collect()  # only what is allocated within the window may be freed in it
     for owner in owners:
         owner._shared_state.clear()
     try:

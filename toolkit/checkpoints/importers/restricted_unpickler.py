@@ -226,7 +226,7 @@ class _Records(pickle.Unpickler):
             return collections.OrderedDict
         if path == "torch.Size":
             return torch.Size
-        # Not `getattr`, on which torch imports modules of its own by name.
+        # Not `getattr`: torch imports modules by name on it.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if path not in DCP:

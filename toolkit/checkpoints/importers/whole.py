@@ -57,7 +57,7 @@ def _safetensors(path: Path) -> dict[str, Entry]:
         for name in file.keys():  # noqa: SIM118 - it is no mapping
             piece = file.get_slice(name)
             shape = tuple(piece.get_shape())
-            # A slice of nothing says torch's dtype; a tensor without dimensions has no slice.
+            # An empty slice shows torch's dtype; a tensor without dimensions has no slice.
             probe = piece[:0] if shape else file.get_tensor(name)
             entries[name] = Entry(shape, dtype_name(probe.dtype), partial(_read_tensor, path, name))
     return entries

@@ -30,7 +30,7 @@ def _image(svg: str) -> str:
     box = _BOX.search(svg)
     # Both are known before it is decoded, so that a view which is redrawn twice a second does not jump.
     size = f'width="{box[1]}" height="{box[2]}" ' if box else ""
-    # An image is a page of its own, where no id meets another's: the same picture is the same text.
+    # An image is a page of its own: equal pictures get equal text.
     data = b64encode(_NAME.sub("picture", svg).encode()).decode()
     return (
         f'<img alt="{escape(words)}" {size}decoding="sync" style="max-width:100%;height:auto" '

@@ -129,7 +129,7 @@ class DeepSpeed(Engine):
             free_builds()
             announce_build(job)
         logger.setLevel(logging.WARNING)
-        # torch 2.13 renamed collectives that DeepSpeed calls; its warning comes once for every call site and rank.
+        # torch 2.13 renamed collectives that DeepSpeed calls, and warns at every call site on every rank.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         config = copy.deepcopy(dict(job.settings))
         chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)

@@ -114,7 +114,7 @@ class Fetches:
         if self._offload:
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
         ledger.hold("buffers", self._room * self._reduced)
-        # `create_reduce_and_remove_grad_hooks` gathers one after the other; gloo into a buffer of its own.
+        # `create_reduce_and_remove_grad_hooks` gathers one at a time; gloo gathers into its own buffer.
         largest = max(
             (ceil_div(state.elements, job.parallelism.shard_size) for state in states if state.trainable), default=0
         )
@@ -208,7 +208,7 @@ class Fetches:
             (name,) = names
             self._hold_whole(name, padded)
         if self._job.device.kind == "cpu":
-            self._ledger.touch("workspace", padded)  # gloo gathers into a buffer of its own
+            self._ledger.touch("workspace", padded)  # gloo gathers into its own buffer
             if idle and len(self._copies) < GLOO_THREADS:
                 self._ledger.hold("workspace", padded)
                 self._copies.append(padded)

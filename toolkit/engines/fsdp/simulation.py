@@ -196,13 +196,13 @@ class _Groups:
 
     def _collect(self, key: str) -> None:
         group = self._groups[key]
-        # What is offloaded is copied to the device, and what is kept in another dtype is cast.
+        # Offloaded shards are copied to the device; shards of another dtype are cast.
         copied = group.elements if self._offload else group.cast
         size, cast = group.elements * self._compute, copied // self._ranks * self._compute
         self._ledger.hold("buffers", cast)
         self._ledger.hold("buffers", size)
         if self._gloo:
-            self._ledger.touch("workspace", size)  # gloo gathers into a buffer of its own
+            self._ledger.touch("workspace", size)  # gloo gathers into its own buffer
         self._ledger.hold("buffers", -cast)
 
     def _release_gathered(self) -> None:
