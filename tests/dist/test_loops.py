@@ -76,7 +76,7 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
 
 
 def test_plain_prepare_raises_where_something_else_was_prepared(found: dict[str, dict[str, Any]]) -> None:
-    assert "sharding 'fsdp' was asked for, and something else was prepared" in found["fsdp"]["mismatch"]
+    assert "sharding 'fsdp' was requested, and something else was prepared" in found["fsdp"]["mismatch"]
 
 
 def test_a_model_of_ones_own_trains_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:

@@ -374,7 +374,7 @@ def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[s
     assert run.code == 0, run.err
     first, _, rest = run.err.partition("\n")
     assert first.startswith("toolkit: rank 1 ran out of memory in the ")
-    for word in (" of step 1. It asked for ", " MiB; it held ", "`ulimit -v` allows", "of the host's"):
+    for word in (" of step 1. It requested ", " MiB; it held ", "`ulimit -v` allows", "of the host's"):
         assert word in first
     assert f"`toolkit resume {run.path} --micro-batch 8 --accumulation 2`" in first
     again = "Continuing with --micro-batch 8 --accumulation 2, the same global batch, from step 0"

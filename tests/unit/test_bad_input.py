@@ -279,4 +279,4 @@ def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["export", str(run.path), "-o", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert f"The run's own export is in {run.export}." in said
-    assert "Go on with it" not in said
+    assert "Resume it" not in said

@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_named(run: dict[str, Any], written: Path)
         (path.parent / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).encode())
         assert size
         assert "cannot be read" in validate(path.parent)[0]
-        with pytest.raises(CheckpointError, match="Go on where its file system answers"):
+        with pytest.raises(CheckpointError, match="Resume when its file system answers"):
             find_resume_point(run["accelerator"], written)
     assert len(list_checkpoints(written)) == 2
 
@@ -485,7 +485,7 @@ def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tup
     with pytest.raises(CheckpointError, match="names no part of a tensor"), opened(newest, read_manifest(newest)):
         pass
     (newest / "rank-00000.safetensors").write_bytes(b"no safetensors")
-    with pytest.raises(CheckpointError, match="is no safetensors file"), opened(newest, read_manifest(newest)):
+    with pytest.raises(CheckpointError, match="is not a safetensors file"), opened(newest, read_manifest(newest)):
         pass
 
 

@@ -438,7 +438,7 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> Non
         ({"kind": "compare2"}, r"explore 'compare2': expected one of .* Did you mean 'compare'"),
         ({"hardware": "2x H1000"}, "hardware '2x H1000' is unknown"),
         ({"kind": "timeline", "run": "nowhere"}, "holds no run"),
-        ({"run": "nowhere"}, "run: memory shows no run beside the forecast"),
+        ({"run": "nowhere"}, "run: memory does not show a run"),
         ({"model": "no/such-model"}, "no/such-model"),
     ],
 )

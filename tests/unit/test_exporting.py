@@ -171,7 +171,9 @@ def test_bytes_decide_and_logits_add_a_sentence(base: Path, tmp_path: Path, monk
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(RunError, match=r"not what was trained: .* has other bytes than were trained\. Do not use it"):
+    with pytest.raises(
+        RunError, match=r"differs from the trained model: .* has other bytes than were trained\. Do not use it"
+    ):
         checked(ours, folder, planned)
     path.write_bytes(data[:-4])
     with pytest.raises(RunError, match=r"model\.safetensors cannot be read: .*Do not use it"):

@@ -133,7 +133,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         atomic_io.write_json(path, {"peak": object()})
     path.with_name("folder.json").mkdir()
     with pytest.raises(
-        RunError, match=r"folder\.json cannot be written: .* bytes are needed, .* are free\)\. Make room"
+        RunError, match=r"folder\.json cannot be written: .* bytes are needed, .* are free\)\. Free some space"
     ):
         atomic_io.write_json(path.with_name("folder.json"), {})
     assert path.read_text() == before
@@ -171,7 +171,7 @@ def test_a_rank_has_its_last_words_on_a_full_disk(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "['rank-0.error.json']" in done.stdout
     assert '"type": "RunError"' in done.stdout
-    assert "Make room, then go on with `toolkit resume`" in done.stdout
+    assert "Free some space, then run `toolkit resume`" in done.stdout
 
 
 def test_events_are_read_and_cut(tmp_path: Path) -> None:

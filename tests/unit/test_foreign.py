@@ -146,7 +146,7 @@ def test_dcp_folders(tmp_path: Path, place: str) -> None:
     found = opened(folder if place == "the folder itself" else tmp_path)
     assert found.shapes == {"model.a": (3, 4), "b": (5,)}
     assert found.tensor("model.a").tolist() == torch.arange(12.0).view(3, 4).tolist()
-    refused(tmp_path / "optimizer_0", "holds no tensor of a model")
+    refused(tmp_path / "optimizer_0", "has no tensors of a model")
 
 
 def test_dcp_without_the_level_of_a_model(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from toolkit.training.setup import choose_ranks
         ({"strategy": "zero4"}, "sharding 'zero4' is unknown. Did you mean"),
         ({"stepps": 3}, "launch has no argument 'stepps'. Did you mean 'steps'?"),
         ({"target": "toolkit.fine_tune"}, "Python finds no such module. Did you mean 'toolkit.finetune'?"),
-        ({"target": "missing.py"}, "there is no such script"),
+        ({"target": "missing.py"}, "no such script"),
         ({"target": "json.tool", "steps": 3}, "steps: only the recipe"),
         ({"args": (1,)}, "args: the recipe takes its fields by name"),
         (
@@ -128,7 +128,7 @@ def test_scripts_and_modules_by_name(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_not_attached(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
         tk.attach(tmp_path)
-    assert "There is no run in" in str(tk.runs(tmp_path))
+    assert "No runs in" in str(tk.runs(tmp_path))
 
 
 def line(step: int) -> str:

@@ -305,7 +305,7 @@ def test_weights_that_cannot_be_read(saved: Path, tmp_path: Path) -> None:
     whole = first.read_bytes()
     for wrong in (whole[:-1], whole[:4], b"\xff" * 64, b""):
         first.write_bytes(wrong)
-        with pytest.raises(ModelError, match="is no whole safetensors file"):
+        with pytest.raises(ModelError, match="is not a complete safetensors file"):
             require_weights(spec)
     first.unlink()
     with pytest.raises(ModelError, match=f"lacks 1 of the .* the first {first.name}"):
@@ -315,7 +315,7 @@ def test_weights_that_cannot_be_read(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a safetensors file in the same folder"):
         require_weights(spec)
     index.write_text("{")
-    with pytest.raises(ModelError, match="is no safetensors index"):
+    with pytest.raises(ModelError, match="is not a safetensors index"):
         require_weights(spec)
 
 
@@ -401,7 +401,7 @@ def test_what_does_not_train_on_text_alone(config: PretrainedConfig, says: str) 
         ({"model_type": "llama", "architectures": ["LlamaForCausalML"]}, "Did you mean 'LlamaForCausalLM'"),
         ({"model_type": "mine", "auto_map": REMOTE}, r"folder lacks configuration_mine\.py, modeling_mine\.py"),
         # A known model_type, yet the class that was trained is the repository's own.
-        ({"model_type": "llama", "architectures": ["Mine"], "auto_map": REMOTE}, "needs code of its own"),
+        ({"model_type": "llama", "architectures": ["Mine"], "auto_map": REMOTE}, "needs its own code"),
         ({"model_type": "bert"}, r"\(bert\) is an encoder: expected a causal model"),
         ({"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}, "DebertaV2Model.* is an encoder"),
         ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "is an encoder"),
@@ -428,9 +428,9 @@ def test_a_native_class_needs_no_remote_code(tmp_path: Path) -> None:
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no such folder or file"):
+    with pytest.raises(ModelError, match="no such folder or file"):
         describe("./no-such-folder")
-    with pytest.raises(ModelError, match="there is no such folder or file"):
+    with pytest.raises(ModelError, match="no such folder or file"):
         describe("no-such-config.json")
     with pytest.raises(ModelError, match=r"has no config\.json\. Give a folder"):
         describe(tmp_path)

@@ -221,7 +221,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     found = tk.report(run.path)
     assert found.status == "stopped"
     assert f"\n\nStopped by SIGTERM. {then}\n\n" in str(found)
-    assert "What each rank held is written to memory.json when a run finishes" in str(found)
+    assert "A finished run has the memory of each rank in memory.json" in str(found)
     assert "parameters" in found.page()  # the forecast, from run.json
 
 
@@ -307,7 +307,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path) -> None:
         ("run.json", None, r"holds no run: .*run\.json does not exist"),
         ("run.json", "{}", r"run\.json lacks ranks, run_config, strategy, train_config"),
         ("run.json", "{", r"run\.json cannot be read"),
-        ("events.jsonl", "{}\nno\n{}\n", r"events\.jsonl, line 2: it is no JSON"),
+        ("events.jsonl", "{}\nno\n{}\n", r"events\.jsonl, line 2: it is not JSON"),
         ("memory.json", "{", r"memory\.json cannot be read: .* Repair or remove it"),
     ],
 )

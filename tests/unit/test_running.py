@@ -150,7 +150,7 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
         ),
         ({"target": 42}, "target 42: expected a module's name"),
         ({"target": nothing, "processes": "two"}, "processes 'two': expected a number"),
-        ({"target": "no_such.py"}, "there is no such script"),
+        ({"target": "no_such.py"}, "no such script"),
         ({"args": (1,)}, "args: the recipe takes its fields by name"),
         ({"target": nothing, "strategy": "ddp", "kwargs": {"lock": 1}}, "got an unexpected keyword argument 'lock'"),
         ({"target": print, "args": (threading.Lock(),)}, "its argument 1 is a lock"),
@@ -171,7 +171,7 @@ def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
         check_target(run, found, None)
-    assert "It held a secret where it says" in str(tk.report(run.path))
+    assert "A secret is replaced by" in str(tk.report(run.path))
 
 
 def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
@@ -283,10 +283,10 @@ def test_only_what_goes_on_has_a_bar_without_an_end(status: str, known: bool) ->
     ("figures", "said"),
     [
         ({"bytes": 5}, "'bytes' is a name of the toolkit's own"),
-        ({"loss": "low"}, "loss='low' is no number"),
-        ({"seconds": None}, "seconds=None is no number"),
-        ({"seconds": float("inf")}, "seconds=inf is no number"),
-        ({"step": 1.5}, r"step 1\.5 is no whole number"),
+        ({"loss": "low"}, "loss='low' is not a number"),
+        ({"seconds": None}, "seconds=None is not a number"),
+        ({"seconds": float("inf")}, "seconds=inf is not a number"),
+        ({"step": 1.5}, r"step 1\.5 is not a whole number"),
     ],
 )
 def test_what_is_no_figure_is_refused(rank: Path, figures: dict[str, Any], said: str) -> None:

@@ -343,7 +343,7 @@ def test_a_tokenizers_own_code_is_refused_with_the_flag(mine: Path, canary: Path
     _change(mine / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     for path in mine.glob("*mine.py"):
         path.unlink()
-    with pytest.raises(ModelError, match="has no code of its own to trust"):
+    with pytest.raises(ModelError, match="has no own code to trust"):
         describe(mine, trust_remote_code="a" * 64)
     (mine / "tokenization_mine.py").write_text(
         f"{CANARY}\nfrom transformers import PreTrainedTokenizerFast\nclass Words(PreTrainedTokenizerFast):\n    pass\n"

@@ -130,11 +130,11 @@ def test_the_figures_of_a_failed_allocation(tmp_path: Path) -> None:
         assert error.exit_code == 1
         said = str(error)
         assert said.startswith(
-            "rank 1 ran out of memory in the backward of step 3. It asked for 1,073,741,824.00 GiB; it held "
+            "rank 1 ran out of memory in the backward of step 3. It requested 1,073,741,824.00 GiB; it held "
         )
         assert "of the host's" in said
         assert "--micro-batch 2 --accumulation 2" in said
-        assert "It asked for 2.00 GiB;" in str(out_of_memory(RuntimeError("Tried to allocate 2.00 GiB."), folder, BEAT))
+        assert "It requested 2.00 GiB;" in str(out_of_memory(RuntimeError("Tried to allocate 2.00 GiB."), folder, BEAT))
 
 
 def test_the_figures_of_a_killed_rank(tmp_path: Path) -> None:

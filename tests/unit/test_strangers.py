@@ -198,7 +198,7 @@ def test_a_process_that_looks_after_no_run_is_not_signalled(here: Path, victim: 
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
-        with pytest.raises(RunError, match="cannot be told to stop from here"):
+        with pytest.raises(RunError, match="Stop it on that machine"):
             tk.attach(run.path).stop()
         other.communicate("")
 
@@ -298,7 +298,7 @@ def test_results_replace_no_file(here: Path, capsys: pytest.CaptureFixture[str])
         assert "exists" in said
     Path("zero3.yaml").write_text("mine")
     assert cli.main(["config", "--all", "."]) == 2
-    assert "zero3.yaml exists and says something else" in capsys.readouterr().err
+    assert "zero3.yaml exists with other content" in capsys.readouterr().err
     assert Path("zero3.yaml").read_text() == "mine"
     with pytest.raises(tk.ToolkitError, match="cannot be written: File exists"):
         write(Path("notes"), "came meanwhile")
@@ -381,7 +381,7 @@ def test_no_code_hides_behind_a_link_to_a_folder(here: Path) -> None:
     (here / "model/code/mine.py").touch()
     digest_of(here / "model")
     (here / "model/again").symlink_to("code")
-    with pytest.raises(ModelError, match="is a link to a folder, whose code no digest holds"):
+    with pytest.raises(ModelError, match="is a link to a folder, which the digest does not cover"):
         digest_of(here / "model")
 
 
@@ -403,15 +403,15 @@ def test_tensors_that_overlap(tensors: dict[str, list[int]], size: int, here: Pa
     text = json.dumps(header).encode()
     (here / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
     assert local_weights(here)
-    with pytest.raises(ModelError, match="is no whole safetensors file"):
+    with pytest.raises(ModelError, match="is not a complete safetensors file"):
         checkpoint_dtype(here)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("num_hidden_layers", "1000000000", "its config says num_hidden_layers 1000000000, expected at most 2,000"),
-        ("text_config", '{"n_layer": 2001}', "its config says n_layer 2001"),
+        ("num_hidden_layers", "1000000000", "its config has num_hidden_layers 1000000000, expected at most 2,000"),
+        ("text_config", '{"n_layer": 2001}', "its config has n_layer 2001"),
         ("hidden_size", "4.5", "transformers refuses its config"),
         ("hidden_size", "1" + "0" * 4000, "transformers cannot build|transformers refuses"),
         ("x", "[" * 200_000, "is not valid JSON .it is nested too deeply"),
@@ -502,7 +502,7 @@ def test_a_full_disk_is_one_sentence(full: Path) -> None:
     run.logs.mkdir()
     run.append_event(runs.event(1))
     fill(full)
-    with pytest.raises(RunError, match=r"lock cannot be written: No space left on device.*Make room"):
+    with pytest.raises(RunError, match=r"lock cannot be written: No space left on device.*Free some space"):
         folder.enter(full / "run")
     with pytest.raises(RunError, match=r"accelerate\.yaml cannot be written: No space left on device"):
         attempt_files.clear(run, {"num_processes": 2})

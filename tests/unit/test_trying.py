@@ -68,7 +68,7 @@ def test_accelerates_state_is_as_it_was(trials: dict[str, StepProfile]) -> None:
 
 
 def test_a_sharding_that_needs_processes_is_refused() -> None:
-    with pytest.raises(StrategyError, match="sharding 'zero3' needs processes of its own"):
+    with pytest.raises(StrategyError, match="sharding 'zero3' needs several processes"):
         profile_steps(Strategy(sharding="zero3"))
 
 

@@ -29,7 +29,7 @@ _ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IG
 def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
     """Return a rank's message for an error that `is_out_of_memory`: figures, and what to change."""
     request = _ASKED.search(str(error))
-    size = f"It asked for {_size(request[1])}" if request else "The requested size is unknown"
+    size = f"It requested {_size(request[1])}" if request else "The requested size is unknown"
     return OutOfMemory(
         f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_device_usage()}. {advice(folder, beat)}"
     )
@@ -47,7 +47,7 @@ def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) 
 
 def aborted_for_memory(folder: Folder, rank: int, request: str | None, beat: Heartbeat | None) -> str:
     """Return the message for a rank that a library aborted; `request`: bytes, if the library named them."""
-    size = f"It asked for {format_bytes(int(request))}" if request else "The requested size is unknown"
+    size = f"It requested {format_bytes(int(request))}" if request else "The requested size is unknown"
     where = f" {beat.where}" if beat else ""
     return f"rank {rank} ran out of memory{where}. {size}; {_last_usage(beat)}. {advice(folder, beat)}"
 
