@@ -59,7 +59,7 @@ def work(target: Path) -> None:
     memory = measurement.collect(window.result(), held, gather_object)
     said = {"expected": expected, **memory.to_dict()}
     target.with_suffix(f".{state.process_index}").write_text(json.dumps(said))
-    process_exit.settle()
+    process_exit.wait_for_workers()
     state.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import tokenization
 from toolkit.data.encoder import Encoded, Encoder
-from toolkit.data.packing import IGNORED, Counts, arrange
+from toolkit.data.packing import IGNORED, Counts, pack_rows
 from toolkit.models import ModelSpec
 
 TEMPLATE = (
@@ -617,7 +617,7 @@ def document(ids: list[int], trained: str = "", whole: bool = False, split: int 
 
 def rows_of(documents: list[Encoded], **how: Any) -> tuple[list[dict[str, list[int]]], Counts]:
     counts = Counts()
-    found = arrange(documents, counts, **{"kind": "causal", "packed": True, "seq_len": 6, "pad": 2, **how})
+    found = pack_rows(documents, counts, **{"kind": "causal", "packed": True, "seq_len": 6, "pad": 2, **how})
     return [{name: column.tolist() for name, column in row.items()} for row in found], counts
 
 

@@ -61,11 +61,11 @@ def never_meets_its_peer():
 def sees_workers():
     one_rank()
     dist.all_reduce(torch.ones(10))
-    process_exit.settle()
+    process_exit.wait_for_workers()
     found = [process_exit._is_idle(worker) for worker in process_exit.workers()]
     assert found == [True, True], found
 
-process_exit.arrange()
+process_exit.install()
 codes = {}
 for case in (returns, exits, raises, destroys, never_meets_its_peer, sees_workers):
     child = os.fork()

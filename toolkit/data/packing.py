@@ -92,7 +92,7 @@ def _masks_by_position(source: str) -> bool:
     return bool(arguments) and all("position_ids" in names or (None in names and written) for names in arguments)
 
 
-def arrange(
+def pack_rows(
     encoded: Iterable[Encoded], counts: Counts, *, kind: str, packed: bool, seq_len: int, pad: int
 ) -> Iterator[Columns]:
     """Yield rows in a fixed order, without those that have no trained label; `counts` counts the documents.

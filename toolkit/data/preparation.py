@@ -12,7 +12,7 @@ from toolkit.core.cache import cache_folder
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data.encoder import Encoder, read_template
 from toolkit.data.ingestion import Contents, cache_errors, ingest
-from toolkit.data.packing import Counts, arrange, supports_packing
+from toolkit.data.packing import Counts, pack_rows, supports_packing
 from toolkit.data.rows import Rows, find_rows, open_rows, write_rows
 from toolkit.data.tokenization import tokenize
 from toolkit.models import ModelSpec
@@ -133,4 +133,4 @@ def _build(folder: Path, contents: Contents, encoder: Encoder, about: dict[str, 
         shape = {"kind": about["kind"], "packed": about["packed"], "seq_len": about["seq_len"]}
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokens-") as fresh:
             encoded = tokenize(contents, encoder, Path(fresh))
-            write_rows(folder, arrange(encoded, counts, **shape, pad=about["pad_token_id"]), counts, about)
+            write_rows(folder, pack_rows(encoded, counts, **shape, pad=about["pad_token_id"]), counts, about)

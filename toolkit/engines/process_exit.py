@@ -31,29 +31,29 @@ BLIND_LIMIT = 0.1
 
 _FUTEX_WAIT_BITSET, _FUTEX_COMMANDS = 9, 0x7F  # <linux/futex.h>
 
-_arranged = False
+_installed = False
 
 
-def arrange() -> None:
-    """Call `settle()` before every `destroy_process_group` (`Accelerator.end_training` included) and before finalization."""
-    global _arranged
+def install() -> None:
+    """Call `wait_for_workers()` before every `destroy_process_group` (`end_training` included) and before finalization."""
+    global _installed
     import torch.distributed as dist
 
-    if _arranged or not dist.is_available():
+    if _installed or not dist.is_available():
         return
-    _arranged = True
+    _installed = True
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
-    def settle_and_destroy(*args: Any, **kwargs: Any) -> None:
-        settle()
+    def wait_and_destroy(*args: Any, **kwargs: Any) -> None:
+        wait_for_workers()
         destroy(*args, **kwargs)
 
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = settle_and_destroy
-    atexit.register(settle)
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = wait_and_destroy
+    atexit.register(wait_for_workers)
 
 
-def settle() -> None:
+def wait_for_workers() -> None:
     """Wait until gloo's workers are idle. If some are not, keep the process groups: nothing joins their workers then."""
     deadline = time.monotonic() + (LIMIT if Path("/proc/self/syscall").exists() else BLIND_LIMIT)
     while not all(map(_is_idle, workers())):

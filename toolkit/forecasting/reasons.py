@@ -29,12 +29,12 @@ class _Side:
         return self.forecast.job
 
     @property
-    def account(self) -> StateMemory:
+    def state_memory(self) -> StateMemory:
         return engine_of(self.job.strategy).expected_state(self.job)
 
     @property
-    def held(self) -> StateMemory:
-        return on_device(self.job, self.account)
+    def device_memory(self) -> StateMemory:
+        return on_device(self.job, self.state_memory)
 
     @property
     def trained(self) -> int:
@@ -43,7 +43,7 @@ class _Side:
 
     def whole(self, part: str) -> int:
         """Return the bytes of an unsharded state in the engine's dtype."""
-        dtypes = self.account.dtypes
+        dtypes = self.state_memory.dtypes
         frozen = sum(state.bytes for state in parameters_of(self.job) if not state.trainable)
         if part == "parameters":
             return self.trained * BYTES_OF[dtypes["trainable"]] + frozen
@@ -52,13 +52,13 @@ class _Side:
         return self.trained * BYTES_OF[dtypes[part]] if part in dtypes else 0
 
     def size(self, part: str) -> int:
-        return int(getattr(self.held, part) or 0)
+        return int(getattr(self.device_memory, part) or 0)
 
     def sharded(self, part: str) -> bool:
-        return int(getattr(self.account, part) or 0) < 0.95 * self.whole(part)
+        return int(getattr(self.state_memory, part) or 0) < 0.95 * self.whole(part)
 
     def offloaded(self, part: str) -> bool:
-        return bool(getattr(self.account, part)) and not getattr(self.held, part)
+        return bool(getattr(self.state_memory, part)) and not getattr(self.device_memory, part)
 
 
 def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
@@ -94,8 +94,8 @@ def _explain_state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterato
     if pair is None:
         return
     less, more, few, many = pair
-    if part == "master" and part not in less.account.dtypes:
-        dtype = more.account.dtypes[part]
+    if part == "master" and part not in less.state_memory.dtypes:
+        dtype = more.state_memory.dtypes[part]
         yield (
             f"{more.label} keeps a second copy of its trained weights, in {dtype}, from which it steps: "
             f"{format_bytes(many)}. {less.label} steps the parameters themselves."
@@ -121,7 +121,7 @@ def _verbs(less: _Side, more: _Side, part: str, words: str) -> Iterator[str]:
         yield "packs frozen weights into 4 bits"
         return
     name = "trainable" if part == "parameters" else part
-    mine, theirs = less.account.dtypes.get(name), more.account.dtypes.get(name)
+    mine, theirs = less.state_memory.dtypes.get(name), more.state_memory.dtypes.get(name)
     if mine and theirs and BYTES_OF[mine] < BYTES_OF[theirs]:
         yield f"holds {words} in {mine}, not {theirs}"
     elif part == "parameters" and less.job.strategy.adapter != "none" and more.job.strategy.adapter == "none":
@@ -217,7 +217,7 @@ def _explain_time(sides: tuple[_Side, _Side]) -> Iterator[str]:
         why.append(f"it computes {more.forecast.operations / less.forecast.operations - 1:.0%} more")
     if more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes:
         why.append("it sends more")
-    stepped = [int(side.account.optimizer or 0) for side in (less, more)]
+    stepped = [int(side.state_memory.optimizer or 0) for side in (less, more)]
     if stepped[1] > (1 + EQUAL) * stepped[0]:
         why.append(f"its optimizer steps {stepped[1] / max(1, stepped[0]):.1f} times as much on each rank")
     if more.job.strategy.offload != "none" and less.job.strategy.offload == "none":

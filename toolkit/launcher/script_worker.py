@@ -74,5 +74,5 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    process_exit.settle()  # a script may use plain Accelerate
+    process_exit.wait_for_workers()  # a script may use plain Accelerate
     sys.exit(code)

@@ -117,15 +117,15 @@ class Memory(Result):
         return [Table(title="Highest memory of each rank, by phase", columns=columns, rows=rows, notes=notes)]
 
 
-def collect(measured: Measured, holdings: StateMemory, gather: Callable[[list[Any]], list[Any]]) -> Memory:
+def collect(measured: Measured, state_memory: StateMemory, gather: Callable[[list[Any]], list[Any]]) -> Memory:
     """Gather every rank's measurement on every rank. A collective.
 
     Args:
         measured: this rank's.
-        holdings: from the audit after the first step; the part on the measured device.
+        state_memory: from the audit after the first step; the part on the measured device.
         gather: returns the items of all ranks in order: `accelerate.utils.gather_object`.
     """
-    parts = {"parameters": holdings.parameters, "master": holdings.master, "optimizer": holdings.optimizer or 0}
+    parts = {"parameters": state_memory.parameters, "master": state_memory.master, "optimizer": state_memory.optimizer or 0}
     pairs = gather([(asdict(measured), parts)])
     return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), held=tuple(parts for _, parts in pairs))
 

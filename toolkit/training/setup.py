@@ -71,7 +71,7 @@ def accelerator(
         log_with=log_with.split(",") if log_with else None,
         project_dir=project_dir,
     )
-    process_exit.arrange()
+    process_exit.install()
     return accelerator_
 
 
