@@ -125,7 +125,11 @@ def collect(measured: Measured, state_memory: StateMemory, gather: Callable[[lis
         state_memory: from the audit after the first step; the part on the measured device.
         gather: returns the items of all ranks in order: `accelerate.utils.gather_object`.
     """
-    parts = {"parameters": state_memory.parameters, "master": state_memory.master, "optimizer": state_memory.optimizer or 0}
+    parts = {
+        "parameters": state_memory.parameters,
+        "master": state_memory.master,
+        "optimizer": state_memory.optimizer or 0,
+    }
     pairs = gather([(asdict(measured), parts)])
     return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), held=tuple(parts for _, parts in pairs))
 
