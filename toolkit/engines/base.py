@@ -142,10 +142,6 @@ class Engine:
         """Enter the rest of `prepare` and one step, of a rank that holds its parameters."""
         raise NotImplementedError
 
-    def gather_bytes(self, job: Job) -> int:
-        """Return the bytes that the export holds for a moment besides the gathered tensors."""
-        return 0
-
     def communication(self, job: Job) -> list[Transfer]:
         """Return the transfers of a step, in its order."""
         return []

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.layout import Region
 from toolkit.core.errors import RunError, is_out_of_memory
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
-from toolkit.engines.shards import MASTER, PARAMETER, Part, Shard, copy, parts, whole_box
 from toolkit.engines.timeouts import on_main
 from toolkit.exporters.adapters import planned_adapter
-from toolkit.exporters.base_weights import BaseWeights
+from toolkit.exporters.engine_weights import EngineWeights
 from toolkit.exporters.model_card import rows_of, write_card
-from toolkit.exporters.model_files import planned_model
-from toolkit.exporters.publication import atomic_dir
+from toolkit.exporters.model_files import FullStateDict, ModelFiles, skeleton
+from toolkit.exporters.publication import atomic_dir, check_room
 from toolkit.exporters.reload import reopen
 from toolkit.exporters.results import (
     NO_ROOM,
@@ -46,104 +47,84 @@ if TYPE_CHECKING:
 def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTensor]:
     """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format. A collective.
 
-    Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers one tensor at a time, into host
-    memory; the other ranks hold no more than before. The files appear in `folder` whole or not at all; what was there
-    before is replaced by them.
+    Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers and writes one tensor at a time; no
+    rank holds more than its shards and the largest tensor. The files appear in `folder` whole or not at all; what was
+    there before is replaced by them.
 
     Returns:
         On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
     """
+    weights = EngineWeights(prepared)
+    with contextlib.ExitStack() as stack:
+        draft = stack.enter_context(_draft(prepared, folder))
+        written = (_save_adapter if prepared.job.strategy.adapter != "none" else _save_model)(prepared, weights, draft)
+
+        def finish() -> None:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(draft)
+            stack.close()
+
+        on_main(prepared.accelerator, finish)
+    return written
+
+
+def _draft(prepared: Prepared, folder: Path) -> AbstractContextManager[Path]:
+    """Return rank 0's draft of the folder; the others write nothing."""
+    return atomic_dir(folder, replace=True) if prepared.accelerator.is_main_process else nullcontext(folder)
+
+
+def _save_adapter(prepared: Prepared, weights: EngineWeights, draft: Path) -> dict[str, SavedTensor]:
     module = prepared.accelerator.unwrap_model(prepared.model)
-    adapter = prepared.job.strategy.adapter != "none"
-    spec = prepared.job.spec
-    names = {name for name, p in module.named_parameters() if p.requires_grad or not (adapter or spec)}
-    state = {name: tensor for name, tensor in gathered(prepared, names) if tensor is not None}
-    if not adapter:
-        state_names = set(module.state_dict())
-        state |= {name: buffer.cpu() for name, buffer in module.named_buffers() if name in state_names}
-    planned: dict[str, SavedTensor] = {}
+    weights.gather(list(weights.shapes))
+    written: dict[str, SavedTensor] = {}
 
     def write() -> None:
-        if spec is not None and not adapter:
-            origin = BaseWeights(spec)  # frozen weights are exported as they were read, whatever dtype they computed in
-            state.update({p.name: origin.tensor(p.name) for p in spec.parameters if p.name not in names})
-        with quiet_bars(True, shown=False):
-            planned.update(planned_adapter(module, state) if adapter else planned_model(module, state))
-            _write(prepared, module, tokenizer, state, folder)
+        state = {name: weights.tensor(name) for name in weights.shapes}
+        written.update(planned_adapter(module, state))
+        module.save_pretrained(draft, state_dict=state)
 
     on_main(prepared.accelerator, write)
-    return planned
+    return written
 
 
-def _write(prepared: Prepared, module: Any, tokenizer: Any, state: dict[str, Any], folder: Path) -> None:
-    spec = prepared.job.spec
-    if prepared.job.strategy.adapter == "none":
-        # Training switches the cache off; generation needs the checkpoint's own setting.
-        cached = spec.config.get("use_cache", True) if spec else True
-        module.config.use_cache = module.config.get_text_config().use_cache = cached
-        module.config.dtype = next(iter(state.values())).dtype
-    with atomic_dir(folder, replace=True) as draft:
-        module.save_pretrained(draft, state_dict=state)
-        if prepared.job.strategy.adapter == "none":
-            module.config.use_cache = module.config.get_text_config().use_cache = False
-        if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
-        if spec and prepared.job.strategy.adapter == "none":
+def _save_model(prepared: Prepared, weights: EngineWeights, draft: Path) -> dict[str, SavedTensor]:
+    files: list[ModelFiles] = []
+
+    def begin() -> list[list[str]]:
+        with quiet_bars(True, shown=False):
+            files.append(_planned_files(prepared, weights))
+        check_room(draft, files[0].bytes)
+        files[0].create(draft)
+        spec = prepared.job.spec
+        if spec is not None:
             copy_code(spec, draft)
             copy_processor(spec, draft)
+        return [files[0].trained_names(group) for group in files[0].groups]
+
+    def write(number: int) -> None:
+        files[0].write(files[0].groups[number])
+
+    for number, names in enumerate(on_main(prepared.accelerator, begin)):
+        weights.gather(names)
+        on_main(prepared.accelerator, partial(write, number))
+    return files[0].written if files else {}
 
 
-def gathered(prepared: Prepared, names: set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield whole tensors by name in rank 0's host memory; None on other ranks, which send shards. A collective.
-
-    Masters where an engine keeps them, else parameters. One tensor is in flight at a time.
-    """
-    from accelerate.utils import gather_object
-
-    mine: dict[tuple[str, str], list[Shard]] = {}
-    for shard in engine_of(prepared.job.strategy).shards(prepared):
-        if shard.name in names:
-            mine.setdefault((shard.name, shard.kind), []).append(shard)
-    regions = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in mine.items()}
-    about = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in mine.items()}
-    every: list[tuple[dict[Any, list[Region]], dict[Any, Any]]] = gather_object([(regions, about)])
-    by_key = {key: value for _, part in every for key, value in part.items()}
-    module = prepared.accelerator.unwrap_model(prepared.model)
-    for name in (name for name, _ in module.named_parameters() if name in names):
-        key = (name, MASTER if (name, MASTER) in by_key else PARAMETER)
-        yield name, _assemble(prepared, mine.get(key, []), [regions.get(key, []) for regions, _ in every], *by_key[key])
-
-
-def _assemble(
-    prepared: Prepared, mine: list[Shard], plan: list[list[Region]], shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Put one tensor together on rank 0 from the regions that each rank holds. Equal regions (replicas) are sent once."""
-    import torch
-    import torch.distributed as dist
-
-    rank, device = prepared.accelerator.process_index, prepared.accelerator.device
-    senders: dict[Region, tuple[int, int]] = {}
-    for owner, regions in enumerate(plan):
-        for index, region in enumerate(regions):
-            senders.setdefault(region, (owner, index))
-    if rank != 0:
-        for owner, index in senders.values():
-            if owner == rank:
-                dist.send(mine[index].tensor.reshape(-1).contiguous().to(device), 0)
-        return None
-
-    def received() -> Iterator[Part]:
-        for region, (owner, index) in senders.items():
-            if owner == 0:
-                yield from parts(mine[index])
-            else:
-                values = torch.empty(region.stored_shape, dtype=dtype, device=device)
-                dist.recv(values.view(-1), owner)
-                yield from parts(Shard(region.name, region.kind, shape, region.box, region.start, values))
-
-    whole = torch.empty(shape, dtype=dtype)
-    copy(received(), [(whole_box(shape), whole)])
-    return whole
+def _planned_files(prepared: Prepared, weights: EngineWeights) -> ModelFiles:
+    """Lay out the files of the running model, with its configs."""
+    module, spec = prepared.accelerator.unwrap_model(prepared.model), prepared.job.spec
+    config = copy.deepcopy(module.config)
+    # Training switches the cache off; generation needs the checkpoint's own setting.
+    config.use_cache = config.get_text_config().use_cache = spec.config.get("use_cache", True) if spec else True
+    if spec is None:
+        model = copy.copy(module)
+        model.config = config
+        return ModelFiles(model, weights)
+    model = skeleton(spec, config, module.generation_config)
+    model._weight_conversions = getattr(module, "_weight_conversions", None)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in weights.shapes)
+    return ModelFiles(model, FullStateDict(weights, model, spec))
 
 
 def verify(

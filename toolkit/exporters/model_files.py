@@ -1,45 +1,77 @@
-"""A whole model's files, written a shard at a time: neither the model nor its state is in memory as a whole."""
+"""A whole model's files, written a tensor at a time: neither the model nor a file is in memory as a whole."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.core.errors import ModelError, RunError
-from toolkit.core.units import BYTES_OF, dtype_name
+from toolkit.core.units import dtype_name
 from toolkit.exporters.base_weights import BaseWeights, Weights
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import LONG, auto_class, freeze
+from toolkit.models.hf_loading import auto_class, freeze
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SHARD_BYTES = 5 * 10**9
-"""Largest size of a file, which is in memory at once together with one layer: the Hub's recommendation."""
+FILE_BYTES = 5 * 10**9
+"""Largest size of a file: the Hub's recommendation."""
 
 
-def skeleton(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Build the model on the meta device with the configs of its export: the source's, with the pad token."""
-    import torch
+def source_configs(
+    spec: ModelSpec, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PretrainedConfig, GenerationConfig | None]:
+    """Return the configs in a model's source, with the tokenizer's pad token, as in training."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+    config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    try:
+        generation = GenerationConfig.from_pretrained(spec.source)
+    except OSError:  # it has none, and transformers makes one from its config
+        return config, None
+    generation.pad_token_id = tokenizer.pad_token_id
+    return config, generation
+
+
+def skeleton(
+    spec: ModelSpec, config: PretrainedConfig, generation_config: GenerationConfig | None = None
+) -> PreTrainedModel:
+    """Build the model on the meta device, with the configs of its export."""
+    import torch
+
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(spec).from_config(config, trust_remote_code=spec.runs_code)
     freeze(model, spec)
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(spec.source)
-    except OSError:  # it has none, and transformers has made one from its config
-        assert model.generation_config is not None
-    model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    if generation_config is not None:
+        model.generation_config = generation_config
     return model
+
+
+class Complete(Protocol):
+    """Every tensor of a model under its name in the model."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """By name."""
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """torch's names, by name."""
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Names of the trained ones; each with its name where it is held."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in host memory."""
 
 
 class FullStateDict:
@@ -55,8 +87,8 @@ class FullStateDict:
             ModelError: where what is not trained has to be read from the model's source, and that has it not.
         """
         self._weights, origin = weights, BaseWeights(spec)
-        self._held: dict[str, str] = {}
-        self._kept: dict[str, torch.Tensor] = {}
+        self.sources: dict[str, str] = {}
+        self._unchanged: dict[str, Callable[[], torch.Tensor]] = {}
         parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
         tied = {group[0]: group for group in spec.tied}
         # Of our checkpoints; some are a script's own, which the model does not know.
@@ -69,41 +101,28 @@ class FullStateDict:
             if source is None and name in parameters and meta.requires_grad:
                 wrong.append(f"{name} is missing")
             elif source is None:
-                self._kept[name] = origin.tensor(name)
+                self._unchanged[name] = partial(origin.tensor, name)
             elif tuple(weights.shapes[source]) != tuple(meta.shape):
                 wrong.append(f"{name} has the shape {list(weights.shapes[source])}, expected {list(meta.shape)}")
             elif source in saved:
-                self._kept[name] = _buffer(weights, origin, source)
+                self._unchanged[name] = partial(_buffer, weights, origin, source)
             else:
-                self._held[name] = source
+                self.sources[name] = source
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise RunError(
                 f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(wrong[:3])}{more}. "
                 "Name the model that was trained with --model."
             )
-        self.trained: frozenset[str] = frozenset(self._held)
-        items = self._kept.items()
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            **{name: tuple(weights.shapes[source]) for name, source in self._held.items()},
-            **{name: tuple(tensor.shape) for name, tensor in items},
-        }
-        self.dtypes: Mapping[str, str] = {
-            **{name: weights.dtypes[source] for name, source in self._held.items()},
-            **{name: dtype_name(tensor.dtype) for name, tensor in items},
-        }
+        self.shapes = {name: tuple(weights.shapes[source]) for name, source in self.sources.items()}
+        self.dtypes = {name: weights.dtypes[source] for name, source in self.sources.items()}
+        for name, read in self._unchanged.items():
+            tensor = read()
+            self.shapes[name], self.dtypes[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor from its source."""
-        return self._kept[name] if name in self._kept else self._weights.tensor(self._held[name])
-
-    @property
-    def dtype(self) -> str:
-        """torch's name of the dtype that most elements have."""
-        counts: dict[str, int] = {}
-        for name in self.trained:
-            counts[self.dtypes[name]] = counts.get(self.dtypes[name], 0) + math.prod(self.shapes[name])
-        return max(counts, key=lambda dtype: counts[dtype])
+        return self._unchanged[name]() if name in self._unchanged else self._weights.tensor(self.sources[name])
 
 
 def _buffer(weights: Weights, origin: BaseWeights, name: str) -> torch.Tensor:
@@ -118,95 +137,126 @@ def _buffer(weights: Weights, origin: BaseWeights, name: str) -> torch.Tensor:
     return own if own.shape == value.shape and torch.equal(own.to(value.dtype), value) else value
 
 
-def saved_dtypes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> dict[str, str]:
+def common_dtype(weights: Complete) -> str:
+    """Return torch's name of the dtype that most trained elements have."""
+    counts: dict[str, int] = {}
+    for name in weights.sources:
+        counts[weights.dtypes[name]] = counts.get(weights.dtypes[name], 0) + math.prod(weights.shapes[name])
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> dict[str, str]:
     """Return the dtype of each saved tensor: its own or the requested one, except for those that stay in fp32."""
     import torch
     from transformers.core_model_loading import build_glob_alternation
 
+    saved = {name: own for name, own in weights.dtypes.items() if name not in (model._keys_to_ignore_on_save or ())}
     if dtype is None:
-        return dict(weights.dtypes)
+        return saved
     plan = list(model._get_dtype_plan(getattr(torch, dtype)))
     keeps_fp32 = build_glob_alternation(plan)[0].search if plan else lambda name: None
-    return {
-        name: own if name not in weights.trained or keeps_fp32(name) else dtype for name, own in weights.dtypes.items()
-    }
+    return {name: own if name not in weights.sources or keeps_fp32(name) else dtype for name, own in saved.items()}
 
 
-def saved_bytes(model: PreTrainedModel, weights: FullStateDict, dtype: str | None) -> int:
-    """Return the bytes of the weights on the disk."""
-    dtypes = saved_dtypes(model, weights, dtype).items()
-    return sum(math.prod(weights.shapes[name]) * BYTES_OF[saved_dtype] for name, saved_dtype in dtypes)
-
-
-def planned_model(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
-    """Yield what `save_pretrained` has to write for a state, a layer at a time: names on the disk, and bytes."""
-    import torch
-
-    saved = {name: tensor for name, tensor in state.items() if name not in (model._keys_to_ignore_on_save or ())}
-    metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved.items()}
-    return {
-        name: SavedTensor.of(tensor)
-        for group in _groups(model, metas)
-        for name, tensor in _on_disk(model, {name: saved[name] for name in group}).items()
-    }
-
-
-def write_model(
-    model: PreTrainedModel, weights: FullStateDict, dtype: str | None, folder: Path
-) -> dict[str, SavedTensor]:
-    """Write a model's config and its weights, as `save_pretrained` would. What each tensor on the disk has to be.
+class ModelFiles:
+    """A whole model's files. Their layout is computed first, so each tensor can be written to its place at any time.
 
     Tensors get the names and shapes that they have on the disk (one expert a tensor, say) by transformers' own
-    conversion, one repeated layer at a time. Only where a conversion joins several layers is the model held whole.
-
-    Args:
-        model: the skeleton.
-        weights: of the model.
-        dtype: torch's name of the one to save in, or None for their own.
-        folder: that exists.
+    conversion. What is converted together is in memory together: a tensor, unless a conversion joins several.
     """
-    import torch
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-    from tqdm import tqdm
-    from transformers.dynamic_module_utils import custom_object_save
 
-    dtypes = {
-        name: getattr(torch, name_of_dtype) for name, name_of_dtype in saved_dtypes(model, weights, dtype).items()
-    }
-    metas = {
-        name: torch.empty(weights.shapes[name], dtype=dtypes[name], device="meta") for name in _saved(model, weights)
-    }
-    groups = _groups(model, metas)
-    parts = [_on_disk(model, {name: metas[name] for name in group}) for group in groups]
-    # Of a view the size of its whole storage would be counted.
-    shapes = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
-    layout = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
-    converted: dict[str, torch.Tensor] = {}
-    written: dict[str, SavedTensor] = {}
-    waiting = iter(tqdm(groups, desc="writing", unit="layer", disable=model.num_parameters() < LONG))
-    for file, names in layout.filename_to_tensors.items():
-        while not converted.keys() >= set(names):
-            converted |= _on_disk(model, {name: weights.tensor(name).to(dtypes[name]) for name in next(waiting)})
-        tensors = {name: converted.pop(name).contiguous() for name in names}
-        written |= {name: SavedTensor.of(tensor) for name, tensor in tensors.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        del tensors
-    if layout.is_sharded:
-        about = {"total_parameters": model.num_parameters(), **layout.metadata}
-        index = json.dumps({"metadata": about, "weight_map": layout.tensor_to_filename}, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
-    model.config.dtype, model.config.architectures = dtype or weights.dtype, [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, folder, config=model.config)
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    return written
+    def __init__(self, model: PreTrainedModel, weights: Complete, dtype: str | None = None) -> None:
+        """Lay out the files.
+
+        Args:
+            model: the class that opens them, with its configs; on the meta device, say.
+            weights: of the model.
+            dtype: torch's name of the one to save in, or None for their own.
+        """
+        import torch
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        self._model, self._weights, self._dtype = model, weights, dtype or common_dtype(weights)
+        self._dtypes = {name: getattr(torch, own) for name, own in _saved_dtypes(model, weights, dtype).items()}
+        metas = {
+            name: torch.empty(weights.shapes[name], dtype=own, device="meta") for name, own in self._dtypes.items()
+        }
+        groups = _conversion_groups(model, metas)
+        parts = [_on_disk(model, {name: metas[name] for name in group}) for group in groups]
+        # Of a view the size of its whole storage would be counted.
+        self._metas = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
+        self._layout = split_torch_state_dict_into_shards(self._metas, max_shard_size=FILE_BYTES)
+        self._places: dict[str, tuple[Path, int]] = {}
+        self.groups = _batches(groups, {name: meta.nbytes for name, meta in metas.items()})
+        """Names of tensors that are written at once: no more bytes than the largest conversion."""
+        self.bytes = sum(meta.nbytes for meta in self._metas.values())
+        """Of the weights on the disk."""
+        self.written: dict[str, SavedTensor] = {}
+        """By name on the disk: what `write` has written."""
+
+    def create(self, folder: Path) -> None:
+        """Write the configs, the index, and files with headers and room for every tensor into a folder that exists."""
+        from transformers.dynamic_module_utils import custom_object_save
+
+        for file, names in self._layout.filename_to_tensors.items():
+            offsets = _create_safetensors(folder / file, {name: self._metas[name] for name in names})
+            self._places |= {name: (folder / file, offset) for name, offset in offsets.items()}
+        model = self._model
+        if self._layout.is_sharded:
+            about = {"total_parameters": model.num_parameters(), **self._layout.metadata}
+            index = {"metadata": about, "weight_map": self._layout.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+        model.config.dtype, model.config.architectures = self._dtype, [type(model).__name__.removeprefix("FSDP")]
+        if model.is_remote_code():
+            custom_object_save(model, folder, config=model.config)
+        model.config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+
+    def trained_names(self, group: list[str]) -> list[str]:
+        """Return where `write` reads the trained ones of a group."""
+        sources = self._weights.sources
+        return [sources[name] for name in group if name in sources]
+
+    def write(self, group: list[str]) -> None:
+        """Read, convert and write one of `groups`."""
+        import torch
+
+        tensors = {name: self._weights.tensor(name).to(self._dtypes[name]) for name in group}
+        for name, tensor in _on_disk(self._model, tensors).items():
+            path, offset = self._places[name]
+            data = tensor.detach().contiguous()
+            self.written[name] = SavedTensor.of(data)
+            with path.open("r+b") as file:
+                file.seek(offset)
+                file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _saved(model: PreTrainedModel, weights: FullStateDict) -> list[str]:
-    """Return all tensors but those that the class creates when it is loaded."""
-    return [name for name in weights.shapes if name not in (model._keys_to_ignore_on_save or ())]
+def _create_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Create a file of zeros as `safetensors.torch.save_file` lays it out. Return the offset of each tensor.
+
+    The library writes only whole files of tensors that are all in memory. Format: huggingface.co/docs/safetensors.
+    """
+    from safetensors.torch import _TYPES
+
+    codes = {dtype: code for code, dtype in _TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, starts = 0, {}
+    # The widest first, so that each is aligned.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        starts[name], end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": codes[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {name: 8 + len(text) + start for name, start in starts.items()}
 
 
 def _on_disk(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -216,17 +266,33 @@ def _on_disk(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
     return reverted
 
 
-def _groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Return names that are converted together: a repeated layer's, or all where a conversion joins more."""
-    by_storage: dict[str, list[str]] = {}
+def _conversion_groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return names that are converted together: one, a repeated layer's, or all where a conversion joins more."""
+    layers: dict[str, list[str]] = {}
     for name in metas:
         layer = re.match(r"(.*?\.\d+)\.", name)
-        by_storage.setdefault(layer[1] if layer else name, []).append(name)
+        layers.setdefault(layer[1] if layer else name, []).append(name)
 
-    def shapes(groups: Iterator[list[str]]) -> dict[str, Any]:
+    def shapes(groups: list[list[str]]) -> dict[str, Any]:
         parts = (_on_disk(model, {name: metas[name] for name in group}) for group in groups)
         return {name: meta.shape for part in parts for name, meta in part.items()}
 
-    return (
-        list(by_storage.values()) if shapes(iter(by_storage.values())) == shapes(iter([list(metas)])) else [list(metas)]
+    whole = [list(metas)]
+    expected = shapes(whole)
+    return next(
+        (groups for groups in ([[name] for name in metas], [*layers.values()]) if shapes(groups) == expected), whole
     )
+
+
+def _batches(groups: list[list[str]], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Join groups in their order, up to the bytes of the largest."""
+    totals = [sum(sizes[name] for name in group) for group in groups]
+    batches: list[list[str]] = []
+    room = 0
+    for group, size in zip(groups, totals, strict=True):
+        if not batches or size > room:
+            batches.append([])
+            room = max(totals)
+        batches[-1] += group
+        room -= size
+    return batches

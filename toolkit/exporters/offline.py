@@ -20,13 +20,13 @@ from toolkit.core.units import BYTES_OF, format_bytes
 from toolkit.exporters.adapters import compare_adapter, job_of, merged, with_adapter, write_adapter
 from toolkit.exporters.base_weights import Source, Weights, opened_source
 from toolkit.exporters.model_card import manifest_rows, write_card
-from toolkit.exporters.model_files import FullStateDict, saved_bytes, skeleton, write_model
+from toolkit.exporters.model_files import FullStateDict, ModelFiles, common_dtype, skeleton, source_configs
 from toolkit.exporters.publication import atomic_dir, check_room, check_target
 from toolkit.exporters.reload import read_base
 from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, load_line, tensor_headers, tolerance_note
 from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
 from toolkit.models import ModelSpec, copy_code, copy_processor, describe, require_weights
-from toolkit.models.hf_loading import quiet_bars
+from toolkit.models.hf_loading import LONG, quiet_bars
 from toolkit.models.hub import cached
 from toolkit.models.tokenizer import load_tokenizer
 
@@ -63,8 +63,8 @@ def export(
     """Export a checkpoint as Hugging Face files, open them again, and compare them with the checkpoint.
 
     A whole model becomes safetensors with config and tokenizer, an adapter PEFT's files. `folder` appears complete and checked,
-    or not at all. Writing needs memory for one file (5 GB) and one layer; checking needs one whole model. Without memory for
-    that, the result notes that the logits were not compared.
+    or not at all. Writing needs memory for the largest tensor, checking for one whole model. Without memory for that, the
+    result notes that the logits were not compared.
 
     Args:
         source: a run (its newest sound checkpoint), a checkpoint, or a folder of DeepSpeed's or Accelerate's with `model`.
@@ -174,13 +174,14 @@ def _cached_folder(source: Source, name: str) -> str:
 
 def _whole(request: _Request, draft: Path) -> _Written:
     weights = _write(request, request.source.weights, request.dtype, draft)
-    dtype, notes = request.dtype or weights.dtype, []
+    own = common_dtype(weights)
+    dtype, notes = request.dtype or own, []
     if dtype not in TOLERANCE:
         raise RunError(
             f"{request.source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype."
         )
-    if dtype != weights.dtype:
-        notes.append(f"Saved in {dtype}; the checkpoint holds {weights.dtype}. Logits were compared in {dtype}.")
+    if dtype != own:
+        notes.append(f"Saved in {dtype}; the checkpoint holds {own}. Logits were compared in {dtype}.")
     error = compare_whole(request.spec, weights, draft, dtype)
     return _Written(what="model", error=error, notes=(*notes, *_logits_notes(error, TOLERANCE[dtype])))
 
@@ -227,7 +228,7 @@ def _adapter(request: _Request, draft: Path) -> _Written:
     spec, source = request.spec, request.source
     job, tokenizer = job_of(source, spec), load_tokenizer(spec)
     real = fits(spec, job.compute_dtype)
-    base = read_base(job, on_host=True) if real else skeleton(spec, tokenizer)
+    base = read_base(job, on_host=True) if real else skeleton(spec, *source_configs(spec, tokenizer))
     model = with_adapter(base, job, source, request.dtype)
     expected = logits(model, spec) if real else None
     planned = write_adapter(model, source, request.dtype, draft)
@@ -239,13 +240,18 @@ def _adapter(request: _Request, draft: Path) -> _Written:
 
 def _write(request: _Request, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
     """Write a whole model's files and check each."""
+    from tqdm import tqdm
+
     tokenizer = load_tokenizer(request.spec)
-    model = skeleton(request.spec, tokenizer)
+    model = skeleton(request.spec, *source_configs(request.spec, tokenizer))
     complete = FullStateDict(weights, model, request.spec)
-    check_room(draft, saved_bytes(model, complete, dtype))
-    planned = write_model(model, complete, dtype, draft)
+    files = ModelFiles(model, complete, dtype)
+    check_room(draft, files.bytes)
+    files.create(draft)
+    for group in tqdm(files.groups, desc="writing", disable=request.spec.elements < LONG):
+        files.write(group)
     tokenizer.save_pretrained(draft)
     copy_code(request.spec, draft)
     copy_processor(request.spec, draft)
-    check_files(draft, planned)
+    check_files(draft, files.written)
     return complete

@@ -46,7 +46,7 @@ def check_room(folder: Path, needed: int) -> None:
     if free < needed:
         raise RunError(
             f"the disk of {folder.parent} is too full for the export: {format_bytes(needed)} ({needed:,} bytes) are "
-            f"needed, {format_bytes(free)} ({free:,} bytes) are free. Make room, or choose another disk with -o."
+            f"needed, {format_bytes(free)} ({free:,} bytes) are free. Make room, or export to another disk."
         )
 
 

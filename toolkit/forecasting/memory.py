@@ -126,13 +126,14 @@ def replay(
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
 
-    On a GPU both go to the host, the result tensor by tensor; there rank 0 holds it whole.
+    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host.
     """
     ledger.enter("save")
     each = BYTES_OF[job.weight_dtype]
     sizes = [state.elements * each for state in parameters_of(job) if state.trainable]
-    copied = job.spec.copied * each if job.spec and job.strategy.adapter == "none" else 0
-    written = sum(sizes) + max(copied, engine_of(job.strategy).gather_bytes(job))
+    written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
+    if job.spec and job.spec.copied:  # the disk has one expert a tensor
+        written += max(sizes, default=0)
     if job.device.kind == "cpu":
         snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
         ledger.touch("workspace", max(written, snapshot))

@@ -236,12 +236,6 @@ class DeepSpeed(Engine):
         """Enter the buckets that gradients pass through, and the partitions that they end in."""
         simulate_training(job, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
 
-    def gather_bytes(self, job: Job) -> int:
-        """Return the bytes of the largest parameter's masters: whole in stages 1 and 2, a shard in stage 3."""
-        sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable]
-        largest = max(sizes, default=0)
-        return largest if _stage(job.strategy) < 3 else ceil_div(largest, job.parallelism.shard_size)
-
     def communication(self, job: Job) -> list[Transfer]:
         """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
         states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation

@@ -12,7 +12,6 @@ from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.fsdp.simulation import (
     reduce_dtype,
-    shard_bytes,
     shard_elements,
     simulate_load,
     simulate_training,
@@ -202,10 +201,6 @@ class FSDP(Engine):
     ) -> None:
         """Enter one step of a rank that holds its shards."""
         simulate_training(job, trace, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
-
-    def gather_bytes(self, job: Job) -> int:
-        """Return the size of the largest shard, which is copied."""
-        return max((shard_bytes(job, state) for state in parameters_of(job) if state.trainable), default=0)
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return all-gathers, reduce-scatters and, between groups, all-reduces: each (N - 1)/N of the tensors.

@@ -16,7 +16,7 @@ from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimensio
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed, parameters_of
+from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed
 from toolkit.engines.traces import Segment, Trace, TraceConfig
 
 if TYPE_CHECKING:
@@ -119,12 +119,6 @@ class Mesh(Engine):
     ) -> None:
         """Simulate the inner engine over local shapes."""
         self.inner.simulate_training(local_job(job, rank), trace, step, ledger, rank=0, checkpoints=checkpoints)
-
-    def gather_bytes(self, job: Job) -> int:
-        """Return the size of the largest shard, which is copied."""
-        if self.sharded:
-            return self.inner.gather_bytes(local_job(job))
-        return max((state.bytes for state in parameters_of(local_job(job)) if state.trainable), default=0)
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return the inner engine's over local shapes, and the tensor-parallel group's."""
