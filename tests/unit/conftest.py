@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ranks import reset
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A tiny Llama on one rank, two steps trained, with a CheckpointWriter."""
     import torch
-    from accelerate.state import AcceleratorState, GradientState
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from toolkit.checkpoints import identify
@@ -33,5 +33,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     ours = prepared(accelerator, (model, optimizer))
     identity = identify(ours.job.spec, ours.job.strategy, "data")
     yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": accelerator}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset()
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps the last Accelerator's state."""
+    yield
+    reset()

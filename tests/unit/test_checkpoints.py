@@ -496,22 +496,28 @@ def test_a_manifest_is_what_was_written(written: Path) -> None:
     assert set(json.loads((newest / "manifest.json").read_bytes())) == fields | {"sha256"}
 
 
-IN_USE = """
-import subprocess, sys, warnings
+ALONE = """
+import shutil, subprocess, sys, warnings
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+disk, tests = map(Path, sys.argv[1:])
+sys.path[:0] = [str(tests), str(tests.parent / "dist")]
+import conftest
 import test_checkpoints as tests
-from toolkit.checkpoints import list_checkpoints
+from toolkit.checkpoints import checkpoint_writer, list_checkpoints, validate
+from toolkit.core.errors import CheckpointError, StrategyError
 
-disk = Path(sys.argv[1])
 class Factory:
     def mktemp(self, name):
         made = disk.parent / name
         made.mkdir()
         return made
 
-import conftest
-policy = tests.saver(next(conftest.run.__wrapped__(Factory())), disk / "checkpoints", keep=1)
+run = next(conftest.run.__wrapped__(Factory()))
+"""
+"""Begins a program for a namespace of mounts."""
+
+IN_USE = """
+policy = tests.saver(run, disk / "checkpoints", keep=1)
 policy.save(1)
 policy.wait()
 old = disk / "checkpoints" / "step-00000001"
@@ -522,40 +528,7 @@ policy.wait()
 print("LEFT", [path.name for path in list_checkpoints(disk / "checkpoints")], [done.step for done in policy.published()])
 """
 
-
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
-    """The new one is published by then; the old one is named."""
-    command = f'exec {sys.executable} -c "$1" {tmp_path} {Path(__file__).parent}'
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", IN_USE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "LEFT ['step-00000002', 'step-00000001'] [1, 2]" in done.stdout
-    assert "step-00000001 cannot be removed" in done.stderr
-    assert "Remove it yourself" in done.stderr
-
-
 FULL_DISK = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import test_checkpoints as tests
-from toolkit.checkpoints import checkpoint_writer, list_checkpoints, validate
-from toolkit.core.errors import CheckpointError, StrategyError
-
-disk = Path(sys.argv[1])
-class Factory:
-    def mktemp(self, name):
-        made = disk.parent / name
-        made.mkdir()
-        return made
-
-import conftest
-run = next(conftest.run.__wrapped__(Factory()))
 size = tests.saver(run, disk / "size", keep=1).layout.total_bytes
 try:
     tests.saver(run, disk / "many", keep=1000)
@@ -564,7 +537,6 @@ except CheckpointError as error:
 policy = tests.saver(run, disk / "checkpoints", keep=1)
 policy.save(1)
 policy.wait()
-import shutil
 def fill(left):
     with open(disk / "filler", "ab") as file:
         file.write(bytes(shutil.disk_usage(disk).free - left))
@@ -585,23 +557,31 @@ print("LEFT", [path.name for path in list_checkpoints(disk / "checkpoints")], va
 """
 
 
+def in_namespace(program: str, disk: Path, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program where it may mount, after a command of the shell."""
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f'{before} exec "$@"', "sh"]
+    command += [sys.executable, "-c", ALONE + program, str(disk), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
+    """The new one is published by then; the old one is named."""
+    done = in_namespace(IN_USE, tmp_path)
+    assert "LEFT ['step-00000002', 'step-00000001'] [1, 2]" in done.stdout
+    assert "step-00000001 cannot be removed" in done.stderr
+    assert "Remove it yourself" in done.stderr
+
+
 def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:
-    """On a file system of its own, mounted in a user namespace."""
+    """On a file system of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = f'mount -t tmpfs -o size=64m tmpfs {disk} && exec {sys.executable} -c "$1" {disk} {Path(__file__).parent}'
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh", FULL_DISK],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = in_namespace(FULL_DISK, disk, f"mount -t tmpfs -o size=64m tmpfs {disk} &&")
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0].isupper())
     for when in ("BEFORE", "CHECKED", "WRITING"):
         assert "bytes) are needed" in said[when], when
         assert "bytes) are free" in said[when], when
     assert "1001 checkpoints" in said["BEFORE"]
     assert said["LEFT"] == "['step-00000001'] []"
-    shutil.rmtree(disk, ignore_errors=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ranks import reset
 
 from toolkit.config.strategy import Strategy, catalog
 from toolkit.config.train_config import TrainConfig
@@ -260,11 +261,8 @@ def test_deepspeed_needs_ranks_that_were_launched(monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def make() -> Iterator[Callable[..., Any]]:
     """Makes Accelerators of one process, and forgets them in the end."""
-    from accelerate.state import AcceleratorState, GradientState
-
     yield lambda train_config=TrainConfig(), spec=None: accelerator(Strategy(precision="fp32"), train_config, spec)  # noqa: B008
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset()
 
 
 def linear(value: float = 0.0) -> tuple[Any, Any]:

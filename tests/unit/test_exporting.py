@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -25,18 +24,7 @@ from toolkit.training.loop import evaluate, make_optimizer
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator as make
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-import tiny
-
-
-@pytest.fixture(autouse=True)
-def one_accelerator() -> Iterator[None]:
-    """Accelerate keeps the last one's state."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from ranks import reset
 
 from toolkit import cli
 from toolkit.checkpoints import CheckpointWriter, identify, read_manifest
@@ -29,9 +31,6 @@ from toolkit.training.loading import load
 from toolkit.training.loop import make_optimizer, train, warmup_cosine
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator as make
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-import tiny
 
 STEPS = 2
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,7 +89,6 @@ def said(model: Any, kind: str = "causal") -> Any:
 def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Trained:
     """A few steps in this process, and a checkpoint after the last. `ending`: save the model at its end, too."""
     import torch
-    from accelerate.state import AcceleratorState, GradientState
 
     spec, train_config = describe(base), TrainConfig(steps=STEPS, micro_batch=2, seq_len=16, lr=2e-2, warmup=0)
     accelerator = make(Strategy(**words), train_config, spec)
@@ -109,8 +107,7 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
         save(ours, tokenizer, run / "export")
     (run / "run.json").write_text("{}")
     module = accelerator.unwrap_model(model)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset()
     checkpoint = run / "checkpoints" / f"step-{STEPS:08d}"
     return Trained(base, run, checkpoint, module.state_dict(), said(module, spec.kind))
 

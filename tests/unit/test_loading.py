@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -32,34 +33,15 @@ CPU = Device(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_accelerator() -> Iterator[None]:
-    """Each test makes its own; Accelerate keeps the last one's state."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A small Llama with a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    more = {"vocab_size": 64, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    tiny.llama(tmp_path / "model", **sizes, **more)
     tokenizer(tmp_path / "model", pad_token="<pad>")
     return tmp_path / "model"
 
