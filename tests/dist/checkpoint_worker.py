@@ -58,27 +58,15 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     import torch
 
     from toolkit.checkpoints import CheckpointWriter, ResumePoint, identify, read_manifest, restore
-    from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.models import describe
-    from toolkit.training.loading import load
-    from toolkit.training.loop import make_optimizer, train, warmup_cosine
-    from toolkit.training.preparation import audit, prepare, prepared
-    from toolkit.training.setup import accelerator as make
-    from toolkit.training.setup import seed_everything
+    from toolkit.training.loop import train
+    from toolkit.training.preparation import audit
 
     spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     train_config = TrainConfig(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
-    strategy = Strategy(**cell["strategy"])
-    accelerator = make(strategy, train_config, spec)
-    seed_everything(accelerator)
-    accelerator.print = lambda *lines: None
-    model, _ = load(accelerator, allow_unquantized=True)
-    optimizer = make_optimizer(model, train_config)
-    schedule = warmup_cosine(optimizer, train_config)
-    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
-    ours = prepared(accelerator, (model, optimizer))
+    ours, schedule, _ = ranks.build(cell.get("folder", folder), train_config, **cell["strategy"])
     identity = identify(spec, ours.job.strategy, "synthetic")
     start = 0
     if cell.get("from"):
@@ -108,7 +96,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             break
     if saver:
         saver.wait()
-    accelerator.wait_for_everyone()
+    ours.accelerator.wait_for_everyone()
     return {"steps": steps, "start": start, "drawn": torch.rand(1).item()}
 
 

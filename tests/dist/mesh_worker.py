@@ -39,12 +39,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.engines.base import engine_of
     from toolkit.exporters import save, verify
     from toolkit.models import describe
-    from toolkit.training.loading import load
-    from toolkit.training.loop import evaluate, make_optimizer, train, warmup_cosine
-    from toolkit.training.preparation import audit, prepare, prepared
-    from toolkit.training.setup import accelerator as make
-    from toolkit.training.setup import job as job_of
-    from toolkit.training.setup import seed_everything
+    from toolkit.training.loop import evaluate, train
+    from toolkit.training.preparation import audit
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) // strategy.tp
@@ -52,14 +48,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     train_config = TrainConfig(
         steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
-    accelerator = make(strategy, train_config, spec)
-    seed_everything(accelerator)
-    accelerator.print = lambda *lines: None
-    model, tokenizer = load(accelerator)
-    optimizer = make_optimizer(model, train_config)
-    schedule = warmup_cosine(optimizer, train_config)
-    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
-    ours, start = prepared(accelerator, (model, optimizer)), 0
+    (ours, schedule, tokenizer), start = ranks.build(cell["folder"], train_config, **cell["strategy"]), 0
     exact = matrix_worker.same_as(cell["folder"], engine_of(strategy).shards(ours), spec)
     identity = identify(spec, ours.job.strategy, "synthetic")
     if "from" in cell:
@@ -70,7 +59,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     saver = (
         CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=9) if "into" in cell else None
     )
-    dp_rank, steps = job_of(accelerator).coordinates(rank).dp_rank, []
+    dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
     for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size), schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])
         if step.step == start + 1:
@@ -87,7 +76,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         planned = save(ours, tokenizer, Path(cell["export"]))
         result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))
         found["logits_error"] = result.logits_error if result else None
-    accelerator.wait_for_everyone()
+    ours.accelerator.wait_for_everyone()
     return found
 
 

@@ -38,6 +38,25 @@ def reset() -> None:
         os.environ.pop(name, None)
 
 
+def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
+    """A model that is loaded and prepared as the recipe does, its schedule and its tokenizer."""
+    from toolkit.config.strategy import Strategy
+    from toolkit.models import describe
+    from toolkit.training.loading import load
+    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.setup import accelerator as make
+    from toolkit.training.setup import seed_everything
+
+    accelerator = make(Strategy(**words), train_config, describe(folder))
+    seed_everything(accelerator)
+    accelerator.print = lambda *lines: None  # type: ignore[method-assign]
+    model, tokenizer = load(accelerator, allow_unquantized=True)
+    optimizer = make_optimizer(model, train_config)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, warmup_cosine(optimizer, train_config))
+    return prepared(accelerator, (model, optimizer)), schedule, tokenizer
+
+
 def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]], folder: str, out: Path) -> None:
     """One rank: every cell in turn; rank 0 writes what each gave."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}

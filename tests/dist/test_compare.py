@@ -62,10 +62,7 @@ def test_losses_and_norms_agree_and_fall(compared: dict[str, Any]) -> None:
         assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=1e-3), row["sharding"]
 
 
-@pytest.mark.parametrize(
-    ("sharding", "share"),
-    [("ddp", 1), ("zero3", 0.5), ("fsdp", 0.5)],
-)
+@pytest.mark.parametrize(("sharding", "share"), [("ddp", 1), ("zero3", 0.5), ("fsdp", 0.5)])
 def test_each_rank_holds_its_share_of_the_parameters(compared: dict[str, Any], sharding: str, share: float) -> None:
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
     assert row["parameter_bytes_per_rank"] == pytest.approx([share * PARAMETERS] * 2, rel=0.02)

@@ -21,11 +21,7 @@ TWO: dict[str, dict[str, Any]] = {
     "zero3 lora": {"sharding": "zero3", **LORA},
     "fsdp qlora": {"sharding": "fsdp", "adapter": "qlora", "lora_rank": 4},
 }
-ONE: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": LORA,
-    "qlora": {"adapter": "qlora", "lora_rank": 4},
-}
+ONE: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": {"adapter": "qlora", "lora_rank": 4}}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
 from toolkit.devices.machine import hardware
 
@@ -19,27 +20,7 @@ WORKER = Path(__file__).with_name("training_worker.py")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers with a tokenizer, as a folder."""
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = {f"t{number}": number for number in range(256)}
-    core = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="t0", eos_token="t2").save_pretrained(folder)
-    return folder
+    return tiny.llama(tmp_path_factory.mktemp("model"), intermediate_size=128, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +93,7 @@ def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: 
     assert not info["unexpected_keys"]
     assert all(parameter.numel() for parameter in model.parameters())
     assert model.config.use_cache
-    assert len(AutoTokenizer.from_pretrained(folder)) == 256
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(found["model"])) == 250
     assert found["saved"][cell]["export"]["logits_error"] <= 1e-5
     reference = AutoModelForCausalLM.from_pretrained(found["out"] / "ddp-none")
     probe = torch.arange(3, 35)[None]

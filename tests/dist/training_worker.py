@@ -10,26 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ranks import reset
-
-
-def build(folder: str, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
-    """A prepared tiny model, its optimizer and schedule."""
-    from toolkit.config.strategy import Strategy
-    from toolkit.models import describe
-    from toolkit.training.loading import load
-    from toolkit.training.loop import make_optimizer, warmup_cosine
-    from toolkit.training.preparation import prepare, prepared
-    from toolkit.training.setup import accelerator as make
-    from toolkit.training.setup import job
-
-    accelerator = make(Strategy(**words), train_config, describe(folder))
-    accelerator.print = lambda *lines: None  # type: ignore[method-assign]
-    model, tokenizer = load(accelerator)
-    optimizer = make_optimizer(model, job(accelerator).train_config)
-    schedule = warmup_cosine(optimizer, train_config)
-    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule)
-    return prepared(accelerator, (model, optimizer)), schedule, tokenizer
+from ranks import build, reset
 
 
 def micro_batches(train_config: Any, count: int, *, poison: int = 0) -> Iterator[dict[str, Any]]:

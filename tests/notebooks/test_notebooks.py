@@ -47,22 +47,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "T5_LIMIT": 260,
         "NAMED": "7x V100-16GB",
     },
-    "05_lora_and_qlora": {
-        "WIDTH": 192,
-        "BASE_STEPS": 2,
-        "STEPS": 2,
-        "RANK": 4,
-        "SEQ_LEN": 64,
-        "MICRO_BATCH": 2,
-    },
-    "06_activations": {
-        "WIDTH": 64,
-        "TOKENS": 64,
-        "DEPTHS": (4, 9),
-        "REPEATS": 1,
-        "STEPS": 2,
-        "SEQ_LEN": 128,
-    },
+    "05_lora_and_qlora": {"WIDTH": 192, "BASE_STEPS": 2, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2},
+    "06_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
     "07_plan_and_launch": {"GLOBAL_BATCH": 4, "SEQ_LEN": 64, "STEPS": 2, "BY_HAND": False},
 }
 """What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""

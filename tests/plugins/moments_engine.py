@@ -119,11 +119,6 @@ class Gradients:
 
 
 register(
-    Sharding(
-        word="moments",
-        engine="moments",
-        shards="optimizer states, by whole parameters",
-        adapter=("none",),
-    ),
+    Sharding(word="moments", engine="moments", shards="optimizer states, by whole parameters", adapter=("none",)),
     Moments(),
 )

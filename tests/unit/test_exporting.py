@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import tiny
+from ranks import build
 
-from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.devices import machine
@@ -19,10 +19,7 @@ from toolkit.exporters import Export, from_engine, save, verify
 from toolkit.exporters.reload import read_base, reopen
 from toolkit.exporters.verification import fits
 from toolkit.models import describe
-from toolkit.training.loading import load
-from toolkit.training.loop import evaluate, make_optimizer
-from toolkit.training.preparation import prepare, prepared
-from toolkit.training.setup import accelerator as make
+from toolkit.training.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -34,11 +31,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(base: Path, **words: Any) -> tuple[Prepared, Any]:
     """A model that could be trained, and its tokenizer."""
-    accelerator = make(Strategy(**words), TrainConfig(micro_batch=2, seq_len=16), describe(base))
-    accelerator.print = lambda *lines: None
-    model, tokenizer = load(accelerator, allow_unquantized=True)
-    model, optimizer = prepare(accelerator, model, make_optimizer(model, TrainConfig(lr=1e-3)))
-    return prepared(accelerator, (model, optimizer)), tokenizer
+    ours, _, tokenizer = build(base, TrainConfig(micro_batch=2, seq_len=16, lr=1e-3), **words)
+    return ours, tokenizer
 
 
 def batch() -> dict[str, Any]:

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import tiny
-from ranks import reset
+from ranks import build, reset
 
 from toolkit import cli
 from toolkit.checkpoints import CheckpointWriter, identify, read_manifest
-from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
 from toolkit.engines.adapters import keep_packing
@@ -27,10 +26,7 @@ from toolkit.exporters.base_weights import InMemory, opened_source
 from toolkit.exporters.publication import atomic_dir
 from toolkit.models import describe
 from toolkit.models.tokenizer import load_tokenizer
-from toolkit.training.loading import load
-from toolkit.training.loop import make_optimizer, train, warmup_cosine
-from toolkit.training.preparation import prepare, prepared
-from toolkit.training.setup import accelerator as make
+from toolkit.training.loop import train
 
 STEPS = 2
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,12 +87,7 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
     import torch
 
     spec, train_config = describe(base), TrainConfig(steps=STEPS, micro_batch=2, seq_len=16, lr=2e-2, warmup=0)
-    accelerator = make(Strategy(**words), train_config, spec)
-    accelerator.print = lambda *lines: None
-    model, tokenizer = load(accelerator, allow_unquantized=True)
-    optimizer = make_optimizer(model, train_config)
-    model, optimizer, schedule = prepare(accelerator, model, optimizer, warmup_cosine(optimizer, train_config))
-    ours = prepared(accelerator, (model, optimizer))
+    ours, schedule, tokenizer = build(base, train_config, **words)
     rows = torch.randint(3, 250, (STEPS, 2, 16), generator=torch.Generator().manual_seed(1))
     identity = identify(spec, ours.job.strategy, "synthetic")
     saver = CheckpointWriter(ours, schedule, run / "checkpoints", identity, versions={"torch": "2"})
@@ -106,7 +97,7 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
     if ending:
         save(ours, tokenizer, run / "export")
     (run / "run.json").write_text("{}")
-    module = accelerator.unwrap_model(model)
+    module = ours.accelerator.unwrap_model(ours.model)
     reset()
     checkpoint = run / "checkpoints" / f"step-{STEPS:08d}"
     return Trained(base, run, checkpoint, module.state_dict(), said(module, spec.kind))
@@ -564,10 +555,7 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"identity": {}}, "identity has no data"),
     ({"identity": {"data": 1, "source": ["x"]}}, "identity data is 1; identity source is"),
     ({"identity": {"base": "x"}}, 'identity base is "x"'),
-    (
-        {"tensors": {"model.norm.weight": {"exp_avg": {"shape": [64], "dtype": "float32"}}}},
-        "norm.weight has no weight",
-    ),
+    ({"tensors": {"model.norm.weight": {"exp_avg": {"shape": [64], "dtype": "float32"}}}}, "norm.weight has no weight"),
 ]
 
 

@@ -14,16 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit import (
-    Strategy,
-    StrategyError,
-    ToolkitError,
-    TrainConfig,
-    describe,
-    forecast,
-    hardware,
-    plan,
-)
+from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
 from toolkit.core.errors import ModelError
 from toolkit.core.units import BYTES_OF
@@ -40,14 +31,7 @@ from toolkit.forecasting.traces import trace_of
 from toolkit.models import ModelSpec
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-FP32 = TraceConfig(
-    weights="float32",
-    autocast=None,
-    attention="sdpa",
-    checkpointing=True,
-    masked=False,
-    device="cpu",
-)
+FP32 = TraceConfig(weights="float32", autocast=None, attention="sdpa", checkpointing=True, masked=False, device="cpu")
 AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16")
 CAST = dataclasses.replace(FP32, weights="bfloat16", checkpointing=False)
 LORA = Adapter(kind="lora", rank=4, targets="all-linear", dtype="float32")

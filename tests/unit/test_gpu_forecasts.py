@@ -133,8 +133,7 @@ def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "each"),
-    [("T4", 8 * MiB + 128 * KiB), ("H100", 32 * MiB), ("B200-180GB", 32 * MiB), ("MI300X", 128 * MiB)],
+    ("card", "each"), [("T4", 8 * MiB + 128 * KiB), ("H100", 32 * MiB), ("B200-180GB", 32 * MiB), ("MI300X", 128 * MiB)]
 )
 def test_cublas_keeps_a_workspace_for_each_thread(card: str, each: int) -> None:
     job = small(card=card)

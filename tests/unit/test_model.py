@@ -17,15 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Pretrained
 
 from toolkit.core.errors import ModelError
 from toolkit.engines.states import adapted
-from toolkit.models import (
-    ROLES,
-    ModelSpec,
-    checkpoint_dtype,
-    describe,
-    embedded_config,
-    local_weights,
-    require_weights,
-)
+from toolkit.models import ROLES, ModelSpec, checkpoint_dtype, describe, embedded_config, local_weights, require_weights
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

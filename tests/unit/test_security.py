@@ -511,8 +511,7 @@ def _weights(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../elsewhere.safetensors", "/tmp/elsewhere.safetensors", "sub/elsewhere.safetensors", "elsewhere.bin"],
+    "name", ["../elsewhere.safetensors", "/tmp/elsewhere.safetensors", "sub/elsewhere.safetensors", "elsewhere.bin"]
 )
 def test_an_index_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     _weights(tmp_path / "elsewhere.safetensors")

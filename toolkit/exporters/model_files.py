@@ -15,7 +15,7 @@ from toolkit.core.units import dtype_name
 from toolkit.exporters.base_weights import BaseWeights, Weights
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, freeze
+from toolkit.models.hf_loading import auto_class, freeze, without_engine
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def skeleton(
     """Build the model on the meta device, with the configs of its export."""
     import torch
 
-    with torch.device("meta"):
+    with without_engine(), torch.device("meta"):
         model: PreTrainedModel = auto_class(spec).from_config(config, trust_remote_code=spec.runs_code)
     freeze(model, spec)
     if generation_config is not None:
