@@ -103,6 +103,27 @@ def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: 
     assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
 
 
+@pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
+def test_a_users_own_model_is_saved(found: dict[str, Any], sharding: str) -> None:
+    from safetensors.torch import load_file
+
+    base, own = (
+        load_file(folder / "model.safetensors") for folder in (found["model"], found["out"] / f"own-{sharding}")
+    )
+    assert base.keys() == own.keys()
+    assert all(base[name].equal(own[name]) for name in base)
+    config = json.loads((found["out"] / f"own-{sharding}" / "config.json").read_text())
+    assert (config["architectures"], config["use_cache"]) == (["LlamaForCausalLM"], True)
+
+
+def test_an_adapter_of_peft_s_own_is_saved_and_a_bad_place_refused_on_every_rank(found: dict[str, Any]) -> None:
+    files = {path.name for path in (found["out"] / "own-ddp").iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors"}
+    for result in found["saved_without_a_spec"].values():
+        assert result["refused"] == 2 * [len(result["said"])]
+        assert "cannot be made" in result["said"]
+
+
 @pytest.mark.parametrize("cell", ["zero3 lora", "fsdp lora", "zero3 qlora", "fsdp qlora"])
 def test_an_adapter_loads_in_plain_peft(found: dict[str, Any], cell: str) -> None:
     from peft import PeftModel

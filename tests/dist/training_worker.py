@@ -174,6 +174,37 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
     return found
 
 
+def saved_without_a_spec(folder: str, out: Path) -> dict[str, Any]:
+    """A user's own model, whole or with an adapter, is saved too; a place that cannot be written is every rank's error."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.config.strategy import Strategy
+    from toolkit.core.errors import RunError
+    from toolkit.exporters import save
+    from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.setup import accelerator as make
+
+    found: dict[str, Any] = {}
+    (out / "file").write_text("")
+    for sharding, adapter in (("ddp", True), ("fsdp", False), ("zero3", False)):
+        reset()
+        accelerator = make(Strategy(sharding=sharding))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        if adapter:
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+        ours = prepared(accelerator, prepare(accelerator, model, optimizer))
+        try:
+            save(ours, None, out / "file" / "below")
+        except RunError as error:
+            refused = str(error)
+        save(ours, None, out / f"own-{sharding}")
+        found[sharding] = {"refused": accelerator.gather(torch.tensor([len(refused)])).tolist(), "said": refused}
+    return found
+
+
 def offloaded(folder: str, out: Path) -> dict[str, Any]:
     """States in host memory: the same losses, an audit that agrees, and a result that is whole."""
     import torch.distributed as dist
@@ -225,6 +256,7 @@ def main(folder: str, out: str) -> None:
         "not_finite": not_finite(folder),
         "scaling": scaling(folder),
         "saved": saved(folder, Path(out).parent),
+        "saved_without_a_spec": saved_without_a_spec(folder, Path(out).parent),
         "offloaded": offloaded(folder, Path(out).parent),
     }
     if os.environ["RANK"] == "0":

@@ -24,6 +24,7 @@ from toolkit.engines.adapters import keep_packing
 from toolkit.exporters import export, model_files, offline, save
 from toolkit.exporters.base_weights import InMemory, opened_source
 from toolkit.exporters.publication import atomic_dir
+from toolkit.exporters.state_dict import FullStateDict
 from toolkit.models import describe
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.training.loop import train
@@ -201,7 +202,7 @@ def test_shards_are_written_one_after_the_other_with_an_index(
         assert (tmp_path / "twin").read_bytes() == path.read_bytes()
     spec = describe(was.base)
     model = model_files.skeleton(spec, *model_files.source_configs(spec, load_tokenizer(spec)))
-    planned = model_files.ModelFiles(model, model_files.FullStateDict(InMemory(was.state), model, spec))
+    planned = model_files.ModelFiles(model, FullStateDict(InMemory(was.state), model, spec))
     sizes = {name: tensor.nbytes for name, tensor in was.state.items()}
     assert max(sum(sizes[name] for name in group) for group in planned.groups) == max(sizes.values())
 

@@ -94,6 +94,17 @@ print(json.dumps([len(before), [name for name in before if getattr(toolkit, name
     assert changed == []
 
 
+def test_a_table_is_text_alone_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rich would show each thing that it renders, as an output of its own."""
+
+    def shown(*_: object) -> None:
+        raise AssertionError("rich has shown something")
+
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", shown)
+    assert "zero3" in str(toolkit.forecast(toolkit.describe("embedded"), toolkit.Strategy(sharding="zero3"), "2x cpu"))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_no_function_hides_its_module(name: str) -> None:
     module = importlib.import_module(name)

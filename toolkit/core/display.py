@@ -49,7 +49,9 @@ class Table:
             table.add_column(_plain(name), justify="right" if numbers else "left", width=column_width)
         for row in cells:
             table.add_row(*map(_plain, row))
-        console = Console(file=StringIO(), width=UNLIMITED, color_system=None, force_terminal=False, emoji=False)
+        console = Console(
+            force_jupyter=False, file=StringIO(), width=UNLIMITED, color_system=None, force_terminal=False, emoji=False
+        )
         with console.capture() as capture:
             console.print(table)
         lines = [line.rstrip() for line in capture.get().rstrip("\n").split("\n")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from toolkit.core.errors import CheckpointError, ModelError, RunError, StrategyE
 from toolkit.core.units import dtype_name
 from toolkit.engines.shards import BUFFER
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import auto_class, without_engine
+from toolkit.models.hf_loading import auto_class, disk_tensors, without_engine
+from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 _REQUIRED = {
     "strategy": ("sharding", "precision", *ADAPTER_FIELDS),
@@ -48,6 +51,10 @@ class Weights(Protocol):
     @property
     def dtypes(self) -> Mapping[str, str]:
         """torch's names."""
+
+    @property
+    def rounded(self) -> frozenset[str]:
+        """Buffers and parameters that may be the source's own, in another dtype."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor in its own shape and dtype, in host memory."""
@@ -85,7 +92,7 @@ class CheckpointWeights:
             name: tuple(about["shape"]) for name, about in stored_tensors.items()
         }
         self.dtypes: Mapping[str, str] = {name: about["dtype"] for name, about in stored_tensors.items()}
-        self.buffers = frozenset(name for name, kind in self._kinds.items() if kind == BUFFER)
+        self.rounded = frozenset(name for name, kind in self._kinds.items() if kind == BUFFER)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Put together from the ranks' files."""
@@ -96,6 +103,7 @@ class InMemory:
     """Tensors that are in memory already."""
 
     kind = "memory"
+    rounded: frozenset[str] = frozenset()
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -110,32 +118,64 @@ class InMemory:
 class BaseWeights:
     """The base model's buffers and untrained weights, which no checkpoint holds."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self._whole: Any = None
+    def __init__(self, spec: ModelSpec, model: PreTrainedModel) -> None:
+        """Take the spec, and a skeleton that knows how the files call its tensors."""
+        self.spec, self._model = spec, model
+        self._state: dict[str, torch.Tensor] | None = None
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor from its file if the file uses the model's names; else transformers reads the whole model once.
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return a tensor's shape and torch's name of its dtype.
 
         Raises:
-            ModelError: where it has no weights, or lacks this one.
+            ModelError: where the source has no weights, or lacks this one.
         """
+        place = self._place(name)
+        if place is None:
+            whole = self._whole(name)
+            return tuple(whole.shape), dtype_name(whole.dtype)
+        stored = self._files[place].get_slice(place)
+        return tuple(stored.get_shape()), SAFETENSORS_DTYPES[stored.get_dtype()]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a tensor from its file; where the file holds it in another form, transformers reads the whole model once.
+
+        Raises:
+            ModelError: where the source has no weights, or lacks this one.
+        """
+        place = self._place(name)
+        return self._whole(name) if place is None else self._files[place].get_tensor(place)
+
+    @functools.cached_property
+    def _files(self) -> Mapping[str, Any]:
         from safetensors import safe_open
 
-        for path in require_weights(self.spec):
-            with safe_open(path, framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118  not a dictionary
-                    stored: torch.Tensor = file.get_tensor(name)
-                    return stored
-        if self._whole is None:
+        files: list[Any] = [safe_open(path, framework="pt") for path in require_weights(self.spec)]
+        return {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dictionary
+
+    def _place(self, name: str) -> str | None:
+        """Return the tensor's name in the files, if these hold it as it is."""
+        import torch
+
+        if name in self._files:
+            return name
+        meta: Any = dict(self._model.named_parameters()).get(name)
+        if meta is None:
+            return None
+        try:
+            (place, stored), *more = disk_tensors(self._model, {name: torch.empty_like(meta, device="meta")}).items()
+        except ValueError:
+            return None
+        return place if not more and place in self._files and stored.shape == meta.shape else None
+
+    def _whole(self, name: str) -> torch.Tensor:
+        if self._state is None:
             with without_engine():
                 read = auto_class(self.spec).from_pretrained
-                self._whole = read(self.spec.source, trust_remote_code=self.spec.runs_code, use_safetensors=True)
-        value = self._whole.state_dict().get(name)
-        if value is None:
+                model = read(self.spec.source, trust_remote_code=self.spec.runs_code, use_safetensors=True)
+            self._state = model.state_dict()
+        if name not in self._state:
             raise ModelError(f"model {self.spec.name!r} has no tensor {name}. Give the model that was trained from.")
-        tensor: torch.Tensor = value
-        return tensor
+        return self._state[name]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.layout import Region
 from toolkit.core.units import dtype_name
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 
-class EngineWeights:
-    """Tensors of a running model by canonical name: masters where an engine keeps them, else parameters.
+def is_adapter(module: Any) -> bool:
+    """Return whether PEFT put an adapter on the model, by this package or by the user."""
+    return hasattr(module, "peft_config")
 
-    Of a model that `load` read, or of an adapter, what is trained; of a user's own model everything. Persistent buffers,
-    which every rank holds whole, are rank 0's. An adapter has none.
+
+class EngineWeights:
+    """Tensors of a running model by canonical name: masters where an engine keeps them, else parameters; and buffers.
+
+    Of an adapter what is trained; of a model that `load` read what its source does not freeze; of a user's own everything.
     """
 
-    kind = "model"
+    kind = "running model"
 
     def __init__(self, prepared: Prepared) -> None:
         """Exchange which rank holds which regions. A collective."""
@@ -30,8 +34,12 @@ class EngineWeights:
 
         accelerator, job = prepared.accelerator, prepared.job
         self._rank, self._device = accelerator.process_index, accelerator.device
-        module, adapter = accelerator.unwrap_model(prepared.model), job.strategy.adapter != "none"
-        names = [name for name, p in module.named_parameters() if p.requires_grad or not (adapter or job.spec)]
+        module = accelerator.unwrap_model(prepared.model)
+        parameters = dict(module.named_parameters())
+        if is_adapter(module):
+            names = [name for name, p in parameters.items() if p.requires_grad]
+        else:
+            names = [name for name in parameters if job.spec is None or job.spec.trains(name)]
         self._mine: dict[tuple[str, str], list[Shard]] = {}
         for shard in engine_of(job.strategy).shards(prepared):
             self._mine.setdefault((shard.name, shard.kind), []).append(shard)
@@ -40,14 +48,17 @@ class EngineWeights:
         ranks = gather_object([(regions, facts)])
         known = {key: value for _, part in ranks for key, value in part.items()}
         self._keys = {name: (name, MASTER if (name, MASTER) in known else PARAMETER) for name in names}
-        if not adapter:
+        if not is_adapter(module):
             self._keys |= {name: (name, kind) for name, kind in known if kind == BUFFER}
         self._regions = {key: [held.get(key, []) for held, _ in ranks] for key in self._keys.values()}
         self._dtypes: dict[str, torch.dtype] = {name: known[key][1] for name, key in self._keys.items()}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: known[key][0] for name, key in self._keys.items()}
         self.dtypes: Mapping[str, str] = {name: dtype_name(dtype) for name, dtype in self._dtypes.items()}
-        self.buffers = frozenset(name for name, (_, kind) in self._keys.items() if kind == BUFFER)
-        self.sources: Mapping[str, str] = {name: name for name in self._keys if name not in self.buffers}
+        self.rounded = frozenset(
+            name for name in self._keys if not getattr(parameters.get(name), "requires_grad", False)
+        )
+        self.sources: Mapping[str, str] = {name: name for name in self._keys}
+        self.trained = self._keys.keys() - self.rounded
         self._whole: dict[str, torch.Tensor] = {}
 
     def gather(self, names: Sequence[str]) -> None:
@@ -59,9 +70,7 @@ class EngineWeights:
                 self._whole[name] = whole
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a gathered tensor, or a buffer. Rank 0 alone has them."""
-        if name in self.buffers:
-            return self._mine[name, BUFFER][0].tensor.cpu()
+        """Return a gathered tensor. Rank 0 alone has them."""
         return self._whole[name]
 
     def _gather(self, name: str) -> torch.Tensor | None:
@@ -100,7 +109,7 @@ class EngineWeights:
             place = whole.view(-1)[region.start : region.start + region.length]
         else:
             place = None
-        if place is not None and place.is_contiguous() and whole.device == self._device:
+        if place is not None and place.is_contiguous() and self._device.type == "cpu":
             dist.recv(place.view(-1), owner)
             return
         values = torch.empty(region.stored_shape, dtype=whole.dtype, device=self._device)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import on_main
 from toolkit.exporters.adapters import planned_adapter
-from toolkit.exporters.engine_weights import EngineWeights
+from toolkit.exporters.engine_weights import EngineWeights, is_adapter
 from toolkit.exporters.model_card import rows_of, write_card
-from toolkit.exporters.model_files import FullStateDict, ModelFiles, skeleton
+from toolkit.exporters.model_files import ModelFiles, skeleton
 from toolkit.exporters.publication import atomic_dir, check_room
 from toolkit.exporters.reload import reopen
 from toolkit.exporters.results import (
@@ -36,6 +36,7 @@ from toolkit.exporters.results import (
     tensor_headers,
     tolerance_note,
 )
+from toolkit.exporters.state_dict import FullStateDict
 from toolkit.exporters.verification import check_attention, check_files, check_tied, relative_error
 from toolkit.models import copy_code, copy_processor
 from toolkit.models.hf_loading import quiet_bars
@@ -54,26 +55,26 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     Returns:
         On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
     """
-    weights = EngineWeights(prepared)
+    accelerator, weights = prepared.accelerator, EngineWeights(prepared)
+    writing = _write_adapter if is_adapter(accelerator.unwrap_model(prepared.model)) else _write_model
     with contextlib.ExitStack() as stack:
-        draft = stack.enter_context(_draft(prepared, folder))
-        written = (_save_adapter if prepared.job.strategy.adapter != "none" else _save_model)(prepared, weights, draft)
+        draft: list[Path] = []  # rank 0's
+
+        def open_draft() -> None:
+            draft.append(stack.enter_context(atomic_dir(folder, replace=True)))
 
         def finish() -> None:
             if tokenizer is not None:
-                tokenizer.save_pretrained(draft)
+                tokenizer.save_pretrained(draft[0])
             stack.close()
 
-        on_main(prepared.accelerator, finish)
+        on_main(accelerator, open_draft)
+        written = writing(prepared, weights, draft)
+        on_main(accelerator, finish)
     return written
 
 
-def _draft(prepared: Prepared, folder: Path) -> AbstractContextManager[Path]:
-    """Return rank 0's draft of the folder; the others write nothing."""
-    return atomic_dir(folder, replace=True) if prepared.accelerator.is_main_process else nullcontext(folder)
-
-
-def _save_adapter(prepared: Prepared, weights: EngineWeights, draft: Path) -> dict[str, SavedTensor]:
+def _write_adapter(prepared: Prepared, weights: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
     module = prepared.accelerator.unwrap_model(prepared.model)
     weights.gather(list(weights.shapes))
     written: dict[str, SavedTensor] = {}
@@ -81,24 +82,24 @@ def _save_adapter(prepared: Prepared, weights: EngineWeights, draft: Path) -> di
     def write() -> None:
         state = {name: weights.tensor(name) for name in weights.shapes}
         written.update(planned_adapter(module, state))
-        module.save_pretrained(draft, state_dict=state)
+        module.save_pretrained(draft[0], state_dict=state)
 
     on_main(prepared.accelerator, write)
     return written
 
 
-def _save_model(prepared: Prepared, weights: EngineWeights, draft: Path) -> dict[str, SavedTensor]:
-    files: list[ModelFiles] = []
+def _write_model(prepared: Prepared, weights: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
+    files: list[ModelFiles] = []  # rank 0's
 
     def begin() -> list[list[str]]:
+        spec = prepared.job.spec
         with quiet_bars(True, shown=False):
             files.append(_planned_files(prepared, weights))
-        check_room(draft, files[0].bytes)
-        files[0].create(draft)
-        spec = prepared.job.spec
+        check_room(draft[0], files[0].bytes)
+        files[0].create(draft[0])
         if spec is not None:
-            copy_code(spec, draft)
-            copy_processor(spec, draft)
+            copy_code(spec, draft[0])
+            copy_processor(spec, draft[0])
         return [files[0].trained_names(group) for group in files[0].groups]
 
     def write(number: int) -> None:
@@ -110,6 +111,9 @@ def _save_model(prepared: Prepared, weights: EngineWeights, draft: Path) -> dict
     return files[0].written if files else {}
 
 
+LOADED = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."
+
+
 def _planned_files(prepared: Prepared, weights: EngineWeights) -> ModelFiles:
     """Lay out the files of the running model, with its configs."""
     module, spec = prepared.accelerator.unwrap_model(prepared.model), prepared.job.spec
@@ -117,14 +121,10 @@ def _planned_files(prepared: Prepared, weights: EngineWeights) -> ModelFiles:
     # Training switches the cache off; generation needs the checkpoint's own setting.
     config.use_cache = config.get_text_config().use_cache = spec.config.get("use_cache", True) if spec else True
     if spec is None:
-        model = copy.copy(module)
-        model.config = config
-        return ModelFiles(model, weights)
+        return ModelFiles(module, weights, config=config)
     model = skeleton(spec, config, module.generation_config)
     model._weight_conversions = getattr(module, "_weight_conversions", None)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in weights.shapes)
-    return ModelFiles(model, FullStateDict(weights, model, spec))
+    return ModelFiles(model, FullStateDict(weights, model, spec, LOADED))
 
 
 def verify(
@@ -152,6 +152,11 @@ def verify(
             many, or whose tied weights came untied.
     """
     accelerator = prepared.accelerator
+    if prepared.job.spec is None:
+        raise RunError(
+            "the model was not read by `toolkit.load`, so there is nothing to compare its export with. "
+            "Make the Accelerator with a spec: `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
+        )
     probe = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items()}
     prepared.model.eval()
     trained = engine_of(prepared.job.strategy).logits(prepared, probe).float().cpu()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from toolkit.core.errors import ModelError, RunError
+from toolkit.core.errors import RunError
 from toolkit.core.units import dtype_name
-from toolkit.exporters.base_weights import BaseWeights, Weights
 from toolkit.exporters.results import SavedTensor
+from toolkit.exporters.state_dict import StateDict
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, freeze, without_engine
+from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, without_engine
+from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -55,97 +57,15 @@ def skeleton(
     return model
 
 
-class Complete(Protocol):
-    """Every tensor of a model under its name in the model."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By name."""
-
-    @property
-    def dtypes(self) -> Mapping[str, str]:
-        """torch's names, by name."""
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        """Names of the trained ones; each with its name where it is held."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in host memory."""
-
-
-class FullStateDict:
-    """Every tensor of a model under its saved name: trained ones, and unchanged ones."""
-
-    kind = "model"
-
-    def __init__(self, weights: Weights, model: PreTrainedModel, spec: ModelSpec) -> None:
-        """Plan the files of a model; `model` is the skeleton.
-
-        Raises:
-            RunError: where `weights` lack a tensor, hold one of another shape, or one that the model does not know.
-            ModelError: where what is not trained has to be read from the model's source, and that has it not.
-        """
-        self._weights, origin = weights, BaseWeights(spec)
-        self.sources: dict[str, str] = {}
-        self._unchanged: dict[str, Callable[[], torch.Tensor]] = {}
-        parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-        tied = {group[0]: group for group in spec.tied}
-        # Of our checkpoints; some are a script's own, which the model does not know.
-        saved: frozenset[str] = getattr(weights, "buffers", frozenset())
-        names = {*parameters, *buffers, *saved}
-        wrong = [f"{name} is unknown to it" for name in weights.shapes if name not in names]
-        for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
-            meta = parameters[name] if name in parameters else buffers[name]
-            source = next((names for names in tied.get(name, (name,)) if names in weights.shapes), None)
-            if source is None and name in parameters and meta.requires_grad:
-                wrong.append(f"{name} is missing")
-            elif source is None:
-                self._unchanged[name] = partial(origin.tensor, name)
-            elif tuple(weights.shapes[source]) != tuple(meta.shape):
-                wrong.append(f"{name} has the shape {list(weights.shapes[source])}, expected {list(meta.shape)}")
-            elif source in saved:
-                self._unchanged[name] = partial(_buffer, weights, origin, source)
-            else:
-                self.sources[name] = source
-        if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise RunError(
-                f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(wrong[:3])}{more}. "
-                "Name the model that was trained with --model."
-            )
-        self.shapes = {name: tuple(weights.shapes[source]) for name, source in self.sources.items()}
-        self.dtypes = {name: weights.dtypes[source] for name, source in self.sources.items()}
-        for name, read in self._unchanged.items():
-            tensor = read()
-            self.shapes[name], self.dtypes[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor from its source."""
-        return self._unchanged[name]() if name in self._unchanged else self._weights.tensor(self.sources[name])
-
-
-def _buffer(weights: Weights, origin: BaseWeights, name: str) -> torch.Tensor:
-    """Return a buffer of the checkpoint; the source's own if training only rounded it."""
-    import torch
-
-    value = weights.tensor(name)
-    try:
-        own = origin.tensor(name)
-    except ModelError:  # a config and a tokenizer are enough of a source
-        return value
-    return own if own.shape == value.shape and torch.equal(own.to(value.dtype), value) else value
-
-
-def common_dtype(weights: Complete) -> str:
+def common_dtype(weights: StateDict) -> str:
     """Return torch's name of the dtype that most trained elements have."""
     counts: dict[str, int] = {}
-    for name in weights.sources:
+    for name in weights.trained:
         counts[weights.dtypes[name]] = counts.get(weights.dtypes[name], 0) + math.prod(weights.shapes[name])
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) -> dict[str, str]:
+def _saved_dtypes(model: PreTrainedModel, weights: StateDict, dtype: str | None) -> dict[str, str]:
     """Return the dtype of each saved tensor: its own or the requested one, except for those that stay in fp32."""
     import torch
     from transformers.core_model_loading import build_glob_alternation
@@ -155,7 +75,7 @@ def _saved_dtypes(model: PreTrainedModel, weights: Complete, dtype: str | None) 
         return saved
     plan = list(model._get_dtype_plan(getattr(torch, dtype)))
     keeps_fp32 = build_glob_alternation(plan)[0].search if plan else lambda name: None
-    return {name: own if name not in weights.sources or keeps_fp32(name) else dtype for name, own in saved.items()}
+    return {name: own if name not in weights.trained or keeps_fp32(name) else dtype for name, own in saved.items()}
 
 
 class ModelFiles:
@@ -165,24 +85,32 @@ class ModelFiles:
     conversion. What is converted together is in memory together: a tensor, unless a conversion joins several.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: Complete, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: StateDict,
+        dtype: str | None = None,
+        config: PretrainedConfig | None = None,
+    ) -> None:
         """Lay out the files.
 
         Args:
-            model: the class that opens them, with its configs; on the meta device, say.
+            model: of the class that opens them; on the meta device, say.
             weights: of the model.
             dtype: torch's name of the one to save in, or None for their own.
+            config: the one to save, if it is not the model's.
         """
         import torch
         from huggingface_hub import split_torch_state_dict_into_shards
 
-        self._model, self._weights, self._dtype = model, weights, dtype or common_dtype(weights)
+        self._model, self._weights, self._config = model, weights, config or model.config
+        self._dtype = dtype or common_dtype(weights)
         self._dtypes = {name: getattr(torch, own) for name, own in _saved_dtypes(model, weights, dtype).items()}
         metas = {
             name: torch.empty(weights.shapes[name], dtype=own, device="meta") for name, own in self._dtypes.items()
         }
         groups = _conversion_groups(model, metas)
-        parts = [_on_disk(model, {name: metas[name] for name in group}) for group in groups]
+        parts = [disk_tensors(model, {name: metas[name] for name in group}) for group in groups]
         # Of a view the size of its whole storage would be counted.
         self._metas = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
         self._layout = split_torch_state_dict_into_shards(self._metas, max_shard_size=FILE_BYTES)
@@ -195,40 +123,49 @@ class ModelFiles:
         """By name on the disk: what `write` has written."""
 
     def create(self, folder: Path) -> None:
-        """Write the configs, the index, and files with headers and room for every tensor into a folder that exists."""
+        """Write the configs, the index, and files with headers and room for every tensor into a folder that exists.
+
+        Raises:
+            RunError: where the disk has no room.
+        """
         from transformers.dynamic_module_utils import custom_object_save
 
         for file, names in self._layout.filename_to_tensors.items():
             offsets = _create_safetensors(folder / file, {name: self._metas[name] for name in names})
             self._places |= {name: (folder / file, offset) for name, offset in offsets.items()}
-        model = self._model
+        model, config = self._model, self._config
         if self._layout.is_sharded:
-            about = {"total_parameters": model.num_parameters(), **self._layout.metadata}
+            about = {"total_parameters": sum(meta.numel() for meta in self._metas.values()), **self._layout.metadata}
             index = {"metadata": about, "weight_map": self._layout.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True)
             (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
-        model.config.dtype, model.config.architectures = self._dtype, [type(model).__name__.removeprefix("FSDP")]
+        # FSDP2 puts its own name before the class's.
+        config.dtype, config.architectures = self._dtype, [type(model).__name__.removeprefix("FSDP")]
         if model.is_remote_code():
-            custom_object_save(model, folder, config=model.config)
-        model.config.save_pretrained(folder)
+            custom_object_save(model, folder, config=config)
+        config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
 
     def trained_names(self, group: list[str]) -> list[str]:
-        """Return where `write` reads the trained ones of a group."""
+        """Return the names under which `write` reads a group from the trained weights."""
         sources = self._weights.sources
         return [sources[name] for name in group if name in sources]
 
     def write(self, group: list[str]) -> None:
-        """Read, convert and write one of `groups`."""
+        """Read, convert and write one of `groups`.
+
+        Raises:
+            RunError: where the disk is full.
+        """
         import torch
 
         tensors = {name: self._weights.tensor(name).to(self._dtypes[name]) for name in group}
-        for name, tensor in _on_disk(self._model, tensors).items():
+        for name, tensor in disk_tensors(self._model, tensors).items():
             path, offset = self._places[name]
             data = tensor.detach().contiguous()
             self.written[name] = SavedTensor.of(data)
-            with path.open("r+b") as file:
+            with _writing(path), path.open("r+b") as file:
                 file.seek(offset)
                 file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
@@ -238,32 +175,34 @@ def _create_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict
 
     The library writes only whole files of tensors that are all in memory. Format: huggingface.co/docs/safetensors.
     """
-    from safetensors.torch import _TYPES
-
-    codes = {dtype: code for code, dtype in _TYPES.items()}
+    codes = {name: code for code, name in SAFETENSORS_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, starts = 0, {}
     # The widest first, so that each is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         starts[name], end = end, end + tensors[name].nbytes
         header[name] = {
-            "dtype": codes[tensors[name].dtype],
+            "dtype": codes[dtype_name(tensors[name].dtype)],
             "shape": list(tensors[name].shape),
             "data_offsets": [starts[name], end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with _writing(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)  # a full disk shows now
     return {name: 8 + len(text) + start for name, start in starts.items()}
 
 
-def _on_disk(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
-    return reverted
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path.name} cannot be written in {path.parent.parent}: {error.strerror}. Make room, or export to another disk."
+        ) from error
 
 
 def _conversion_groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
@@ -273,15 +212,15 @@ def _conversion_groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -
         layer = re.match(r"(.*?\.\d+)\.", name)
         layers.setdefault(layer[1] if layer else name, []).append(name)
 
-    def shapes(groups: list[list[str]]) -> dict[str, Any]:
-        parts = (_on_disk(model, {name: metas[name] for name in group}) for group in groups)
-        return {name: meta.shape for part in parts for name, meta in part.items()}
+    def matches(groups: list[list[str]]) -> bool:
+        try:
+            parts = [disk_tensors(model, {name: metas[name] for name in group}) for group in groups]
+        except ValueError:  # a conversion lacks what it joins
+            return False
+        return {name: meta.shape for part in parts for name, meta in part.items()} == expected
 
-    whole = [list(metas)]
-    expected = shapes(whole)
-    return next(
-        (groups for groups in ([[name] for name in metas], [*layers.values()]) if shapes(groups) == expected), whole
-    )
+    expected = {name: meta.shape for name, meta in disk_tensors(model, dict(metas)).items()}
+    return next(filter(matches, ([[name] for name in metas], [*layers.values()])), [list(metas)])
 
 
 def _batches(groups: list[list[str]], sizes: Mapping[str, int]) -> list[list[str]]:

@@ -20,10 +20,11 @@ from toolkit.core.units import BYTES_OF, format_bytes
 from toolkit.exporters.adapters import compare_adapter, job_of, merged, with_adapter, write_adapter
 from toolkit.exporters.base_weights import Source, Weights, opened_source
 from toolkit.exporters.model_card import manifest_rows, write_card
-from toolkit.exporters.model_files import FullStateDict, ModelFiles, common_dtype, skeleton, source_configs
+from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs
 from toolkit.exporters.publication import atomic_dir, check_room, check_target
 from toolkit.exporters.reload import read_base
 from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, load_line, tensor_headers, tolerance_note
+from toolkit.exporters.state_dict import FullStateDict
 from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
 from toolkit.models import ModelSpec, copy_code, copy_processor, describe, require_weights
 from toolkit.models.hf_loading import LONG, quiet_bars

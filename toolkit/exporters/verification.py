@@ -11,9 +11,9 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF, dtype_name
 from toolkit.devices.machine import host_memory
-from toolkit.exporters.model_files import FullStateDict
 from toolkit.exporters.reload import reopen_whole
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
+from toolkit.exporters.state_dict import FullStateDict
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class
 

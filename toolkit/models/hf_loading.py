@@ -35,6 +35,18 @@ def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
             parameter.requires_grad_(False)
 
 
+def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors as a checkpoint's files hold them: transformers' own names and shapes (one expert a tensor, say).
+
+    Raises:
+        ValueError: where one is missing that a conversion joins with these.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
+    return reverted
+
+
 @contextmanager
 def without_engine() -> Iterator[None]:
     """Read whole, on this rank alone: transformers would partition under ZeRO-3 and read on one rank only under FSDP."""

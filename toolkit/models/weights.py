@@ -13,7 +13,7 @@ from toolkit.models.hub import BESIDE, cached, first_line, hub_reachable, unreac
 from toolkit.models.remote_code import check_code, check_inside
 from toolkit.models.spec import ModelSpec
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
@@ -119,7 +119,7 @@ def checkpoint_dtype(source: str | Path) -> str | None:
     if not counts:
         return None
     most = max(counts, key=lambda dtype: counts[dtype])
-    return _DTYPES.get(most, most.lower())
+    return SAFETENSORS_DTYPES.get(most, most.lower())
 
 
 def _download(name: str, commit: str | None) -> None:
@@ -184,7 +184,7 @@ def _end(tensors: dict[str, dict[str, Any]]) -> int:
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tuple(tensor["data_offsets"])):
         begins, ends = tensor["data_offsets"]
-        size = BYTES_OF.get(_DTYPES.get(tensor["dtype"], ""))
+        size = BYTES_OF.get(SAFETENSORS_DTYPES.get(tensor["dtype"], ""))
         if begins != end or ends < begins or (size and ends - begins != size * math.prod(tensor["shape"])):
             raise ValueError("its tensors overlap, leave a gap, or are not as long as they say")
         end = ends

@@ -32,6 +32,8 @@ class Weights:
     """torch's names. float32 where the checkpoint holds fp32 masters."""
     read: Callable[[str], torch.Tensor]
     """As `tensor`, unchecked."""
+    rounded: frozenset[str] = frozenset()
+    """As an export asks for it: what may be the base's own, in another dtype. Unknown here."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole, contiguous tensor on the host. It may share memory with the mapped file: copy it first.
