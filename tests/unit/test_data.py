@@ -330,9 +330,25 @@ def test_only_what_changed_is_hashed_again(tmp_path: Path, cache: Path) -> None:
     assert data.ingest(tmp_path / "corpus").hashes[0] == first[0]
 
 
+def test_a_long_text_is_read_in_pieces_and_blank_lines_at_the_end_do_no_harm(tmp_path: Path) -> None:
+    text = ("a line of a long text\n" * 1000 + "\n") * 450
+    (tmp_path / "long.txt").write_text(text)
+    first, second = data.documents(data.find_source(tmp_path / "long.txt"))
+    assert first.content["text"] + second.content["text"] == text
+    assert second.where == f"{tmp_path / 'long.txt'}, from line {first.content['text'].count(chr(10)) + 1}"
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n\n \n')
+    assert len(list(data.documents(data.find_source(tmp_path / "rows.jsonl")))) == 1
+
+
 BAD = {
     "malformed": (['{"text": "a"}', '{"text": "b"'], "line 2: malformed JSON: Expecting"),
     "blank row": (['{"text": "a"}', "", '{"text": "b"}'], "line 2: the row is empty"),
+    "only blank rows": (["", ""], "the file is empty"),
+    "a call of a tool": (
+        ['{"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}'],
+        "line 1: message 0 has 'tool_calls': training on calls of tools is not available",
+    ),
+    "tools": (['{"messages": [], "tools": [{}]}'], "line 1: the row has 'tools'"),
     "no object": (["[1]"], "line 1: the row is a list, expected an object"),
     "no column": (['{"body": "a"}'], "line 1: lacks the column 'text'. It has 'body'"),
     "column missing later": (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from toolkit import Strategy, TrainConfig, describe, hardware
-from toolkit.core.units import KiB, MiB
-from toolkit.devices.gpu_catalog import CARDS
+from toolkit.core.units import GiB, KiB, MiB
+from toolkit.devices.gpu_catalog import CARDS, card_of
 from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
@@ -180,3 +180,12 @@ def test_runs_that_others_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     for run in rows():
         row = compared(run)
         assert row["forecast"]["memory"] == pytest.approx(row["published"]["memory"], rel=0.01), run.what
+
+
+def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
+    assert card_of("NVIDIA A100-SXM4-80GB", 80 * GiB) == CARDS["A100-80GB"]
+    board = card_of("NVIDIA A100-PCIE-40GB", 40 * GiB)
+    assert board is not None
+    assert (board.peer, board.tflops_half) == (CARDS["A100-40GB"].host, CARDS["A100-40GB"].tflops_half)
+    for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"):
+        assert card_of(slower, 80 * GiB) is None, slower

@@ -20,6 +20,9 @@ ROWS = "rows"
 LONGEST = 8 * 2**20
 """Bytes of the longest text: a tokenizer takes some 160 for each of them."""
 
+TOOLS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
+"""Of conversations with tools, which are refused: without these they would be others."""
+
 COLUMNS = {"prompt": ("prompt", "completion"), "messages": ("messages",)}
 """The columns of a kind of row; a text's one column is named by the caller."""
 
@@ -39,7 +42,7 @@ class Document:
     file: int = 0
     """The index of its file in the source."""
     line: int = 0
-    """Its line there, or its row in a dataset; of a text 0."""
+    """Its line there, or its row in a dataset; of a text the lines before it."""
 
 
 def documents(
@@ -77,14 +80,7 @@ def documents(
             if path.suffix.lower() in JSONL:
                 yield from _rows(_json_lines(path, update), file, source, text_column, str(path))
             else:
-                where = str(path)
-                _check_size(path.stat().st_size, where)
-                data = path.read_bytes()
-                if not data:
-                    raise DataError(f"{path}: the file is empty. Give one with text, or leave it out.")
-                update(data)
-                text = _nonempty_string(_decoded(data, where), where, "the file")
-                yield Document(kind="text", content={"text": text}, where=where, size=len(data), file=file)
+                yield from _texts(path, file, update)
         if not hashed:
             hashes[str(path)] = digest.hexdigest()
 
@@ -129,13 +125,37 @@ def _nonempty_string(value: Any, where: str, what: str) -> str:
     return value
 
 
+def _texts(path: Path, file: int, update: Callable[[bytes], object]) -> Iterator[Document]:
+    """Yield a text file as one document; one that is longer than `LONGEST` in pieces of whole lines."""
+
+    def document(lines: list[bytes], before: int) -> Document:
+        data, where = b"".join(lines), f"{path}, from line {before + 1}" if before else str(path)
+        text = _nonempty_string(_decoded(data, where), where, "the file")
+        return Document(kind="text", content={"text": text}, where=where, size=len(data), file=file, line=before)
+
+    lines: list[bytes] = []
+    size = before = 0
+    with path.open("rb") as opened:
+        for line in iter(lambda: opened.readline(LONGEST + 1), b""):
+            _check_size(len(line), f"{path}, line {before + len(lines) + 1}")
+            update(line)
+            if size + len(line) > LONGEST:
+                yield document(lines, before)
+                before, lines, size = before + len(lines), [], 0
+            lines.append(line)
+            size += len(line)
+    if not lines:
+        raise DataError(f"{path}: the file is empty. Give one with text, or leave it out.")
+    yield document(lines, before)
+
+
 def _type(value: Any) -> str:
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}
     return names.get(type(value).__name__, repr(value))
 
 
 def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple[int, Any, int]]:
-    number = 0
+    number = blank = 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             update(line)
@@ -143,7 +163,10 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
             _check_size(len(line), where)
             text = _decoded(line, where)
             if not text.strip():
-                raise DataError(f"{where}: the row is empty. Remove it.")
+                blank = blank or number
+                continue
+            if blank:  # at the end they do no harm
+                raise DataError(f"{path}, line {blank}: the row is empty. Remove it.")
             try:
                 yield number, json.loads(text, object_pairs_hook=_unique_keys), len(line)
             except (ValueError, RecursionError) as error:
@@ -153,7 +176,7 @@ def _json_lines(path: Path, update: Callable[[bytes], object]) -> Iterator[tuple
                 raise DataError(
                     f"{where}: malformed JSON: {reason}. Each line must be one JSON object; correct or remove it."
                 ) from error
-    if not number:
+    if number == 0 or blank == 1:
         raise DataError(f"{path}: the file is empty. Give one with rows, or leave it out.")
 
 
@@ -197,6 +220,7 @@ def _rows(
                 " it, or put rows of another kind into a file of their own."
             )
         if kind == "messages":
+            _check_tools(row, f"{where}: the row")
             content: dict[str, Any] = {"messages": _conversation(row["messages"], where)}
         else:
             names = ("text",) if kind == "text" else columns
@@ -226,6 +250,15 @@ def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(repr(name) for name in row) or "no columns"
 
 
+def _check_tools(fields: Mapping[str, Any], where: str) -> None:
+    used = next((name for name in TOOLS if fields.get(name)), None)
+    if used:
+        raise DataError(
+            f"{where} has {used!r}: training on calls of tools is not available. Remove the row, or write the whole "
+            "conversation as 'text' or as 'prompt' and 'completion'."
+        )
+
+
 def _conversation(messages: Any, where: str) -> list[dict[str, str]]:
     if not isinstance(messages, list):
         raise DataError(
@@ -242,6 +275,7 @@ def _conversation(messages: Any, where: str) -> list[dict[str, str]]:
             raise DataError(
                 f"{where}: message {index} {what}, expected an object with 'role' and 'content'. Correct or remove the row."
             )
+        _check_tools(message, f"{where}: message {index}")
         turns.append(
             {
                 name: _nonempty_string(message[name], where, f"message {index}'s {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.core.errors import ToolkitError, nearest
 from toolkit.core.units import GiB
@@ -83,11 +83,17 @@ def card_key(name: str, word: str) -> str:
 
 
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
-    """Return the card for a driver's name (`"NVIDIA A100-SXM4-80GB"`) and the nearest memory; None if unknown."""
+    """Return the card for a driver's name (`"NVIDIA A100-SXM4-80GB"`) and the nearest memory; None if unknown.
+
+    On a PCIe board of Volta or Ampere the same chip has no NVLink. On one of Hopper it is a slower chip, in no row.
+    """
     words = set(re.split(r"[\s_-]+", driver.upper()))
+    if "NVL" in words or words >= {"H100", "PCIE"}:
+        return None
     matches = [
         card
         for key, card in CARDS.items()
         if all(part in words for part in re.sub(r"-\d+GB$", "", key).upper().split("-"))
     ]
-    return min(matches, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)
+    card = min(matches, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)
+    return replace(card, peer=card.host) if card and "PCIE" in words else card

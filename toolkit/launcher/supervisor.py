@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -134,6 +135,12 @@ class _Attempt:
             self.launcher.kill()
         elif self._passed_on_at is None:
             self._passed_on_at, self._step_seconds = now, value_or(0.0, _last_step_seconds, self.folder)
+            if self.watch is not None and self.watch.listens():
+                print(
+                    "toolkit: finishing the step and saving. Press Ctrl-C again to lose it.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._signal_ranks(self.stop.number)
         elif now >= self._passed_on_at + self._stop_limit():
             self.launcher.kill()
