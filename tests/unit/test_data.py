@@ -343,7 +343,6 @@ def test_a_long_text_is_read_in_pieces_and_blank_lines_at_the_end_do_no_harm(tmp
 BAD = {
     "malformed": (['{"text": "a"}', '{"text": "b"'], "line 2: malformed JSON: Expecting"),
     "blank row": (['{"text": "a"}', "", '{"text": "b"}'], "line 2: the row is empty"),
-    "only blank rows": (["", ""], "the file is empty"),
     "a call of a tool": (
         ['{"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}'],
         "line 1: message 0 has 'tool_calls': training on calls of tools is not available",
@@ -384,8 +383,8 @@ def test_bad_row(name: str, tmp_path: Path, cache: Path, tokenizer: Any) -> None
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    for name in ("empty.txt", "empty.jsonl"):
-        (tmp_path / name).touch()
+    for name, text in (("empty.txt", ""), ("empty.jsonl", ""), ("blank.jsonl", "\n\n")):
+        (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match="the file is empty"):
             data.ingest(tmp_path / name)
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
