@@ -34,10 +34,11 @@ def check_choices(owner: Any) -> None:
         StrategyError: with the nearest known value.
     """
     for f in dataclasses.fields(owner):
-        allowed, value = f.metadata.get("values"), getattr(owner, f.name)
+        allowed, later, value = f.metadata.get("values"), f.metadata.get("later", ()), getattr(owner, f.name)
         if allowed and value not in allowed:
-            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, allowed)} Known: {', '.join(allowed)}.")
-        if value in f.metadata.get("later", ()):
+            known = ", ".join(word for word in allowed if word not in later)
+            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, allowed)} Known: {known}.")
+        if value in later:
             raise StrategyError(f"{f.name} {value!r} is not available yet.")
 
 

@@ -11,7 +11,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, MiB, dtype_name
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
-from toolkit.engines.job import Job
+from toolkit.engines.job import Job, advice_without_scaling
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.optimizer_step import write_counters
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
@@ -50,8 +50,8 @@ class DDP(Engine):
         if job.precision.scaled and job.device.kind == "cpu":
             raise StrategyError(
                 f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
-                f"on a CPU, where loss scaling does not exist "
-                "and Accelerate would run fp32. Choose precision 'bf16', or sharding 'zero2'."
+                "on a CPU, where loss scaling does not exist and Accelerate would run fp32. "
+                + advice_without_scaling(job.device, "zero2")
             )
         return {
             "backend": "gloo" if job.device.kind == "cpu" else "nccl",

@@ -114,6 +114,12 @@ def resolve_precision(precision: str, device: Device) -> str:
     return "bf16" if "bf16" in device.dtypes else "fp16"
 
 
+def advice_without_scaling(device: Device, sharding: str) -> str:
+    """Return what to choose where an engine has no loss scaling and `sharding`'s has."""
+    other = f", or sharding {sharding!r}" if "fp16" in device.dtypes else ""
+    return f"Choose precision 'bf16'{other}."
+
+
 def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, device: Device) -> str:
     """Resolve `auto`: the device's first kernel that takes this dtype and that the model's class supports.
 

@@ -16,7 +16,7 @@ from toolkit.engines.fsdp.simulation import (
     simulate_load,
     simulate_training,
 )
-from toolkit.engines.job import Job
+from toolkit.engines.job import Job, advice_without_scaling
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
@@ -44,8 +44,7 @@ class FSDP(Engine):
         if job.precision.scaled and device.kind == "cpu":
             raise StrategyError(
                 f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
-                f"on a CPU: FSDP has no loss scaling there. "
-                "Choose precision 'bf16', or sharding 'zero3'."
+                "on a CPU: FSDP has no loss scaling there. " + advice_without_scaling(device, "zero3")
             )
         if strategy.offload != "none" and device.kind == "cpu":
             raise StrategyError(
