@@ -211,7 +211,11 @@ def test_nothing_is_left_of_a_run(runs: dict[str, Running], name: str) -> None:
 def test_a_stop_without_checkpoints(runs: dict[str, Running]) -> None:
     run = runs["alone"]
     assert run.code == 130
-    assert run.err.startswith("toolkit: stopped by SIGINT. There is no checkpoint (they are off: ")
+    first, second, *_ = run.err.splitlines()
+    assert first.startswith(
+        "toolkit: stopping after this step, with a checkpoint if the run saves any. A second Ctrl-C "
+    )
+    assert second.startswith("toolkit: stopped by SIGINT. There is no checkpoint (they are off: ")
     assert run.err.endswith(f"`toolkit resume {run.path}` starts again from step 0.\n")
 
 

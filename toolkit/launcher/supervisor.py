@@ -137,7 +137,7 @@ class _Attempt:
             self._passed_on_at, self._step_seconds = now, value_or(0.0, _last_step_seconds, self.folder)
             if self.watch is not None and self.watch.listens():
                 print(
-                    "toolkit: finishing the step and saving. Press Ctrl-C again to lose it.",
+                    "toolkit: stopping after this step, with a checkpoint if the run saves any. A second Ctrl-C ends it at once.",
                     file=sys.stderr,
                     flush=True,
                 )
