@@ -304,8 +304,8 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert not found.fits
     assert "A rank has 79.11 GiB and needs" in found.reason
     assert found.change is not None
-    assert found.change["sharding"] == "fsdp"
-    assert "The smallest change that fits: --" in found.reason
+    assert found.change == {"adapter": "qlora"}
+    assert "The smallest change that fits: --adapter qlora" in found.reason
     alone = forecast(
         describe(large), Strategy(sharding="none", adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1)
     )
@@ -566,3 +566,80 @@ def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.C
     words = ["forecast", "--sharding", "fsdp", "--hardware", "2x cpu", "--seq-len", "64"]
     assert main([*words, "--json", str(tmp_path / "fc.json")]) == 0
     assert json.loads((tmp_path / "fc.json").read_text())["ranks"] == 2
+
+
+@pytest.fixture(scope="module")
+def tight() -> tuple[ModelSpec, Any]:
+    """A model, and a machine on which its optimizer's states have no room on the device nor on the host."""
+    large = config("llama", 24)
+    large.hidden_size, large.intermediate_size, large.vocab_size = 1024, 2816, 256
+    machine = hardware("2x H100-80GB")
+    small = dataclasses.replace(machine.device, free_bytes=1_300 * 2**20)
+    return describe(large), dataclasses.replace(machine, device=small, host_free_bytes=2**30)
+
+
+def test_where_nothing_fits_a_plan_says_what_would(tight: tuple[ModelSpec, Any]) -> None:
+    spec, machine = tight
+    found = plan(spec, machine, global_batch=4, seq_len=512)
+    assert not found.ranked
+    assert "The changes below fit." in found.headline()
+    changes = [one.change for one in found.alternatives]
+    assert {"adapter": "lora"} in changes
+    assert {"adapter": "qlora"} in changes
+    assert any("hardware" in change for change in changes)
+    with pytest.raises(StrategyError, match="What fits: --adapter lora"):
+        _ = found.best
+    for one in found.alternatives:
+        fields = {name: value for name, value in one.change.items() if name not in ("hardware", "global_batch")}
+        strategy, train_config = changed(one.candidate.strategy, one.candidate.train_config, fields)
+        again = forecast(spec, strategy, one.hardware, train_config, ranks=one.hardware.ranks)
+        assert again.fits, one.flags
+        assert one.candidate.forecast is not None
+        assert again.peak_bytes == one.candidate.forecast.peak_bytes
+
+
+def test_rejections_are_grouped_unless_all_are_wanted(tight: tuple[ModelSpec, Any]) -> None:
+    spec, machine = tight
+    found = plan(spec, machine, global_batch=4, seq_len=512)
+    grouped = found.tables()[-1]
+    assert sum(int(row[0]) for row in grouped.rows) == len(found.rejected)
+    lines = grouped.text(80).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    whole = dataclasses.replace(found, whole=True).tables()[-1]
+    assert len(list(whole.rows)) == len(found.rejected)
+
+
+def test_one_device_is_planned_with_offload() -> None:
+    spec = describe(config("llama", 2))
+    found = plan(spec, "1x RTX-3090", global_batch=2, seq_len=64)
+    chosen = {(one.strategy.sharding, one.strategy.offload) for one in found.ranked}
+    assert {("none", "none"), ("zero2", "optimizer"), ("zero3", "cpu"), ("fsdp", "cpu")} <= chosen
+    assert all(offload != "none" for sharding, offload in chosen if sharding != "none")
+
+
+def test_hours_and_costs_of_a_plan_follow_from_its_speed() -> None:
+    found = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, tokens=2e9, price=2.5)
+    best = found.ranked[0]
+    assert best.forecast is not None
+    assert best.forecast.timing is not None
+    hours, cost = found.hours(best), found.cost(best)
+    assert hours is not None
+    assert cost == pytest.approx(hours * 2 * 2.5)
+    plain = 2e9 / best.forecast.timing.tokens_per_second / 3600
+    assert plain <= hours < 1.01 * plain
+    assert "Best by cost" in str(found)
+    for wrong in ({"price": 2.5}, {"tokens": 0.0}, {"tokens": float("nan")}, {"vary": ["colour"]}):
+        with pytest.raises(ToolkitError):
+            plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, **wrong)  # type: ignore[arg-type]
+
+
+def test_open_fields_of_a_plan_stand_below_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--hardware", "any x H100", "--precision", "any", "--global-batch", "4", "--seq-len", "64"]
+    assert main([*words, "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {one["strategy"]["precision"] for one in result["ranked"]} == {"bf16"}
+    assert [one["change"] for one in result["alternatives"]] == [
+        {"precision": "bf16_pure"},
+        {"hardware": "2x H100-80GB"},
+    ]

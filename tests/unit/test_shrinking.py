@@ -67,12 +67,16 @@ def test_the_smallest_change_comes_first() -> None:
         {"sharding": "zero3"},
         {"offload": "optimizer"},
         {"adapter": "lora"},
+        {"adapter": "qlora"},
+        {"precision": "bf16_pure"},
+        {"seq_len": 128},
     ]
     assert next(changes(plain, TrainConfig(), in_a_step=False)) == {"sharding": "fsdp"}
     whole = Strategy(sharding="zero3", offload="optimizer", adapter="lora")
     assert list(changes(whole, TrainConfig(micro_batch=1), in_a_step=True)) == [
         {"offload": "cpu"},
         {"adapter": "qlora"},
+        {"seq_len": 128},
     ]
 
 

@@ -40,6 +40,14 @@ MODEL = _argument(
 )
 REMOTE_CODE = _argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
 HARDWARE = _argument("--hardware", metavar="NAME", help="such as '8x H100-80GB' or '2x cpu' (default: this machine)")
+MACHINES = _argument(
+    "--hardware", metavar="NAME", help="as '8x H100-80GB'; 'any x H100-80GB': one or more (default: this machine)"
+)
+BUDGET = (
+    _argument("--tokens", type=float, help="tokens of the whole training, such as 2e9: adds hours"),
+    _argument("--price", type=float, help="price of a device for an hour: adds costs"),
+    _switch("--all", "show every candidate, not the first ones and the reasons"),
+)
 ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without padding")
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
 TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
@@ -81,7 +89,7 @@ def build_parser() -> Parser:
     add(precisions, [*forecasting, COMPARED_RUN], Strategy)
     global_batch = _argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
     best = _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command")
-    planning = [MODEL, REMOTE_CODE, HARDWARE, global_batch, ONE_DOCUMENT, UNQUANTIZED, best]
+    planning = [MODEL, REMOTE_CODE, MACHINES, global_batch, ONE_DOCUMENT, UNQUANTIZED, best, *BUDGET]
     add(plan, planning, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     config_flags = [
         _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),

@@ -91,11 +91,21 @@ def plan(flags: argparse.Namespace) -> Result:
     from toolkit.models import describe
 
     check_target(flags.write, "--write")
+    fields = given(flags, Strategy)
+    vary = [name for name in ("adapter", "precision") if fields.get(name) == "any"]
+    machine = flags.hardware
+    if machine and machine.lower().startswith("any x "):
+        machine = machine[len("any x ") :]
+        vary.append("hardware")
     result = plan(
         describe(flags.model, trust_remote_code=flags.trust_remote_code),
-        flags.hardware,
+        machine,
         global_batch=flags.global_batch,
-        strategy=from_dict(Strategy, given(flags, Strategy)),
+        strategy=from_dict(Strategy, {name: value for name, value in fields.items() if name not in vary}),
+        vary=vary,
+        tokens=flags.tokens,
+        price=flags.price,
+        whole=flags.all,
         train_config=from_dict(TrainConfig, given(flags, TrainConfig)),
         one_document=flags.one_document,
         allow_unquantized=flags.allow_unquantized,

@@ -54,6 +54,12 @@ class Hardware(Result):
         """One rank a device."""
         return self.count * self.nodes
 
+    @property
+    def label(self) -> str:
+        """The machine's name as `hardware` takes it: `8x H100-80GB`."""
+        nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
+        return f"{nodes}{self.count}x {self.device.name if self.device.kind != 'cpu' else 'cpu'}"
+
     def tables(self) -> list[Table]:
         """Return the figures of the device and its host."""
         device = self.device

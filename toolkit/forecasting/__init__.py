@@ -6,7 +6,8 @@ a ledger, together with its parameters, gradients, buffers and optimizer states.
 step time, `prediction` builds the forecast, `plans` builds one for every strategy. A new GPU is a row in `gpu_catalog.py`.
 """
 
-from toolkit.forecasting.plans import Candidate, Plan, plan
+from toolkit.forecasting.candidates import Candidate
+from toolkit.forecasting.plans import Plan, plan
 from toolkit.forecasting.prediction import forecast, forecast_job
 from toolkit.forecasting.result import Forecast
 

@@ -10,6 +10,12 @@ from toolkit.config.flags import from_dict
 from toolkit.config.strategy import OFFLOADS, SHARDINGS, Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 
+SHORTEST = 128
+"""Tokens of the shortest sequence that is suggested."""
+
+NEW_RUN = {"adapter", "precision", "seq_len"}
+"""Fields that a run cannot resume with."""
+
 
 def changes(
     strategy: Strategy, train_config: TrainConfig, *, in_a_step: bool, on_cpu: bool = False
@@ -34,8 +40,26 @@ def changes(
     for offload in OFFLOADS[OFFLOADS.index(strategy.offload) + 1 :]:
         if offload in SHARDINGS[strategy.sharding].offload and not on_cpu:
             yield {"offload": offload}
+    yield from training_changes(strategy, train_config, on_cpu=on_cpu)
+
+
+def training_changes(
+    strategy: Strategy, train_config: TrainConfig, *, on_cpu: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Return the changes that make another training of it: what is trained, in which dtypes, on how long sequences.
+
+    A run cannot resume with one of them.
+    """
     if strategy.adapter in ("none", "lora"):
         yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
+    if strategy.adapter == "none":
+        yield {"adapter": "qlora"}
+        if strategy.precision in ("auto", "bf16") and strategy.offload == "none" and not on_cpu:
+            yield {"precision": "bf16_pure"}
+    seq_len = train_config.seq_len // 2
+    while seq_len >= SHORTEST:
+        yield {"seq_len": seq_len}
+        seq_len //= 2
 
 
 def halved(train_config: TrainConfig) -> dict[str, int]:

@@ -19,7 +19,7 @@ from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
-from toolkit.forecasting.memory_advice import changed, changes
+from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import communication, operations, step_time
 from toolkit.models import ModelSpec, describe
@@ -98,7 +98,7 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
             other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
             if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, allow_unquantized=False)
-            if _permanent_bytes(other) > forecast.limit_bytes:
+            if permanent_bytes(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
             changed = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
@@ -108,14 +108,14 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
     return forecast
 
 
-def _permanent_bytes(job: Job) -> int:
+def permanent_bytes(job: Job) -> int:
     """Return the bytes that stay on the device after the first step: a lower bound of every peak."""
     state = on_device(job, engine_of(job.strategy).expected_state(job))
     return state.parameters + state.master + (state.optimizer or 0)
 
 
 def _smaller_requests(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
-    """Yield single changes, then combinations of them, until nothing can shrink further."""
+    """Yield changes of the engine and the batch, single ones and then combined; then such as make another training."""
     in_a_step = forecast.peak_phase in ("forward", "backward", "step")
 
     def able(
@@ -129,14 +129,15 @@ def _smaller_requests(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Stra
             except StrategyError:
                 continue
 
-    for change, strategy, train_config in able(forecast.strategy, forecast.train_config):
-        yield dict(change), strategy, train_config
+    requests = [(dict(one), first, second) for one, first, second in able(forecast.strategy, forecast.train_config)]
     total: dict[str, Any] = {}
     strategy, train_config = forecast.strategy, forecast.train_config
     while (step := next(able(strategy, train_config), None)) is not None:
         change, strategy, train_config = step
         total |= change
-        yield dict(total), strategy, train_config
+        requests.append((dict(total), strategy, train_config))
+    for other_training in (False, True):
+        yield from (request for request in requests if bool(NEW_RUN & request[0].keys()) == other_training)
 
 
 def forecast_job(

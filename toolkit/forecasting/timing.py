@@ -14,6 +14,7 @@ from toolkit.devices.machine import Hardware
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
+from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
 
 FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
@@ -132,6 +133,14 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
     else:
         host_link = card.network if job.ranks > machine.count else card.peer
     return host_link * 1e9 * LINK
+
+
+def checkpoint_stall(job: Job, machine: Hardware) -> float:
+    """Return the seconds in which the steps wait for a checkpoint: its copy into host memory. A thread writes it then."""
+    share = checkpoint_bytes(job) / job.ranks
+    if job.strategy.offload != "none" or job.device.card is None:
+        return share * min(job.ranks, machine.count) / (HOST * 1e9)
+    return share / (job.device.card.host * 1e9 * LINK)
 
 
 def collectives(job: Job) -> list[Transfer]:

@@ -18,7 +18,7 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Device, hardware, host_memory
 from toolkit.engines.adapters import require_libraries
 from toolkit.engines.job import resolve
-from toolkit.forecasting.memory_advice import changed, changes
+from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat
 from toolkit.run_folder.run_json import read_run_json
@@ -74,12 +74,12 @@ def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     for change in (change_ for change_ in possible if target is None or OF_OWN_CODE.issuperset(change_)):
         if _can_run(strategy, train_config, change, int(was["ranks"]), device):
             flags = " ".join(spell(change))
-            if "adapter" in change:  # a run cannot change which parameters it trains
+            if NEW_RUN & change.keys():
                 return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
             return f"The smallest change that could fit: {_resume_command(folder, target, change)}."
     if target is not None:
         return f"Choose a smaller micro-batch in {target['name']}, a smaller model, or more memory."
-    return "Nothing smaller is left but --seq-len, a smaller model, or more memory."
+    return "Nothing smaller is left but a smaller model, or more memory."
 
 
 OF_OWN_CODE = {"sharding", "offload"}

@@ -39,7 +39,7 @@ class FSDP(Engine):
     sync_each_batch = True  # without it FSDP holds whole gradients until the last micro-batch
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """Return wrap policy, dtypes and mesh. Refuses fp16 and offload on a CPU, and a single rank."""
+        """Return wrap policy, dtypes and mesh. Refuses fp16 and offload on a CPU, and a single rank without offload."""
         strategy, spec, device = job.strategy, job.spec, job.device
         if job.precision.scaled and device.kind == "cpu":
             raise StrategyError(
@@ -51,10 +51,10 @@ class FSDP(Engine):
                 f"sharding {strategy.sharding!r} cannot offload on CPU ranks: FSDP's offload needs an accelerator. "
                 "Choose offload 'none', or sharding 'zero3'."
             )
-        if job.parallelism.shard_size < 2:
+        if job.parallelism.shard_size < 2 and strategy.offload == "none":
             raise StrategyError(
                 f"sharding {strategy.sharding!r} needs at least 2 ranks to shard over; got 1. Choose 2 processes, or sharding "
-                "'none' for one."
+                "'none' for one" + (", or offload 'cpu'." if device.kind == "cuda" else ".")
             )
         return {
             "reshard_after_forward": strategy.sharding != "fsdp_grad_op",
