@@ -218,10 +218,10 @@ def test_checkpoints_hold_more_than_bf16_can(models: dict[str, Path]) -> None:
 def test_no_rank_reads_what_it_need_not_hold(found: dict[str, dict[str, Any]]) -> None:
     whole = found["tied ddp none fp32"]["bytes_read"]
     assert whole[0] == whole[1]
-    assert found["tied fsdp none fp32"]["bytes_read"][0] == whole[0]
-    assert found["tied fsdp none fp32"]["bytes_read"][1] < 0.01 * whole[0]
+    # Under FSDP the weights are read in `prepare`.
+    assert all(size < 0.01 * whole[0] for size in found["tied fsdp none fp32"]["bytes_read"])
     assert all(size < 0.6 * whole[0] for size in found["tied zero3 none fp32"]["bytes_read"])
-    assert "loading: rank 0 reads the whole model" in found["tied fsdp none fp32"]["said"][0]
+    assert "loading: rank 0 reads each weight" in found["tied fsdp none fp32"]["said"][0]
 
 
 def test_what_was_set_up_is_said(found: dict[str, dict[str, Any]]) -> None:

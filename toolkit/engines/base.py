@@ -163,6 +163,10 @@ class Engine:
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Change the model before `prepare`. May be called twice."""
 
+    def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context around `accelerator.prepare`, in which weights that are still in the files are read."""
+        return nullcontext()
+
     def check(self, prepared: Prepared) -> list[str]:
         """Return a sentence for each difference from the request: class, stage, mesh, offload."""
         return []

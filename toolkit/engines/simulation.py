@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from toolkit.core.units import BYTES_OF, KiB, MiB, ceil_div
@@ -10,8 +10,14 @@ from toolkit.engines.base import kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.states import checkpoint_bytes, parameters_of, quantizable
+from toolkit.engines.states import State, checkpoint_bytes, parameters_of, quantizable
 from toolkit.engines.traces import Segment
+
+BLOCK, GROUP = 64, 256
+"""Weights that share a 4-bit constant, and constants that share a nested one (bitsandbytes/functional.py `quantize_4bit`)."""
+
+PIECE, PIECE_WORK = 2**18, 14
+"""Weights that rank 0 packs at once, and the bytes that each takes meanwhile on a CPU (bitsandbytes/backends/default/ops.py)."""
 
 
 class Moves(Protocol):
@@ -74,6 +80,39 @@ def hold_loaded(ledger: Ledger, job: Job, size: int) -> None:
         ledger.offload("parameters", -size)
 
 
+def streams(job: Job) -> bool:
+    """Return whether weights are read one at a time: not where the files hold them in another form, or DoRA needs them all."""
+    assert job.spec is not None
+    return not (job.spec.copied or job.spec.frozen or job.strategy.adapter in ("dora", "qlora8"))
+
+
+def stream_weights(job: Job, ledger: Ledger) -> Iterator[State]:
+    """Enter the weights that come from the files one at a time, each whole for a moment. Yield it before it is let go.
+
+    Rank 0 packs a 4-bit weight in pieces, beside the exact constants of its blocks; these, packed too, stay on every rank.
+    """
+    assert job.spec is not None
+    names = {f"{name}.weight" for name in quantizable(job.spec)} if job.strategy.adapter == "qlora" else set()
+    sources = {parameter.name: parameter for parameter in job.spec.parameters}
+    stored = BYTES_OF[job.spec.config.get("dtype") or "float32"]
+    for state in parameters_of(job):
+        if state.trainable and job.strategy.adapter != "none":
+            continue
+        source = sources[state.name.replace(".base_layer.", ".")]
+        size, work = source.elements * stored, 0
+        if source.name in names:
+            columns = source.elements // source.shape[0]
+            piece = min(source.elements, max(BLOCK, PIECE // columns // BLOCK * BLOCK) * columns)
+            on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
+            work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, BLOCK)
+            ledger.hold("buffers", packing_constants(source.elements))
+            size = state.bytes
+        ledger.touch("workspace", size + work)
+        ledger.hold("workspace", size)
+        yield state
+        ledger.hold("workspace", -size)
+
+
 def expert_copies(job: Job) -> int:
     """Return the bytes that loading needs besides the model, without its adapter: the experts of a layer.
 
@@ -93,17 +132,21 @@ def expert_copies(job: Job) -> int:
 
 
 def quantization_constants(job: Job) -> int:
-    """Return the bytes of 4-bit constants: one for each 64 weights, four for each 256 of these, and both codes.
-
-    Source: bitsandbytes/functional.py `QuantState`, with nested `state2`. Every rank holds them whole.
-    """
+    """Return the bytes of 4-bit constants, which every rank holds whole."""
     if job.strategy.adapter != "qlora":
         return 0
     assert job.spec is not None
     packed = {f"{name}.weight" for name in quantizable(job.spec)}
-    scales = [ceil_div(parameter.elements, 64) for parameter in job.spec.parameters if parameter.name in packed]
-    codes = 4 * (16 + 256 + 1)
-    return sum(count + 4 * ceil_div(count, 256) + codes for count in scales)
+    return sum(packing_constants(parameter.elements) for parameter in job.spec.parameters if parameter.name in packed)
+
+
+def packing_constants(elements: int) -> int:
+    """Return the bytes of a weight's constants: one for each 64 weights, four for each 256 of these, and both codes.
+
+    Source: bitsandbytes/functional.py `QuantState`, with nested `state2`.
+    """
+    scales = ceil_div(elements, BLOCK)
+    return scales + 4 * ceil_div(scales, GROUP) + 4 * (16 + 256 + 1)
 
 
 def hold_moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:

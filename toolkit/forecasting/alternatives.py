@@ -40,7 +40,7 @@ class Alternative:
         return " ".join(spell(values))
 
 
-def alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Alternative]:
+def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Alternative]:
     """Yield, for each value of these fields, the fastest candidate that fits. Sequences and machines: the first that does."""
     finished: set[str] = set()
     for field, change, request in _requests(search):

@@ -19,7 +19,7 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
-from toolkit.forecasting.alternatives import FIELDS, Alternative, alternatives
+from toolkit.forecasting.alternatives import FIELDS, Alternative, find_alternatives
 from toolkit.forecasting.candidates import Candidate, Search
 from toolkit.forecasting.timing import checkpoint_stall
 from toolkit.models import ModelSpec, describe
@@ -322,7 +322,7 @@ def plan(
         global_batch=global_batch,
         ranked=tuple(ranked),
         rejected=tuple(rejected),
-        alternatives=tuple(alternatives(search, vary if ranked else FIELDS)),
+        alternatives=tuple(find_alternatives(search, vary if ranked else FIELDS)),
         tokens=tokens,
         price=price,
         whole=whole,

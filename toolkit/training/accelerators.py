@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from types import MethodType
@@ -111,9 +111,13 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self._check_objects(models, optimizers)
         for model in models:
             self._before_prepare(model)
+        engine = engine_of(self.job.strategy)
         with phase("prepare"), engine_environment(self.job):
             earlier = [*self._optimizers, *self._schedulers]
-            result = super().prepare(*objects, device_placement=device_placement)
+            with ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(engine.preparing(self.job, model))
+                result = super().prepare(*objects, device_placement=device_placement)
             self._register(earlier, optimizers)
             # accelerate returns a list under FSDP2, a tuple otherwise, and a single object unchanged.
             items = result if isinstance(result, list | tuple) else (result,)
@@ -124,7 +128,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 if from_checkpoint:
                     restore_masters(prepared)
                 audit(prepared, known=from_checkpoint)
-                if not engine_of(self.job.strategy).model_no_sync:
+                if not engine.model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
         return result
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import ModelError, StrategyError, StrategyMismatch
-from toolkit.core.units import dtype_name, format_count
+from toolkit.core.units import ceil_div, dtype_name, format_count
 from toolkit.engines.adapters import (
     adapt,
     check_quantized,
@@ -24,8 +25,9 @@ from toolkit.engines.records import job_of
 from toolkit.engines.states import persistent_buffers, quantizable
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars
+from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars, without_engine
 from toolkit.models.tokenizer import load_tokenizer
+from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +102,29 @@ class Reader:
         """Read on rank 0; on other ranks make the same modules without memory. A collective."""
         return _read_on_rank0(self.job, self.accelerator)
 
+    def defer(self) -> PreTrainedModel | None:
+        """Make the modules without memory on every rank. Their `streamed_weights` read one weight at a time. A collective.
+
+        None where the files hold the weights in another form than the model.
+        """
+        from transformers import GenerationConfig
+
+        spec = cast("ModelSpec", self.job.spec)
+        model = _build_empty(self.job)
+        if model._get_dtype_plan(model.dtype):
+            return None  # some weights stay in fp32
+        weights = StreamedWeights.find(self.accelerator, spec, model)
+        if weights is None:
+            return None
+        _freeze(self.job, model)
+        with contextlib.suppress(OSError):  # it has none, and transformers has made one from the config
+            model.generation_config = GenerationConfig.from_pretrained(spec.source)
+        type(model)._auto_class = None
+        keep_packing(model)
+        model._weight_conversions = []
+        model.streamed_weights = weights
+        return model
+
 
 def _read(job: Job, **options: Any) -> PreTrainedModel:
     """Load the checkpoint's weights; a missing one is an error."""
@@ -171,6 +196,7 @@ def _copy_from_file(model: nn.Module) -> None:
 
 def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     """Read the model on rank 0. The other ranks get the same modules, with shapes and almost no memory."""
+    import torch
     from accelerate.utils import broadcast_object_list
 
     model: PreTrainedModel | None = None
@@ -184,11 +210,19 @@ def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
     dtypes = on_main(accelerator, read)
     buffers = [persistent_buffers(model) if model is not None else {}]
     broadcast_object_list(buffers, from_process=0)
-    return _build_empty(job, dtypes, buffers[0]) if model is None else model
+    if model is not None:
+        return model
+    empty = _build_empty(job)
+    for name, parameter in empty.named_parameters():
+        parameter.data = parameter.data[(0,) * parameter.dim()].to(getattr(torch, dtypes[name])).expand(parameter.shape)
+    for name, buffer in buffers[0].items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(empty.get_submodule(owner), leaf, buffer.cpu())
+    return empty
 
 
-def _build_empty(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Build the model with rank 0's buffers; each parameter has its shape and one element of memory.
+def _build_empty(job: Job) -> PreTrainedModel:
+    """Build the model without its weights; each parameter has its shape and one element of memory.
 
     Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
     all are 0.
@@ -196,28 +230,46 @@ def _build_empty(job: Job, dtypes: dict[str, str], buffers: dict[str, torch.Tens
     import torch
     from accelerate import init_empty_weights
     from transformers import AutoConfig
+    from transformers.quantizers import AutoHfQuantizer
 
-    spec = cast("ModelSpec", job.spec)
+    spec, dtype = cast("ModelSpec", job.spec), getattr(torch, read_dtype(job))
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
-    with init_empty_weights():
+    with without_engine(), init_empty_weights():
         model = auto_class(spec).from_config(
             config,
-            dtype=getattr(torch, read_dtype(job)),
+            dtype=dtype,
             attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
             trust_remote_code=spec.runs_code,
         )
+    if (config_ := quantization(job)) is not None:
+        quantizer = AutoHfQuantizer.from_config(config_)
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
     # `init_empty_weights` gives every name its own parameter.
     model.tie_weights()
     for name, parameter in list(model.named_parameters()):
-        empty = torch.zeros(1, dtype=getattr(torch, dtypes[name])).expand(parameter.shape)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(empty))
+        module = model.get_submodule(owner)
+        setattr(module, leaf, _placeholder(module, parameter))
     model.tie_weights()
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffer.cpu())
     freeze(model, spec)
     return cast("PreTrainedModel", model)
+
+
+def _placeholder(module: Any, parameter: Any) -> torch.nn.Parameter:
+    """Return a parameter with one element of memory; of a `Linear4bit` with the shape of its packed weight."""
+    import torch
+
+    if type(parameter).__name__ != "Params4bit":
+        return torch.nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape))
+    storage: torch.dtype = parameter.quant_storage
+    packed = ceil_div(module.in_features * module.out_features, 2 * storage.itemsize)
+    options = {**parameter.__dict__, "bnb_quantized": True, "module": module}
+    return cast(
+        "torch.nn.Parameter",
+        type(parameter)(torch.zeros(1, 1, dtype=storage).expand(packed, 1), requires_grad=False, **options),
+    )
 
 
 def _check(job: Job, model: PreTrainedModel) -> None:

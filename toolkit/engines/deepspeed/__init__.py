@@ -24,7 +24,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.simulation import host_transfers
+from toolkit.engines.simulation import host_transfers, streams
 from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Segment, Trace
@@ -265,10 +265,21 @@ class DeepSpeed(Engine):
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if _stage(job.strategy) < 3:
             return "every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters"
-        if job.strategy.quantized:
+        if job.strategy.quantized and not streams(job):
             # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
             return "every rank reads and quantizes the whole model, then keeps its shard"
         return "rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)"
+
+    def load_model(self, job: Job, reader: Any) -> Any:
+        """Under stage 3 partition packed weights as they come, if possible; else as transformers reads."""
+        if _stage(job.strategy) == 3 and job.strategy.quantized and streams(job):
+            from toolkit.engines.deepspeed.loading import partition_packed
+
+            model = reader.defer()
+            if model is not None:
+                partition_packed(model)
+                return model
+        return reader.read()
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""

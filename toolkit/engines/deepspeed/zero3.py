@@ -15,7 +15,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import hold_loaded, optimizer_step
+from toolkit.engines.simulation import hold_loaded, optimizer_step, stream_weights, streams
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
 
@@ -35,21 +35,31 @@ def copies(job: Job) -> bool:
 
 
 def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
-    """Simulate the parameters from the checkpoint to shards.
+    """Simulate the parameters from the checkpoint to shards: rank 0 reads each whole and broadcasts it before it is cut.
 
-    `zero.Init`: rank 0 reads each whole and broadcasts it before it is cut. transformers skips that for quantized models.
+    By `zero.Init`, of packed ones by `loading`. Where these cannot be streamed, every rank reads all of them.
     """
-    states = list(parameters_of(job))
+    states, ranks = list(parameters_of(job)), job.parallelism.shard_size
     base = [state for state in states if not (state.trainable and job.strategy.adapter != "none")]
     keep = ledger.offload if job.strategy.offload == "cpu" else ledger.hold
-    if job.strategy.quantized:
+    if job.strategy.quantized and not streams(job):
         read = sum(state.bytes for state in states)
         hold_loaded(ledger, job, read)
-        ledger.touch("parameters", max(ceil_div(state.bytes, job.parallelism.shard_size) for state in states))
+        ledger.touch("parameters", max(ceil_div(state.bytes, ranks) for state in states))
         ledger.hold("parameters", -read)
+    elif job.strategy.quantized:
+        drawn = sum(state.bytes for state in states if state.trainable)
+        read = sum(ceil_div(state.bytes, ranks) for state in base)
+        ledger.enter("load")
+        for state in stream_weights(job, ledger):
+            keep("parameters", ceil_div(state.bytes, ranks))
+        ledger.hold("parameters", drawn)
+        ledger.enter("prepare")
+        keep("parameters", -read)
+        ledger.hold("parameters", -drawn)
     else:
         size = BYTES_OF[job.compute_dtype]
-        read = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in base) * size
+        read = sum(ceil_div(state.elements, ranks) for state in base) * size
         ledger.enter("load")
         keep("parameters", read)
         ledger.touch("workspace", 2 * max(state.elements for state in base) * size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
@@ -10,6 +11,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
+from toolkit.engines.fsdp.loading import streaming
 from toolkit.engines.fsdp.simulation import (
     reduce_dtype,
     shard_elements,
@@ -20,7 +22,7 @@ from toolkit.engines.job import Job, advice_without_scaling
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.simulation import host_transfers
+from toolkit.engines.simulation import host_transfers, streams
 from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Segment, Trace
@@ -227,13 +229,17 @@ class FSDP(Engine):
         return f"on copies that each all-gather makes in {cast}" if cast else "on the weights as they are gathered"
 
     def loading_note(self, job: Job) -> str:
-        """Rank 0 reads; packed weights cannot be broadcast."""
+        """Rank 0 reads, a weight at a time where the files hold them as they are."""
+        if streams(job):
+            return "rank 0 reads each weight, and every rank keeps its shard of it"
         if job.strategy.quantized:
             return "every rank reads and quantizes the whole model, then keeps its shard"
         return "rank 0 reads the whole model and broadcasts each shard; the others start empty"
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Rank 0 reads; the others build the model without its weights and get their shards by broadcast in `prepare`."""
+        """Leave the weights in the files until `prepare`, if possible. Else rank 0 reads them; of packed ones every rank."""
+        if streams(job) and (model := reader.defer()) is not None:
+            return model
         return reader.read() if job.strategy.quantized else reader.read_on_main()
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
@@ -255,6 +261,10 @@ class FSDP(Engine):
                     model.set_submodule(name, owner)
         if not job.settings["wrap"]:
             model._no_split_modules = _blocks(model)  # type: ignore[assignment]
+
+    def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Read the weights that were left in the files."""
+        return streaming(job, model) if hasattr(model, "streamed_weights") else nullcontext()
 
     def check(self, prepared: Prepared) -> list[str]:
         """Check for FSDP2 modules with DTensors over the requested mesh."""

@@ -13,7 +13,15 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import expert_copies, hold_moments, optimizer_step, quantization_constants, walk
+from toolkit.engines.simulation import (
+    expert_copies,
+    hold_moments,
+    optimizer_step,
+    quantization_constants,
+    stream_weights,
+    streams,
+    walk,
+)
 from toolkit.engines.states import State, parameters_of
 from toolkit.engines.traces import Segment, Trace
 
@@ -30,10 +38,13 @@ def reduce_dtype(job: Job) -> str:
 
 
 def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
-    """Load and prepare, of rank 0, which reads the whole model and shares it out.
+    """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
 
-    Packed weights are read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
+    Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
     """
+    if streams(job):
+        _simulate_stream(job, ledger)
+        return
     states = parameters_of(job)
     ledger.enter("load")
     # A GPU's are read into the host's memory, unless they are packed.
@@ -55,6 +66,29 @@ def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
     ledger.rank0_host(-ledger.alone)
 
 
+def _simulate_stream(job: Job, ledger: Ledger) -> None:
+    """Follow `loading`: only an adapter is there before `prepare`, whole until all of it is sharded."""
+    assert job.spec is not None
+    states = parameters_of(job)
+    trained = sum(shard_bytes(job, state) for state in states if state.trainable)
+    drawn = sum(state.bytes for state in states if state.trainable) if job.strategy.adapter != "none" else 0
+    keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
+    ledger.enter("load")
+    # torch makes each parameter before Accelerate moves it to the meta device.
+    largest = max(parameter.elements for parameter in job.spec.parameters)
+    ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if drawn else job.weight_dtype])
+    ledger.offload("parameters", drawn)
+    ledger.enter("prepare")
+    if drawn:
+        keep("parameters", trained)
+    if job.strategy.quantized:
+        ledger.offload("parameters", -drawn)
+    for state in stream_weights(job, ledger):
+        keep("parameters", shard_bytes(job, state))
+    if not job.strategy.quantized:
+        ledger.offload("parameters", -drawn)
+
+
 def simulate_training(
     job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, memory: StateMemory, *, checkpoints: bool
 ) -> None:
@@ -67,11 +101,11 @@ def simulate_training(
     ledger.hold("gradients", -ledger.held["gradients"])
 
 
-def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
+def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None], *, streamed: bool = False) -> None:
     """Follow `fsdp2_load_full_state_dict`: for each name the whole tensor, and a shard of it, which stays.
 
-    Tied weights have a shard for each of their names, until they are tied again. On a GPU the fullest rank is one that
-    receives: it makes the next whole tensor while it has the last one.
+    Tied weights have a shard for each of their names, until they are tied again. The fullest rank is one that receives:
+    it makes the next whole tensor while it has the last one. On a CPU it is rank 0, if that has the whole model.
     """
     assert job.spec is not None
     by_name = {state.name: state for state in parameters_of(job)}

@@ -1,0 +1,185 @@
+"""A checkpoint's weights one at a time: rank 0 reads, every rank gets each by broadcast. No rank holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.units import ceil_div
+from toolkit.engines.simulation import BLOCK, GROUP, PIECE
+from toolkit.engines.states import persistent_buffers
+from toolkit.engines.timeouts import on_main
+from toolkit.models import ModelSpec, require_weights
+from toolkit.models.weights import SAFETENSORS_DTYPES
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+
+class StreamedWeights:
+    """The weights of a checkpoint whose files hold each under the model's own name."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        spec: ModelSpec,
+        files: Mapping[str, Any],
+        headers: Mapping[str, tuple[Sequence[int], str]],
+        packing: Mapping[str, Any],
+    ) -> None:
+        """Take the open files by the names of their tensors, which only rank 0 has; shapes and dtypes; 4-bit options."""
+        self._accelerator, self._files, self._headers, self._packing = accelerator, files, headers, packing
+        self._first = {other: group[0] for group in spec.tied for other in group[1:]}
+        self._code: torch.Tensor | None = None
+
+    @classmethod
+    def find(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
+        """Open the files, and fill the model's persistent buffers. A collective.
+
+        Args:
+            accelerator: of all ranks.
+            spec: of the model.
+            model: the modules, whose weights have shapes and no values.
+
+        Returns:
+            None where transformers has to convert the files: other names, or experts one by one.
+
+        Raises:
+            ModelError: where the model has no weights.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        files: dict[str, Any] = {}
+        buffers = persistent_buffers(model)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+
+        def headers() -> dict[str, Any] | None:
+            from safetensors import safe_open
+
+            for path in require_weights(spec):
+                file: Any = safe_open(path, framework="pt")
+                files.update(dict.fromkeys(file.keys(), file))
+            expected = _unpacked(model, shapes)
+            if not expected.keys() <= files.keys():
+                return None
+            slices = {name: files[name].get_slice(name) for name in expected}
+            if any(tuple(slices[name].get_shape()) != shape for name, shape in expected.items()):
+                return None
+            return {name: (held.get_shape(), SAFETENSORS_DTYPES[held.get_dtype()]) for name, held in slices.items()}
+
+        found = on_main(accelerator, headers)
+        if found is None:
+            return None
+        values = [{name: files[name].get_tensor(name) for name in buffers} if files else {}]
+        broadcast_object_list(values, from_process=0)
+        for name, value in values[0].items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, value.to(buffers[name].dtype))
+        return cls(accelerator, spec, files, found, _packing(model))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter of the model, perhaps under an adapter, is the checkpoint's."""
+        return self.source_name(name) in self._headers
+
+    def source_name(self, name: str) -> str:
+        """Return the checkpoint's name of a parameter, also of one under an adapter or of a tied one."""
+        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        return self._first.get(name, name)
+
+    def share(self, name: str) -> torch.Tensor:
+        """Return a weight on every rank, in the file's dtype. A collective."""
+        import torch
+
+        name, device = self.source_name(name), self._accelerator.device
+        shape, dtype = self._headers[name]
+        if self._files:
+            whole: torch.Tensor = self._files[name].get_tensor(name).to(device)
+        else:
+            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        self._broadcast(whole)
+        return whole
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files = {}
+
+    def share_packed(self, name: str, module: Any) -> torch.Tensor:
+        """Return the packed weight of a `Linear4bit` on every rank, and give the module its constants. A collective.
+
+        The bits are those of `from_pretrained`: blocks of 64 weights are packed one by one (`quantize_4bit`).
+        """
+        import torch
+        from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
+
+        device, elements = self._accelerator.device, module.in_features * module.out_features
+        storage, kind = self._packing["quant_storage"], self._packing["quant_type"]
+        blocks = ceil_div(elements, BLOCK)
+        data = torch.empty(ceil_div(elements, 2 * storage.itemsize), 1, dtype=storage, device=device)
+        scales = torch.empty(blocks, dtype=torch.uint8, device=device)
+        offset = torch.empty(1, dtype=torch.float32, device=device)
+        nested = torch.empty(ceil_div(blocks, GROUP), dtype=torch.float32, device=device)
+        if self._files:
+            exact = self._pack(name, module.compute_dtype, data)
+            offset[0] = exact.mean()
+            _, state = quantize_blockwise(exact - offset[0], blocksize=GROUP, out=scales)
+            nested = state.absmax
+        for tensor in (data, scales, offset, nested):
+            self._broadcast(tensor)
+        if self._code is None:
+            self._code = quantize_blockwise(nested, blocksize=GROUP)[1].code
+        module.quant_state = QuantState(
+            absmax=scales,
+            shape=torch.Size((module.out_features, module.in_features)),
+            dtype=module.compute_dtype,
+            blocksize=BLOCK,
+            code=get_4bit_type(kind, device=device),
+            quant_type=kind,
+            offset=offset[0],
+            state2=QuantState(absmax=nested, blocksize=GROUP, code=self._code.clone(), dtype=torch.float32),
+        )
+        return data
+
+    def _pack(self, name: str, dtype: torch.dtype, data: torch.Tensor) -> torch.Tensor:
+        """Read a weight in pieces, pack them into `data`, and return the exact constant of each block."""
+        import torch
+        from bitsandbytes.functional import quantize_4bit
+
+        stored = self._files[self.source_name(name)].get_slice(self.source_name(name))
+        rows, columns = stored.get_shape()
+        step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
+        packed, exact = data.view(-1).view(torch.uint8), []
+        kind = self._packing["quant_type"]
+        for start in range(0, rows, step):
+            piece = stored[start : start + step].to(self._accelerator.device, dtype)
+            part, state = quantize_4bit(piece, blocksize=BLOCK, compress_statistics=False, quant_type=kind)
+            first = start * columns // 2
+            packed[first : first + part.numel()] = part.view(-1)
+            exact.append(state.absmax)
+        return torch.cat(exact)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.broadcast(tensor, src=0)
+
+
+def _unpacked(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes with those of `Linear4bit`'s weights before packing."""
+    packed = {
+        f"{name}.weight": (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Linear4bit"
+    }
+    return {name: packed.get(name, shape) for name, shape in shapes.items()}
+
+
+def _packing(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the options of the model's 4-bit weights, which are the same for all."""
+    names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+    weights = (module.weight for module in model.modules() if type(module).__name__ == "Linear4bit")
+    weight = next(weights, None)
+    return {name: getattr(weight, name) for name in names} if weight is not None else {}
