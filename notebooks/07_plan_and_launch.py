@@ -90,8 +90,8 @@ plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, train_config=train_conf
 f"{len(plan.ranked)} that fit, {len(plan.rejected)} that do not"
 
 # %% [markdown]
-# `plan` alone shows all of them, ranked and rejected. Here are the first ten, and the first of each sharding by
-# what it holds at its peak:
+# `plan` alone shows the ten best and the reasons of the others; `tk.plan(…, whole=True)` shows every candidate. Here
+# are the first ten, and the first of each sharding by what it holds at its peak:
 
 # %%
 import dataclasses
@@ -115,8 +115,8 @@ HTML(
 # On a GPU of the catalog the fastest comes first. How fast a CPU is nobody knows yet, so there the least memory
 # comes first; a run will tell, below.
 #
-# **Why the others are rejected** stands in their last column. Two kinds of reasons are there: what an engine cannot
-# do on this machine, whatever its size, …
+# **Why the others are rejected** stands in their reasons. There are two kinds: what an engine cannot do on this
+# machine, whatever its size, …
 
 # %%
 impossible = {one.reason for one in plan.rejected if one.forecast is None}

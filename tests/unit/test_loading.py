@@ -337,3 +337,75 @@ def test_the_embedded_checkpoint(tmp_path: Path) -> None:
     assert spec.source is not None
     assert spec.elements == describe().elements
     assert embedded_config().items() <= spec.config.items()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
+    tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a piece is no whole number of rows of the tensor, and where the rest is smaller than a piece."""
+    import torch
+
+    from toolkit.training import streamed_weights
+    from toolkit.training.loading import Reader
+
+    monkeypatch.setattr(streamed_weights, "PIECE", 64 * 96)
+    path = tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200)
+    spec = describe(str(path))
+    accelerator = make(Strategy(adapter="qlora", precision=precision), TrainConfig(seq_len=16), spec)
+    reader = Reader(accelerator.job, accelerator)
+    deferred, whole = reader.defer(), reader.read()
+    assert deferred is not None
+    packed = [name for name, module in whole.named_modules() if type(module).__name__ == "Linear4bit"]
+    assert len(packed) == 14
+    for name in packed:
+        module, expected = deferred.get_submodule(name), whole.get_submodule(name)
+        data = deferred.streamed_weights.share_packed(f"{name}.weight", module)
+        assert torch.equal(data.view(torch.uint8), expected.weight.data.view(torch.uint8))
+        state, other = module.quant_state, expected.weight.quant_state
+        for part in ("absmax", "offset", "code"):
+            assert torch.equal(getattr(state, part), getattr(other, part))
+        for part in ("absmax", "code"):
+            assert torch.equal(getattr(state.state2, part), getattr(other.state2, part))
+        assert (state.shape, state.dtype, state.blocksize) == (other.shape, other.dtype, other.blocksize)
+
+
+def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
+    """Mixtral's files hold one expert a tensor, and transformers joins them."""
+    from toolkit.training.loading import Reader
+
+    path = tiny.mixtral(tmp_path / "model")
+    spec = describe(str(path))
+    accelerator = make(Strategy(adapter="lora"), TrainConfig(seq_len=16), spec)
+    assert Reader(accelerator.job, accelerator).defer() is None
+
+
+def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:
+    """A gathered weight that stayed until the backward would undo ZeRO-3's sharding."""
+    import gc
+
+    import torch
+    from bitsandbytes.autograd import _functions
+    from bitsandbytes.functional import quantize_4bit
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils.checkpoint import checkpoint
+
+    from toolkit.engines.adapters import save_packed_weights
+
+    save_packed_weights()
+    x = torch.randn(4, 64, requires_grad=True)
+    data, state = quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+    exact = torch.autograd.grad(_functions.MatMul4Bit.apply(x, data, None, None, state).sum(), x)[0]
+    gathered = [data.clone()]
+    held = StorageWeakRef(gathered[0].untyped_storage())
+
+    def product(inputs: torch.Tensor) -> torch.Tensor:
+        weight = gathered[0] if gathered else data
+        result: torch.Tensor = _functions.MatMul4Bit.apply(inputs, weight, None, None, state)
+        return result
+
+    result = checkpoint(product, x, use_reentrant=False)
+    gathered.clear()  # let go behind the forward; the recomputation gathers again
+    gc.collect()
+    assert held.expired()
+    assert torch.equal(torch.autograd.grad(result.sum(), x)[0], exact)

@@ -36,6 +36,7 @@ def _filled(weights: Any, name: str, module: Any, parameter: Any) -> Any:
         data = weights.share_packed(name, module)
         options = {**parameter.__dict__, "quant_state": module.quant_state}
         return type(parameter)(data, requires_grad=False, **options)
-    # A tensor of the same dtype would still be a view of the mapped file.
-    whole = weights.share(name).to(parameter.dtype, copy=True)
+    whole = weights.share(name).to(parameter.dtype)
+    if whole.device.type == "cpu" and not whole.untyped_storage().resizable():
+        whole = whole.clone()  # rank 0's may be a view of the mapped file
     return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)

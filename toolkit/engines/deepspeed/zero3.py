@@ -130,7 +130,8 @@ class Fetches:
         )
         copies = 2 if job.device.kind == "cpu" and job.parallelism.shard_size > 1 else 1
         ledger.touch("buffers", largest * job.parallelism.shard_size * self._size * copies)
-        self._live = 0
+        self._available = 0
+        """Elements that are gathered or being gathered (`__n_available_params`): `LIVE` bounds what is fetched ahead."""
         self._whole: dict[str, int] = {}
         """Gathered bytes."""
         self._under_way: dict[str, _Gather] = {}
@@ -171,7 +172,7 @@ class Fetches:
         if own is not None:
             self._wait_for(own)
         ahead: set[str] = set()
-        count, most = 0, min(self.LIVE - self._live // self._size, self._ahead)
+        count, most = 0, min(self.LIVE - self._available, self._ahead)
         while self._queue and count < most:
             name, at = self._queue.popleft()
             self._fetched_for[name] = max(self._fetched_for[name], at)
@@ -205,6 +206,7 @@ class Fetches:
         `idle`: the module that begins computes little or nothing (it owns nothing), so gloo's threads are taken as not done
         before one computes that does. How far they are then, no forecast knows: a few per cent of a small batch's forward.
         """
+        self._available += sum(self._elements[name] for name in names)
         if self._ranks == 1 and (
             self._ledger.shared or self._job.strategy.offload != "cpu"
         ):  # `_no_gather_coalesced`: its shard is the parameter
@@ -248,13 +250,11 @@ class Fetches:
 
     def _hold_whole(self, name: str, size: int) -> None:
         self._whole[name] = size
-        self._live += size
         self._ledger.hold("buffers", size)
 
     def _free(self, name: str) -> None:
-        size = self._whole.pop(name)
-        self._live -= size
-        self._ledger.hold("buffers", -size)
+        self._available -= self._elements[name]
+        self._ledger.hold("buffers", -self._whole.pop(name))
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`."""
