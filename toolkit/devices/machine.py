@@ -34,6 +34,11 @@ class Device:
     card: GPUSpec | None = None
     """The catalog's speeds; None for an unknown device."""
 
+    @property
+    def key(self) -> str | None:
+        """The name of its row in the catalog; None where no row is exactly its."""
+        return next((key for key, card in CARDS.items() if card is self.card), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware(Result):
@@ -58,7 +63,8 @@ class Hardware(Result):
     def label(self) -> str:
         """The machine's name as `hardware` takes it: `8x H100-80GB`."""
         nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
-        return f"{nodes}{self.count}x {self.device.name if self.device.kind != 'cpu' else 'cpu'}"
+        word = "cpu" if self.device.kind == "cpu" else self.device.key or self.device.name
+        return f"{nodes}{self.count}x {word}"
 
     def tables(self) -> list[Table]:
         """Return the figures of the device and its host."""

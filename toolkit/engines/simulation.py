@@ -83,7 +83,9 @@ def hold_loaded(ledger: Ledger, job: Job, size: int) -> None:
 def streams(job: Job) -> bool:
     """Return whether weights are read one at a time: not where the files hold them in another form, or DoRA needs them all."""
     assert job.spec is not None
-    return not (job.spec.copied or job.spec.frozen or job.strategy.adapter in ("dora", "qlora8"))
+    converted = job.spec.copied or job.spec.frozen or "quantization_config" in job.spec.config
+    packs = job.strategy.adapter != "qlora" or bool(quantizable(job.spec))
+    return packs and not converted and job.strategy.adapter not in ("dora", "qlora8")
 
 
 def stream_weights(job: Job, ledger: Ledger) -> Iterator[State]:
@@ -94,7 +96,7 @@ def stream_weights(job: Job, ledger: Ledger) -> Iterator[State]:
     assert job.spec is not None
     names = {f"{name}.weight" for name in quantizable(job.spec)} if job.strategy.adapter == "qlora" else set()
     sources = {parameter.name: parameter for parameter in job.spec.parameters}
-    stored = BYTES_OF[job.spec.config.get("dtype") or "float32"]
+    stored = BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
     for state in parameters_of(job):
         if state.trainable and job.strategy.adapter != "none":
             continue

@@ -67,7 +67,7 @@ def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
                 if strategy.quantized:
                     check_quantized(search.spec, allow_unquantized=False)
                 yield field, change, dataclasses.replace(search, strategy=strategy, train_config=train_config)
-    while not on_cpu and 2 * machine.ranks <= MOST_DEVICES:
+    while machine.device.key is not None and 2 * machine.ranks <= MOST_DEVICES:
         machine = _twice(machine)
         request = dataclasses.replace(search, machine=machine)
         batch = ceil_div(search.global_batch, request.data_ranks) * request.data_ranks

@@ -59,8 +59,9 @@ class Candidate:
         forecast = self.forecast
         if forecast is None:
             return math.inf
-        device = forecast.peak_bytes / forecast.limit_bytes
-        return max(device, forecast.host_bytes / forecast.hardware.host_free_bytes) if forecast.host_lacks else device
+        device = forecast.peak_bytes / max(1, forecast.limit_bytes)
+        host = forecast.host_bytes / max(1, forecast.hardware.host_free_bytes)
+        return max(device, host) if forecast.host_lacks else device
 
     @property
     def cells(self) -> tuple[str, ...]:

@@ -111,10 +111,11 @@ class Reader:
 
         spec = cast("ModelSpec", self.job.spec)
         model = _build_empty(self.job)
-        if model._get_dtype_plan(model.dtype):
-            return None  # some weights stay in fp32
-        weights = StreamedWeights.find(self.accelerator, spec, model)
+        # Where some weights stay in fp32, or the files are quantized, a cast is not enough.
+        casts = not model._get_dtype_plan(model.dtype) and "quantization_config" not in spec.config
+        weights = StreamedWeights.find(self.accelerator, spec, model) if casts else None
         if weights is None:
+            self.accelerator.print("loading: the files hold the weights in another form, so they are read whole")
             return None
         _freeze(self.job, model)
         with contextlib.suppress(OSError):  # it has none, and transformers has made one from the config

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+FLOATS = {"float64", "float32", "float16", "bfloat16"}
+"""Dtypes of weights that need no more than a cast."""
+
+
 class StreamedWeights:
     """The weights of a checkpoint whose files hold each under the model's own name."""
 
@@ -33,6 +37,7 @@ class StreamedWeights:
         self._accelerator, self._files, self._headers, self._packing = accelerator, files, headers, packing
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
         self._code: torch.Tensor | None = None
+        self.closed = False
 
     @classmethod
     def find(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
@@ -44,7 +49,7 @@ class StreamedWeights:
             model: the modules, whose weights have shapes and no values.
 
         Returns:
-            None where transformers has to convert the files: other names, or experts one by one.
+            None where transformers has to convert the files: other names, experts one by one, 8-bit weights.
 
         Raises:
             ModelError: where the model has no weights.
@@ -68,7 +73,10 @@ class StreamedWeights:
             slices = {name: files[name].get_slice(name) for name in expected}
             if any(tuple(slices[name].get_shape()) != shape for name, shape in expected.items()):
                 return None
-            return {name: (held.get_shape(), SAFETENSORS_DTYPES[held.get_dtype()]) for name, held in slices.items()}
+            dtypes = {name: SAFETENSORS_DTYPES.get(held.get_dtype(), "") for name, held in slices.items()}
+            if not set(dtypes.values()) <= FLOATS:
+                return None  # 8-bit weights have scales beside them
+            return {name: (held.get_shape(), dtypes[name]) for name, held in slices.items()}
 
         found = on_main(accelerator, headers)
         if found is None:
@@ -103,8 +111,8 @@ class StreamedWeights:
         return whole
 
     def close(self) -> None:
-        """Close the files."""
-        self._files = {}
+        """Close the files: every weight has its place."""
+        self._files, self.closed = {}, True
 
     def share_packed(self, name: str, module: Any) -> torch.Tensor:
         """Return the packed weight of a `Linear4bit` on every rank, and give the module its constants. A collective.

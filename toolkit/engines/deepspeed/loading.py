@@ -24,6 +24,8 @@ def partition_packed(model: Any) -> None:
                 filled[id(parameter)] = _filled(model.streamed_weights, names[id(parameter)], module, parameter)
                 init._zero_init_param(filled[id(parameter)])
             module._parameters[leaf] = filled[id(parameter)]
+    for buffer in model.buffers():  # DeepSpeed does not move a model that is partitioned
+        buffer.data = buffer.data.to(init.local_device)
     model.streamed_weights.close()
     del model.streamed_weights
 

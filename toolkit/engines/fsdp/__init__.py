@@ -264,7 +264,8 @@ class FSDP(Engine):
 
     def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Read the weights that were left in the files."""
-        return streaming(job, model) if hasattr(model, "streamed_weights") else nullcontext()
+        weights: Any = getattr(model, "streamed_weights", None)
+        return nullcontext() if weights is None or weights.closed else streaming(job, model)
 
     def check(self, prepared: Prepared) -> list[str]:
         """Check for FSDP2 modules with DTensors over the requested mesh."""

@@ -57,7 +57,6 @@ def _to_meta(model: torch.nn.Module) -> None:
 
 def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None:
     """Give each parameter on the meta device its shard, of a weight in the files or of this rank's own tensor. A collective."""
-    import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -76,11 +75,12 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
         mesh, placements = parameter.device_mesh, parameter.placements
         sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        device = torch.device("cpu") if on_host else whole.device
-        local = whole[box].to(device, parameter.dtype, copy=True)
-        shards[name] = DTensor.from_local(
+        local = whole[box].to(mesh.device_type, parameter.dtype, copy=True)
+        shard: Any = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
+        # `from_local` moves what it gets to the mesh's device.
+        shards[name] = shard.to("cpu") if on_host else shard
         del whole, local
     model.load_state_dict(shards, strict=False, assign=True)
     weights.close()
