@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,7 @@ class Alternative:
     @property
     def flags(self) -> str:
         """The change as flags."""
-        values = {name: f"'{value}'" if " " in str(value) else value for name, value in self.change.items()}
-        return " ".join(spell(values))
+        return shlex.join(spell(self.change))
 
 
 def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Alternative]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config.flags import differing, spell
-from toolkit.config.run_config import EMBEDDED
+from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result, Table
@@ -29,9 +29,6 @@ UNCERTAIN = 3
 
 SHOWN, REASONS = 10, 5
 """Ranked candidates, and reasons of rejections, that are printed unless all are wanted."""
-
-SAVE_SECONDS = 1800.0
-"""Seconds between checkpoints, for their share of the time: the default of `RunConfig.save_seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +246,8 @@ class Plan(Result):
     def _flags(self, model: str, left_out: Collection[str] = ()) -> str:
         best = self.best
         strategy = {name: value for name, value in differing(best.strategy).items() if name not in left_out}
-        named = {} if model == EMBEDDED else {"model": shlex.quote(model)}
-        return " ".join(spell({**named, **strategy, **differing(best.train_config)}))
+        named = {} if model == EMBEDDED else {"model": model}
+        return shlex.join(spell({**named, **strategy, **differing(best.train_config)}))
 
     def _candidate_dict(self, candidate: Candidate) -> dict[str, Any]:
         return {
@@ -348,7 +345,7 @@ def _check_request(search: Search, vary: Collection[str], tokens: float | None, 
 def _checkpoint_share(candidate: Candidate) -> float:
     """Return the share of the time in which steps wait for checkpoints."""
     assert candidate.forecast is not None
-    return checkpoint_stall(candidate.forecast.job, candidate.forecast.hardware) / SAVE_SECONDS
+    return checkpoint_stall(candidate.forecast.job, candidate.forecast.hardware) / RunConfig().save_seconds
 
 
 def _shortened(text: str, limit: int = 100) -> str:
