@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,15 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "less than no rank": ("compare --processes -1", ["processes -1", "at least 1"]),
     "written for no rank": ("config --sharding ddp --processes 0", ["processes 0", "at least 1"]),
     "written for one rank": ("config --sharding ddp --processes 1", ["at least 2 ranks"]),
+    "written for no address": ("config --sharding ddp --nodes 2 --processes 4", ["--main-address", "--node-rank"]),
+    "no such node": (
+        "config --sharding ddp --nodes 2 --processes 4 --node-rank 2 --main-address a:1",
+        ["node_rank 2", "0 to 1"],
+    ),
+    "no port": (
+        "config --sharding ddp --nodes 2 --processes 4 --node-rank 1 --main-address host",
+        ["'host'", "HOST:PORT"],
+    ),
     # TrainConfig and flags
     "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
     "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
@@ -104,7 +114,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
     "no verb": ("", ["VERB", "toolkit --help"]),
     "tracker": ("train --tracker tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
-    "missing tracker": ("train --tracker tensorboard,clearml", ["'clearml'", "pip install clearml"]),
+    "missing tracker": ("train --tracker 'tensorboard, clearml'", ["'clearml'", "pip install clearml"]),
     # Model
     "no model": ("train --model {things}/nothing", ["nothing", "no such folder"]),
     "hub": ("train --model organisation/model", ["organisation/model", "hf download"]),
@@ -147,7 +157,7 @@ def test_one_sentence_and_nothing_left(
     line, expected = CASES[name]
     monkeypatch.chdir(tmp_path)
     before = sorted(things.rglob("*"))
-    code = cli.main([word.format(things=things) for word in line.split()])
+    code = cli.main([word.format(things=things) for word in shlex.split(line)])
     out, err = capfd.readouterr()
     assert code == 2, (out, err)
     assert out == ""

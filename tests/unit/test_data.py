@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -922,6 +923,21 @@ def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> No
     before = torch.get_rng_state()
     assert len(list(loader)) == len(loader) == 3
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_spawned_workers_take_the_same_batches(rows: data.Rows, evaluates: bool) -> None:
+    if evaluates:
+        loader = data.eval_batches(rows, micro_batch=3, dp_rank=1, dp_size=2)
+    else:
+        loader = data.batches(rows, TrainConfig(micro_batch=3, steps=4), dp_rank=1, dp_size=2, start_step=2)
+    expected = list(loader)
+    pickled = pickle.dumps(loader.dataset)
+    assert len(pickled) < rows.count * rows.seq_len, "the data themselves are pickled"
+    dataset = pickle.loads(pickled)
+    assert len(dataset) == len(expected) > 1
+    for index, batch in enumerate(expected):
+        assert all(torch.equal(dataset[index][name], tensor) for name, tensor in batch.items())
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (3, 2), (4, 4), (64, 2)])

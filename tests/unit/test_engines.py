@@ -2,8 +2,11 @@
 
 import dataclasses
 import inspect
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device
 from toolkit.engines.adapters import adapt
 from toolkit.engines.base import Engine, all_engines, engine_of
+from toolkit.engines.deepspeed import build
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import parameters_of
@@ -371,3 +375,31 @@ def test_states_are_what_peft_makes_in_its_order(adapter: str) -> None:
         for name, parameter in made.named_parameters()
     ]
     assert [(state.name, state.shape, state.trainable) for state in parameters_of(job)] == found
+
+
+def test_locks_of_builds_are_removed_where_no_other_host_can_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def lock_is_left(kind: str, age: float = 0.0) -> bool:
+        mounts = [
+            SimpleNamespace(mountpoint="/", fstype="ext4"),
+            SimpleNamespace(mountpoint=str(tmp_path), fstype=kind),
+        ]
+        monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+        lock = tmp_path / "lock"
+        lock.touch()
+        os.utime(lock, (time.time() - age,) * 2)
+        build.free_builds()
+        return lock.exists()
+
+    assert [lock_is_left("ext4"), lock_is_left("nfs4"), lock_is_left("nfs4", 2 * build.LONGEST_BUILD)] == [
+        False,
+        True,
+        False,
+    ]
+    with (tmp_path / "lock").open("w"):  # its process lives
+        assert lock_is_left("ext4")

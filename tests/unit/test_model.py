@@ -453,15 +453,24 @@ from toolkit.models import checkpoint_dtype, describe, require_weights
 for name in ("tiny", "bare", "absent"):
     try:
         spec = describe(f"somebody/{name}")
+        assert describe(f"somebody/{name}") == spec
         print(spec.source, spec.architecture, checkpoint_dtype(spec.source), end=" ")
         print(len(require_weights(spec)))
     except ModelError as error:
         print("refused:", error)
 assert not {"deepspeed", "bitsandbytes", "peft"} & set(sys.modules)
 """
+    again = """
+import sys
+from toolkit.models import describe
+print(describe("somebody/tiny").source)
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, capture_output=True, text=True)
     cached, bare, absent = done.stdout.splitlines()
+    done = subprocess.run([sys.executable, "-c", again], env=environ, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "somebody/tiny"
     assert cached == f"somebody/tiny Qwen3ForCausalLM bfloat16 {len(local_weights(saved))}"
     assert bare.startswith(
         "somebody/bare Qwen3ForCausalLM None refused: model 'somebody/bare' is not in the local cache"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from toolkit.config.flags import add_flags, from_dict, given, to_flags
+from toolkit.config.flags import add_flags, from_dict, given, read_assignments, to_flags
 from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
 from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
 from toolkit.config.train_config import TrainConfig
@@ -36,6 +36,7 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
     ("fields", "said"),
     [
         ({"sharding": "zerro3"}, "Did you mean 'zero3'"),
+        ({"sharding": None}, "sharding None is unknown"),
         ({"sharding": "FULL_SHRAD"}, "Did you mean 'FULL_SHARD'"),
         ({"adapter": "lorra"}, "Did you mean 'lora'"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
@@ -148,6 +149,11 @@ def test_every_field_is_a_flag_that_binds_nothing_by_itself() -> None:
         assert given(flags, owner) == {}
         for field in dataclasses.fields(owner):
             assert hasattr(flags, field.name)
+
+
+def test_assignments_may_hold_commas() -> None:
+    found = read_assignments("fsdp,lora_targets=q_proj,v_proj, micro-batch=8,", Strategy, TrainConfig, alone="sharding")
+    assert found == {"sharding": "fsdp", "lora_targets": "q_proj,v_proj", "micro_batch": 8}
 
 
 def test_an_unknown_field_names_the_nearest() -> None:

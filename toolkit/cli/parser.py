@@ -94,6 +94,8 @@ def build_parser() -> Parser:
     config_flags = [
         _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
         _argument("--nodes", type=int, default=1, help="machines (default: 1)"),
+        _argument("--node-rank", type=int, metavar="N", help="the node that reads the file, from 0; with --nodes"),
+        _argument("--main-address", metavar="HOST:PORT", help="where node 0 listens; with --nodes"),
         _path("--all", metavar="DIR", help="write a file for every strategy into this folder"),
         _path("-o", "--output", metavar="FILE", help="the file to write (default: standard output)"),
     ]

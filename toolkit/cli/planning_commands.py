@@ -143,12 +143,30 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     if ranks is None:
         ranks = default_ranks(strategy, hardware()) * flags.nodes
     _check_file(strategy, ranks, flags.nodes)
-    content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes)
+    content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes) | _rendezvous(flags)
     if flags.output:
         write_config(Path(flags.output), content, "--output")
     elif flags.json != "-":
         print(yaml.safe_dump(content), end="")
     return content
+
+
+def _rendezvous(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return how the nodes find each other, in the words of Accelerate's file; nothing for one node."""
+    if flags.nodes == 1 and flags.node_rank is None and flags.main_address is None:
+        return {}
+    if flags.nodes == 1 or flags.node_rank is None or flags.main_address is None:
+        raise ToolkitError(
+            f"nodes {flags.nodes}: expected --main-address and --node-rank with two nodes or more, and without them one "
+            "node. Write a file for each node: node 0 listens at --main-address, as in `--nodes 2 --node-rank 0 "
+            "--main-address 10.0.0.1:29500`."
+        )
+    if not 0 <= flags.node_rank < flags.nodes:
+        raise ToolkitError(f"node_rank {flags.node_rank}: expected 0 to {flags.nodes - 1} of {flags.nodes} nodes.")
+    host, _, port = flags.main_address.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ToolkitError(f"main_address {flags.main_address!r}: expected HOST:PORT, such as 10.0.0.1:29500.")
+    return {"machine_rank": flags.node_rank, "main_process_ip": host, "main_process_port": int(port)}
 
 
 def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:

@@ -180,14 +180,16 @@ def spell(values: Mapping[str, Any]) -> list[str]:
 
 
 def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any]:
-    """Parse fields: `"sharding=fsdp,micro_batch=8"`; a word without `=` is the value of `alone`.
+    """Parse fields: `"sharding=fsdp,micro_batch=8"`; a first word without `=` is the value of `alone`.
+
+    A value may hold commas: `"lora_targets=q_proj,v_proj"`.
 
     Raises:
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
     """
     kinds = {name: _type_of(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
     values: dict[str, Any] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in filter(None, (part.strip(", ") for part in re.split(r",(?=[^,]*=)", text))):
         name, equals, value = word.rpartition("=")
         name = name.strip().removeprefix("--").replace("-", "_") if equals else alone
         if name not in kinds:

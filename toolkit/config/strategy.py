@@ -122,7 +122,7 @@ def sharding_word(word: str) -> str:
     Raises:
         StrategyError: for an unknown word, with the nearest known one.
     """
-    key = str(word).strip().lower()
+    key = word.strip().lower() if isinstance(word, str) else ""
     if key in SHARDINGS:
         return key
     names = {alias.lower(): row.word for row in SHARDINGS.values() for alias in row.aliases}

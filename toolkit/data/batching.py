@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.train_config import TrainConfig
@@ -118,13 +118,11 @@ def batches(
         DataError: for fewer rows than one global batch.
     """
     check_batch(rows, train_config, dp_size=dp_size)
-    order = Order(rows=rows.count, seed=train_config.seed)
-    micro, first = train_config.micro_batch, start_step * train_config.accumulation
-
-    def take(index: int) -> dict[str, Tensor]:
-        return rows.batch(order.ids(((first + index) * dp_size + dp_rank) * micro, micro), attention=attention)
-
-    return _loader(take, max(train_config.steps * train_config.accumulation - first, 0), workers)
+    first, last = (step * train_config.accumulation for step in (start_step, train_config.steps))
+    ids = partial(
+        _train_ids, Order(rows=rows.count, seed=train_config.seed), train_config.micro_batch, dp_rank, dp_size
+    )
+    return _loader(_Batches(rows, attention, ids, range(first, max(first, last))), workers)
 
 
 def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, attention: str = "sdpa") -> Loader:
@@ -133,38 +131,45 @@ def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, at
     All ranks get equally many batches of equal shape: what is missing at the end is rows without a trained label. So a
     batch may have no trained label at all, and its mean loss is then not a number: add up sums and counts.
     """
+    ids = partial(_eval_ids, rows.count, micro_batch, dp_rank, dp_size)
+    return _loader(_Batches(rows, attention, ids, range(ceil_div(rows.count, micro_batch * dp_size))))
 
-    def take(index: int) -> dict[str, Tensor]:
-        start = (index * dp_size + dp_rank) * micro_batch
-        return rows.batch(
-            [at if at < rows.count else -1 for at in range(start, start + micro_batch)], attention=attention
-        )
 
-    return _loader(take, ceil_div(rows.count, micro_batch * dp_size))
+def _train_ids(order: Order, micro_batch: int, dp_rank: int, dp_size: int, index: int) -> list[int]:
+    return order.ids((index * dp_size + dp_rank) * micro_batch, micro_batch)
+
+
+def _eval_ids(count: int, micro_batch: int, dp_rank: int, dp_size: int, index: int) -> list[int]:
+    start = (index * dp_size + dp_rank) * micro_batch
+    return [at if at < count else -1 for at in range(start, start + micro_batch)]
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """A torch map-style dataset whose items are whole batches."""
+    """A torch map-style dataset whose items are whole batches. It can be pickled, for workers that are spawned."""
 
-    take: Callable[[int], dict[str, Tensor]]
-    count: int
+    rows: Rows
+    attention: str
+    ids: Callable[[int], list[int]]
+    """Returns the row ids of a micro-batch."""
+    indices: range
+    """The micro-batches, counted from the training's beginning."""
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.take(index)
+        return self.rows.batch(self.ids(self.indices[index]), attention=self.attention)
 
 
-def _loader(take: Callable[[int], dict[str, Tensor]], count: int, workers: int = 0) -> Loader:
+def _loader(dataset: _Batches, workers: int = 0) -> Loader:
     import torch
     from torch.utils.data import DataLoader
 
     # A generator of its own: without one, every pass over the loader draws from torch's global generator, and so moves
     # dropout.
     loader: Loader = DataLoader(
-        _Batches(take, count),  # type: ignore[arg-type]
+        dataset,  # type: ignore[arg-type]
         batch_size=None,
         generator=torch.Generator(),
         num_workers=workers,

@@ -87,6 +87,10 @@ class Rows(Result):
             return {name: column.reshape(1, -1) for name, column in batch.items()}
         return batch
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the memory maps out: pickle would copy the data."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def tables(self) -> list[Table]:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("folder", "pad_token_id")]
         return [Table(title="Data", columns=("field", "value"), rows=[(name, getattr(self, name)) for name in names])]

@@ -39,7 +39,7 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
         return _folder_source(path), _read_config(name, path / "config.json", trust)
     if path.is_file():
         return None, _read_config(name, path, trust)
-    if path.suffix == ".json" or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if _is_path(name):
         raise ModelError(
             f"model {name!r}: there is no such folder or file. "
             "Give a folder with a config.json, or a Hub id such as Qwen/Qwen3-8B."
@@ -52,7 +52,7 @@ def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedCon
 
 
 def config_text(name: str) -> tuple[str | None, bytes | None]:
-    """Return the place of a model's weights, and its config's text if it is on this disk.
+    """Return the place of a model's weights, and its config's text: of the embedded model, a folder, a file or a Hub id.
 
     A config that names code of the model's own, or a kernel, is always looked at again.
     """
@@ -63,13 +63,20 @@ def config_text(name: str) -> tuple[str | None, bytes | None]:
     if path.is_dir():
         source, path = _folder_source(path), path / "config.json"
     elif not path.is_file():
-        return None, None
+        if _is_path(name):
+            return None, None
+        source, path = name, hub_config(name)
     try:
         with open_regular(path) as file:
             text = file.read(min(LIMIT, os.fstat(file.fileno()).st_size))
     except OSError:
         return source, None
     return source, None if b'"auto_map"' in text or b"attn_implementation" in text else text
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name can be no Hub id."""
+    return name.endswith(".json") or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _folder_source(folder: Path) -> str | None:

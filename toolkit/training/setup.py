@@ -62,13 +62,13 @@ def accelerator(
         MissingLibrary: for an engine or a tracker that is not installed.
     """
     requested = agree(strategy, os.environ)
-    check_trackers(log_with)
+    trackers = check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     accelerator_: Accelerator = accelerator_class()(
         resolve(requested, train_config or TrainConfig(), spec, ranks, machine.device),
         None if timeout is None else pg_timeout(timeout),
-        log_with=log_with.split(",") if log_with else None,
+        log_with=trackers or None,
         project_dir=project_dir,
     )
     process_exit.install()
@@ -113,19 +113,20 @@ def print_default(ranks: int, hardware: Hardware, processes: int | None) -> None
         print(f"processes: {ranks}, the default on {hardware.device.name}", file=sys.stderr)
 
 
-def check_trackers(names: str | None) -> None:
-    """Refuse trackers that Accelerate does not know, and those that it would silently leave out.
+def check_trackers(names: str | None) -> list[str]:
+    """Return the trackers in a text with commas. Accelerate silently leaves out those that are not installed.
 
     Raises:
         StrategyError: for an unknown name, with the nearest one.
         MissingLibrary: for a tracker whose library is not installed.
     """
-    if not names:
-        return
+    trackers = [name.strip() for name in (names or "").split(",") if name.strip()]
+    if not trackers:
+        return []
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = [str(name) for name in get_available_trackers()]
-    for name in names.split(","):
+    for name in trackers:
         if name not in LOGGER_TYPE_TO_CLASS:
             supported = ", ".join(LOGGER_TYPE_TO_CLASS)
             raise StrategyError(
@@ -136,6 +137,7 @@ def check_trackers(names: str | None) -> None:
                 f"tracker {name!r} needs its library, which is not installed. Install it with `pip install {name}`, "
                 f"or choose one that is: {', '.join(installed) or 'none'}."
             )
+    return trackers
 
 
 def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | None = None) -> dict[str, Any]:
