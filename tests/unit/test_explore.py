@@ -13,6 +13,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.cli import main
+from toolkit.core.cache import cache_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.base import engine_of
@@ -22,6 +23,7 @@ from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec
+from toolkit.notebook import prefetch
 from toolkit.notebook.explorer import Explorer
 from toolkit.notebook.explorer_state import command
 
@@ -397,6 +399,18 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
     assert "otherwise: gradients" in tk.explore("precision", run=run).sentence
 
 
+def test_other_sequence_lengths_are_traced_ahead(spec: ModelSpec) -> None:
+    panel = made("memory", spec)
+    assert prefetch.start("memory", panel.state).wait(timeout=120) == 0
+    traces = cache_folder("traces")
+    cached = sorted(traces.iterdir())
+    for length in prefetch.lengths_ahead("memory", panel.state):
+        panel.controls["seq_len"].value = length
+        assert panel.value.train_config.seq_len == length
+    assert length == 2048
+    assert sorted(traces.iterdir()) == cached
+
+
 @pytest.mark.parametrize("missing", ["ipywidgets", "anywidget"])
 def test_without_widgets_the_answer_stands_with_the_fix(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -422,8 +436,13 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> Non
         with capture_output() as shown:
             panel._ipython_display_()
             panel._ipython_display_()
+            ahead = panel._ahead
+            panel.controls["seq_len"].value = 128
+            assert panel._ahead is ahead
             panel.controls["sharding"].value = "ddp"
-        controls, answer, _, again, moved = shown.outputs
+            assert panel._ahead is not ahead
+            assert ahead.returncode is not None
+        controls, answer, _, again, _, moved = shown.outputs
         assert answer.transient == again.transient == moved.transient != {}
         assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
         assert VIEW not in answer.data

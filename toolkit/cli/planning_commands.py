@@ -45,12 +45,11 @@ def forecast(flags: argparse.Namespace) -> Result:
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {
         "ranks": flags.processes
     }
-    change = read_assignments(flags.against or "", Strategy, TrainConfig, alone="sharding")
-    other, batch = changed(strategy, train_config, change)
-    result = forecast(spec, strategy, flags.hardware, train_config, **options)
     if not flags.against:
-        return result
-    return diff_forecasts(result, forecast(spec, other, flags.hardware, batch, **options))
+        return forecast(spec, strategy, flags.hardware, train_config, **options)
+    change = read_assignments(flags.against, Strategy, TrainConfig, alone="sharding")
+    both = ((strategy, train_config), changed(strategy, train_config, change))
+    return diff_forecasts(*(forecast(spec, one, flags.hardware, batch, **options, advice=False) for one, batch in both))
 
 
 def timeline(flags: argparse.Namespace) -> Result:

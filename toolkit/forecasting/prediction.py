@@ -34,6 +34,7 @@ def forecast(
     ranks: int | None = None,
     one_document: bool = False,
     allow_unquantized: bool = False,
+    advice: bool = True,
 ) -> Forecast:
     """Forecast a run on its fullest rank, without launching it or touching a device.
 
@@ -45,6 +46,7 @@ def forecast(
         ranks: processes; by default `default_ranks`.
         one_document: every row holds one document and no padding, so attention needs no mask.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
+        advice: whether to search for the smallest change that fits, if this does not fit.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do, or what has no forecast yet.
@@ -60,7 +62,7 @@ def forecast(
     logits = result.parts["logits"]
     fused = fused_peak(job, traced(job, masked=not one_document)) if logits else result.peak_bytes
     result = dataclasses.replace(result, fused_bytes=fused)
-    return result if result.fits else _with_advice(result, job, one_document)
+    return result if result.fits or not advice else _with_advice(result, job, one_document)
 
 
 def resolve_request(

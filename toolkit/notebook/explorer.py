@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ def _memory(state: ExplorerState) -> Result:
 
 def _compare(state: ExplorerState) -> Result:
     both = [
-        forecast(state.spec, strategy, state.machine, state.train_config)
+        forecast(state.spec, strategy, state.machine, state.train_config, advice=False)
         for strategy in (state.strategy, state.against)
     ]
     return diff_forecasts(both[0], both[1])
@@ -77,6 +78,7 @@ class Explorer:
         """The widget that holds the controls; None where they cannot be made."""
         self._shown: Any = None
         """The display of all cells that show the answer; None before the first does."""
+        self._ahead: subprocess.Popen[bytes] | None = None
         self._answer()
         if all(importlib.util.find_spec(name) for name in NEEDED):
             from toolkit.notebook.widgets import Panel
@@ -112,6 +114,8 @@ class Explorer:
             self.panel.say(self.sentence)
         if self._shown is not None:
             self._shown.update(_html(self.static_html()))
+            if values.keys() != {"seq_len"}:
+                self._look_ahead()
 
     def _answer(self) -> None:
         """Answer the state's question. A refusal is an answer, too: a panel shows no traceback."""
@@ -120,6 +124,15 @@ class Explorer:
             self.value = KINDS[self.kind][0](self.state)
         except ToolkitError as error:
             self.refusal = str(error)
+
+    def _look_ahead(self) -> None:
+        """Trace for the other sequence lengths in the background."""
+        from toolkit.notebook import prefetch
+
+        if self._ahead is not None:
+            self._ahead.terminate()
+            self._ahead.wait()
+        self._ahead = prefetch.start(self.kind, self.state)
 
     def static_html(self) -> str:
         """Return HTML that needs no kernel, script or network, and the equivalent command."""
@@ -158,6 +171,7 @@ class Explorer:
         answer = {"text/html": self.static_html(), "text/plain": repr(self)}
         if self._shown is None:
             self._shown = display(answer, raw=True, display_id=True)
+            self._look_ahead()
         else:
             self._shown.display(answer, raw=True)
 
