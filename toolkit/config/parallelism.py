@@ -94,7 +94,7 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
     product = math.prod(fixed.values())
     if ranks % product:
         named = ", ".join(f"{name} {size}" for name, size in fixed.items() if size > 1)
-        raise StrategyError(f"{named} does not divide {_count(ranks)}. Choose a multiple of {product} processes.")
+        raise StrategyError(f"{named} does not divide {count_ranks(ranks)}. Choose a multiple of {product} processes.")
     data = ranks // product
     kind = SHARDINGS[strategy.sharding].data_parallel
     _check_data_parallel(strategy, kind, data, product)
@@ -104,15 +104,15 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
 
 def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int) -> None:
     """Refuse a number of data-parallel ranks that the sharding cannot divide; `product`: ranks of each of them."""
-    word, ranks = strategy.sharding, _count(data * product)
+    word, ranks = strategy.sharding, count_ranks(data * product)
     if kind == "none" and data != 1:
-        count = "one process" if product == 1 else _count(product)
+        count = "one process" if product == 1 else count_ranks(product)
         choose = "1 process" if product == 1 else f"{product} processes"
         other = "ddp" if product == 1 else "fsdp"
         raise StrategyError(f"sharding {word!r} is {count}; got {ranks}. Choose sharding {other!r}, or {choose}.")
     if kind == "replicate" and data < 2:
         raise StrategyError(
-            f"sharding {word!r} needs at least {_count(2 * product)}; got {data * product}. "
+            f"sharding {word!r} needs at least {count_ranks(2 * product)}; got {data * product}. "
             f"Choose sharding 'none', or {2 * product} processes."
         )
     groups = strategy.dp_replicate
@@ -123,5 +123,6 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
         )
 
 
-def _count(ranks: int) -> str:
+def count_ranks(ranks: int) -> str:
+    """Return the number in words: `1 rank`, `2 ranks`."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"

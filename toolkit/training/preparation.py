@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.parallelism import count_ranks
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
@@ -52,7 +53,7 @@ class Audit(Result):
             for part in ("trainable", "frozen", "master", "optimizer")
         ]
         other = [f"{part} in {name}" for part, name in self.measured.dtypes.items() if part in ("gradients", "reduce")]
-        title = f"Held by this rank ({self.engine}, {self.ranks} ranks)"
+        title = f"Held by this rank ({self.engine}, {count_ranks(self.ranks)})"
         columns = ("part", "bytes", "expected", "dtype")
         return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
 

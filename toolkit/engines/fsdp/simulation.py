@@ -101,7 +101,7 @@ def simulate_training(
     ledger.hold("gradients", -ledger.held["gradients"])
 
 
-def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None], *, streamed: bool = False) -> None:
+def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
     """Follow `fsdp2_load_full_state_dict`: for each name the whole tensor, and a shard of it, which stays.
 
     Tied weights have a shard for each of their names, until they are tied again. The fullest rank is one that receives:
