@@ -167,12 +167,11 @@ def zero_offload() -> Iterator[Published]:
         yield Published(
             what=f"GPT-2 {size}, ZeRO-2, optimizer offloaded, 1 x V100 32 GB",
             source="Ren et al. 2021 (ZeRO-Offload)",
-            assumed="layers of 4,096, sequence 1,024, 512 sequences a step; the 13B's micro-batch is a guess, its speed said to be "
-            "more than 30; both fitted into 32 GB there: DeepSpeed adds gradients up in fp32 on the device here, which the paper's "
-            "did not",
+            assumed="layers of 4,096, sequence 1,024, 512 sequences a step; the 13B's speed is said to be more than 30; "
+            "gradients add up in fp16, as in DeepSpeed of that time; the host is a DGX-2's, with 1.5 TB",
             config=gpt2(layers, 4096),
             hardware="1x V100-32GB",
-            strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer"),
+            strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer", grad_accum_dtype="fp16"),
             train_config=tk.TrainConfig(seq_len=1024, micro_batch=batch, accumulation=accumulation),
             tflops=tflops,
         )

@@ -13,6 +13,7 @@ from toolkit.devices.gpu_catalog import CARDS, card_of
 from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
+from toolkit.forecasting import forecast_job
 from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
@@ -180,6 +181,21 @@ def test_runs_that_others_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     for run in rows():
         row = compared(run)
         assert row["forecast"]["memory"] == pytest.approx(row["published"]["memory"], rel=0.01), run.what
+
+
+def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ren et al. 2021, on a DGX-2. In fp32 the sum alone takes 49.5 GiB of the GPU."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    run = next(run for run in importlib.import_module("published_runs").zero_offload() if "13B" in run.what)
+    machine = dataclasses.replace(hardware(run.hardware), host_free_bytes=1500 * GiB)
+    for dtype in ("fp16", "fp32"):
+        strategy = dataclasses.replace(run.strategy, grad_accum_dtype=dtype)
+        job = resolve(strategy, run.train_config, describe(run.config), 1, machine.device)
+        found = forecast_job(job, machine, one_document=True)
+        assert found.fits == (dtype == "fp16")
+        assert found.timing is not None
+        if dtype == "fp16":
+            assert found.operations / found.timing.step_seconds / 1e12 == pytest.approx(run.tflops, rel=0.25)
 
 
 def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:

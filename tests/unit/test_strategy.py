@@ -47,6 +47,7 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
         ({"sharding": "hsdp"}, "needs dp_replicate of at least 2"),
         ({"sharding": "fsdp", "dp_replicate": 2}, "belongs to sharding 'hsdp'"),
         ({"lora_rank": 0}, "at least 1"),
+        ({"sharding": "fsdp", "grad_accum_dtype": "bf16"}, "runs with sharding zero1, zero2, zero3"),
     ],
 )
 def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: str) -> None:

@@ -13,6 +13,7 @@ OFFLOADS = ("none", "optimizer", "cpu", "nvme", "superoffload")
 ADAPTERS = ("none", "lora", "dora", "qlora", "qlora8")
 PRECISION_WORDS = ("auto", *PRECISIONS, "fp8")
 ATTENTION_WORDS = ("auto", *ATTENTIONS)
+GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("full", "none", "selective")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
@@ -42,6 +43,7 @@ class Sharding:
     offload: tuple[str, ...] = ("none",)
     adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
     precision: tuple[str, ...] = ("auto", *PRECISIONS)
+    grad_accum_dtype: tuple[str, ...] = ("auto",)
     data_parallel: str = "shard"
     """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
     smaller: tuple[str, ...] = ("fsdp", "zero3")
@@ -70,13 +72,26 @@ SHARDINGS: dict[str, Sharding] = {
             data_parallel="replicate",
             usual=True,
         ),
-        Sharding(word="zero1", engine="deepspeed", shards="optimizer states", offload=("none", "optimizer")),
-        Sharding(word="zero2", engine="deepspeed", shards="optimizer states, gradients", offload=("none", "optimizer")),
+        Sharding(
+            word="zero1",
+            engine="deepspeed",
+            shards="optimizer states",
+            offload=("none", "optimizer"),
+            grad_accum_dtype=GRAD_ACCUM_DTYPES,
+        ),
+        Sharding(
+            word="zero2",
+            engine="deepspeed",
+            shards="optimizer states, gradients",
+            offload=("none", "optimizer"),
+            grad_accum_dtype=GRAD_ACCUM_DTYPES,
+        ),
         Sharding(
             word="zero3",
             engine="deepspeed",
             shards="optimizer states, gradients, parameters",
             offload=("none", "optimizer", "cpu"),
+            grad_accum_dtype=GRAD_ACCUM_DTYPES,
             smaller=(),
             usual=True,
         ),
@@ -154,6 +169,11 @@ class Strategy(Result):
         "auto: bf16 where it is native, else fp16 on a GPU, fp32 on a CPU; bf16 and fp16 keep fp32 masters",
         LATER["precision"],
     )
+    grad_accum_dtype: str = choice(
+        "auto",
+        GRAD_ACCUM_DTYPES,
+        "zero1-3: the dtype that gradients are added up in; auto: fp32; the compute dtype takes half, and rounds each sum",
+    )
     attention: str = choice(
         "auto", ATTENTION_WORDS, "auto: the best that is installed and works for this dtype and device"
     )
@@ -183,7 +203,7 @@ class Strategy(Result):
 
     def _check_table(self) -> None:
         row = SHARDINGS[self.sharding]
-        for name in ("offload", "adapter", "precision"):
+        for name in ("offload", "adapter", "precision", "grad_accum_dtype"):
             value, supported = getattr(self, name), getattr(row, name)
             if value not in supported:
                 able = [word for word, other in SHARDINGS.items() if value in getattr(other, name)]

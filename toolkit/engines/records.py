@@ -94,7 +94,8 @@ class Transfer(NamedTuple):
     overlaps: str
     """The phase whose computation overlaps with it: `forward`, `backward`, or `nothing`."""
     link: str
-    """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `host`."""
+    """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `host`;
+    `memory`: within the device."""
     what: str
     """The tensors and the collective."""
 

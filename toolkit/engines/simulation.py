@@ -175,8 +175,8 @@ def optimizer_step(ledger: Ledger, job: Job, sizes: Iterable[int]) -> None:
     ledger.touch("workspace", work * BYTES_OF[job.weight_dtype])
 
 
-def host_transfers(job: Job) -> list[Transfer]:
-    """Yield an offload's transfers: gradients and weights once a step, parameters in every pass."""
+def host_transfers(job: Job, gradients: Sequence[Transfer] = ()) -> list[Transfer]:
+    """Return an offload's transfers: gradients (unless given) and weights once a step, parameters in every pass."""
     offload = job.strategy.offload
     if offload == "none":
         return []
@@ -184,7 +184,10 @@ def host_transfers(job: Job) -> list[Transfer]:
     trained = sum(state.elements for state in states if state.trainable) / ranks
     back = trained * BYTES_OF[job.compute_dtype]
     sent = [
-        Transfer(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host"),
+        *(
+            gradients
+            or [Transfer(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host")]
+        ),
         Transfer(back, 1, "nothing", "host", "updated parameters, from the host"),
     ]
     if offload == "cpu":

@@ -122,6 +122,8 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
 
     A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.
     """
+    if link == "memory":
+        return card.memory * 1e9 * MEMORY
     if link == "host":
         host_link = card.host
     elif link == "ring":
@@ -145,7 +147,9 @@ def checkpoint_stall(job: Job, machine: Hardware) -> float:
 
 def collectives(job: Job) -> list[Transfer]:
     """Return the collectives of a step, in order."""
-    return [transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link != "host"]
+    return [
+        transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link not in ("host", "memory")
+    ]
 
 
 def offloads(job: Job) -> list[Transfer]:

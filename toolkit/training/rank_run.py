@@ -26,6 +26,7 @@ from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.data import spell_samples
 from toolkit.devices.machine import hardware
+from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
@@ -275,5 +276,6 @@ def _headline(job: Job) -> str:
     return (
         f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label} on {job.ranks} "
         f"{job.device.kind} rank(s); precision {strategy.precision}, attention {strategy.attention}, "
-        f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {job.train_config.lr:g}"
+        f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {job.train_config.lr:g}; "
+        f"computes {engine_of(strategy).compute_note(job)}"
     )

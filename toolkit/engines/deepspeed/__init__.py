@@ -18,8 +18,14 @@ from toolkit.devices.machine import Device
 from toolkit.engines.base import Engine
 from toolkit.engines.config_file import base_yaml, read_precision
 from toolkit.engines.deepspeed.build import announce_build, free_builds
-from toolkit.engines.deepspeed.simulation import ALIGNMENT, simulate_load, simulate_training
-from toolkit.engines.deepspeed.zero3 import copies
+from toolkit.engines.deepspeed.simulation import (
+    ALIGNMENT,
+    gradients_to_host,
+    simulate_load,
+    simulate_training,
+    through_buckets,
+)
+from toolkit.engines.deepspeed.zero3 import accumulation_dtype, copies
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
@@ -34,6 +40,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+
+BITS = {"bfloat16": 8, "float16": 11}
+"""Significant bits of a sum."""
 
 FLOOR = 2**20
 """Least elements of a bucket. For a small model Accelerate's rule makes a collective for nearly every tensor: with hidden 256
@@ -60,12 +69,7 @@ class DeepSpeed(Engine):
                 f"offload {strategy.offload!r} cannot run in precision {strategy.precision!r} under DeepSpeed. "
                 "Choose precision 'bf16', or offload 'none'."
             )
-        if _stage(strategy) == 1 and job.precision.mixed and not job.precision.scaled and train_config.accumulation > 1:
-            raise StrategyError(
-                f"sharding {strategy.sharding!r} in precision {strategy.precision!r} adds up "
-                f"gradients in it, so accumulation {train_config.accumulation} would not "
-                "be one large batch. Choose sharding 'zero2', which adds them up in fp32, or accumulation 1."
-            )
+        accumulates = _grad_accum_dtype(job)
         if job.precision.scaled and job.precision.accelerate not in device.dtypes:
             raise StrategyError(
                 f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
@@ -85,9 +89,7 @@ class DeepSpeed(Engine):
         if job.precision.mixed:
             # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
             config["communication_data_type"] = "fp32"
-            if _stage(strategy) > 1 or job.precision.scaled:
-                # Under stage 1 and bf16 fp32 accumulation would switch to another optimizer (BF16_Optimizer), which replicates it.
-                config["data_types"] = {"grad_accum_dtype": "fp32"}
+            config["data_types"] = {"grad_accum_dtype": accumulates}
         if pure:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         if strategy.offload != "none" and device.kind == "cpu":
@@ -220,7 +222,7 @@ class DeepSpeed(Engine):
             dtypes={
                 "trainable": job.compute_dtype,
                 "master": job.weight_dtype,
-                "gradients": "float32" if "data_types" in job.settings else job.compute_dtype,
+                "gradients": accumulation_dtype(job),
                 "reduce": "float32" if "communication_data_type" in job.settings else job.compute_dtype,
                 "optimizer": optimizer_dtypes(job),
             },
@@ -247,6 +249,7 @@ class DeepSpeed(Engine):
             sent = [
                 Transfer(reduced, 1 if stage == 1 else micro, "nothing", "ring", "gradients, reduce-scattered"),
                 Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
+                through_buckets(job),
             ]
         else:
             whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
@@ -255,11 +258,15 @@ class DeepSpeed(Engine):
                 for phase in ("forward", "backward")
             ]
             sent.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
-        return [*sent, *host_transfers(job)]
+        return [*sent, *host_transfers(job, gradients_to_host(job))]
 
     def compute_note(self, job: Job) -> str:
         """Return the note that DeepSpeed casts the weights before the first step, without autocast."""
-        return f"on the weights as they are {'held' if _stage(job.strategy) < 3 else 'gathered'}"
+        note = f"on the weights as they are {'held' if _stage(job.strategy) < 3 else 'gathered'}"
+        dtype = accumulation_dtype(job)
+        if not job.precision.mixed or dtype == "float32":
+            return note
+        return f"{note}; gradients add up in {dtype}, whose {BITS[dtype]} bits round the sum after each micro-batch"
 
     def loading_note(self, job: Job) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
@@ -346,6 +353,29 @@ class DeepSpeed(Engine):
         from toolkit.engines.deepspeed import state
 
         state.write_counters(prepared, counters)
+
+
+def _grad_accum_dtype(job: Job) -> str:
+    """Return DeepSpeed's word for the dtype that gradients are added up in. Refuse one that it cannot add up in.
+
+    Under stage 1 in bf16 fp32 would switch to another optimizer (BF16_Optimizer), which replicates the gradients.
+    """
+    strategy, accumulation = job.strategy, job.train_config.accumulation
+    compute, word = strategy.precision.removesuffix("_pure"), strategy.grad_accum_dtype
+    half_only = _stage(strategy) == 1 and compute == "bf16"
+    if word == "auto" and half_only and job.precision.mixed and accumulation > 1:
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} in precision {strategy.precision!r} adds up "
+            f"gradients in it, so accumulation {accumulation} would not be one large batch. "
+            "Choose sharding 'zero2', which adds them up in fp32, accumulation 1, or grad_accum_dtype 'bf16'."
+        )
+    allowed = (compute,) if half_only or not job.precision.mixed else ("fp32", compute)
+    if word not in ("auto", *allowed):
+        raise StrategyError(
+            f"grad_accum_dtype {word!r} does not run with sharding {strategy.sharding!r} in precision {strategy.precision!r}. "
+            f"Choose grad_accum_dtype {' or '.join(map(repr, allowed))}."
+        )
+    return allowed[0] if word == "auto" else word
 
 
 def _stage(strategy: Strategy) -> int:

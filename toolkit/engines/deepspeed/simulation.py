@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Sequence
 
 from toolkit.core.units import BYTES_OF, round_up
-from toolkit.engines.deepspeed.zero3 import Fetches, partitioned
+from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, partitioned
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.records import StateMemory
+from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
@@ -52,6 +52,41 @@ def _simulate_flattening(job: Job, ledger: Ledger, state: StateMemory) -> None:
         ledger.touch_host("parameters", 2 * state.trainable)
 
 
+def _adds_on_device(job: Job) -> bool:
+    """Return whether stage 2 keeps an fp32 sum of its partition on the device (`_use_compact_grad_partition_buffer`)."""
+    stage = job.settings["zero_optimization"]["stage"]
+    return stage == 2 and job.compute_dtype != "float32" and accumulation_dtype(job) == "float32"
+
+
+def gradients_to_host(job: Job) -> list[Transfer]:
+    """Return an offload's transfers of gradients: once to the fp32 ones that are stepped, and before that to their sum.
+
+    Where the sum lies on the host, each micro-batch after the first fetches it, adds on the device, and writes it back
+    (`async_accumulate_grad_in_cpu_via_gpu`; stage3.py `partition_grads`). Without `overlap_comm` copies run on the stream that
+    computes.
+    """
+    zero, micro = job.settings["zero_optimization"], job.train_config.accumulation
+    trained = sum(state.elements for state in parameters_of(job) if state.trainable) / job.parallelism.shard_size
+    during = "backward" if zero["overlap_comm"] else "nothing"
+    sent = [Transfer(trained * BYTES_OF[job.weight_dtype], 1, during, "host", "gradients, to the host")]
+    if zero["stage"] > 1 and not _adds_on_device(job) and (micro > 1 or zero["stage"] == 3):
+        size = trained * BYTES_OF[accumulation_dtype(job)]
+        sent.append(Transfer(size, 2 * micro - 1, during, "host", "sums of gradients, to the host and back"))
+    return sent
+
+
+def through_buckets(job: Job) -> Transfer:
+    """Return what stages 1 and 2 read and write on the device to reduce every gradient, on the stream that computes.
+
+    Each is copied into the bucket, divided, cast, cast back, copied out, and added to the sum (`average_tensor`,
+    `allreduce_and_copy`): eleven passes in the compute dtype, and two in the dtype that is sent.
+    """
+    trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+    size = trained * (11 * BYTES_OF[job.compute_dtype] + 2 * BYTES_OF[job.precision.reduce])
+    micro = 1 if job.settings["zero_optimization"]["stage"] == 1 else job.train_config.accumulation
+    return Transfer(size, micro, "nothing", "memory", "gradients, through the buckets")
+
+
 class _Buckets:
     """Stages 1 and 2 on the rank with the largest partition."""
 
@@ -63,8 +98,10 @@ class _Buckets:
         """Whether gradients are reduced as they come; else when the backward has ended."""
         self._room = job.settings["zero_optimization"]["reduce_bucket_size"]
         self._size = BYTES_OF[job.compute_dtype]
-        self._fp32 = self._early and "data_types" in job.settings
-        """Whether gradients are added up in fp32 although they come in half precision."""
+        self._fp32 = _adds_on_device(job)
+
+        self._cast = BYTES_OF["float32"] if "communication_data_type" in job.settings else 0
+        """Bytes of an element of the copy that is sent."""
         self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
         self._own = _fullest_rank(self._ranges, self._elements, job.parallelism.shard_size)
@@ -77,6 +114,8 @@ class _Buckets:
             # The fp32 gradients of the partition, its parameters on their way back, and a buffer on each side.
             largest = max(self._elements.values(), default=0) * self._size
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
+            if job.train_config.accumulation > 1 and not self._fp32:
+                ledger.offload("gradients", self._shard * self._size)  # `accumulated_grads_in_cpu`
             ledger.offload("buffers", self._shard * self._size + largest)
             ledger.hold("buffers", largest)
 
@@ -119,7 +158,7 @@ class _Buckets:
             for rank, elements in self._ranges[name].items():
                 sent[rank] += elements
         several = sum(len(self._ranges[name]) for name in self._bucket) > 1
-        cast = max(sent) * BYTES_OF["float32"] if self._fp32 else 0
+        cast = max(sent) * self._cast
         self._ledger.touch("buffers", (max(sent) * self._size if several else 0) + cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]

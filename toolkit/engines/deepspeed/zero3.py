@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.config.tables import PRECISIONS
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
@@ -32,6 +33,12 @@ def copies(job: Job) -> bool:
     Source: deepspeed/runtime/zero/partition_parameters.py `NoGatherHandle`.
     """
     return job.parallelism.shard_size > 1 or (job.strategy.offload == "cpu" and job.device.kind == "cuda")
+
+
+def accumulation_dtype(job: Job) -> str:
+    """Return torch's name of the dtype that gradients are added up in over micro-batches."""
+    word = job.settings["data_types"]["grad_accum_dtype"] if job.precision.mixed else job.strategy.precision
+    return PRECISIONS[word].compute
 
 
 def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
@@ -117,7 +124,7 @@ class Fetches:
         for name, at in self._places:
             self._uses[name].append(at)
         self._shard = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in states if state.trainable)
-        self._accumulated = BYTES_OF["float32"] if "data_types" in job.settings else self._size
+        self._accumulated = BYTES_OF[accumulation_dtype(job)]
         self._offload = job.strategy.offload != "none"
         keep = ledger.offload if self._offload else ledger.hold
         keep("gradients", self._shard * self._accumulated)
