@@ -444,7 +444,7 @@ Table(
         for name, found in sharded.items()
     ],
     notes=(
-        "DDP keeps the weights in fp32 here, and buckets of the gradients beside them: more than the paper's 16 bytes a parameter.",
+        "DDP keeps weights, gradients and moments in fp32 here: the paper's 16 bytes a parameter, and no bf16 copy.",
         "Where the peak lies in prepare, the engine is handed the whole model in fp32, before anything is sharded.",
     ),
 )

@@ -7,14 +7,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.units import GiB
-from toolkit.devices.machine import Hardware, cgroup_memory, hardware, host_memory, torch_build, visible
+from toolkit.devices.gpu_catalog import CARDS
+from toolkit.devices.machine import (
+    Hardware,
+    _gpu,
+    cgroup_memory,
+    first_instance,
+    hardware,
+    host_memory,
+    torch_build,
+    visible,
+)
+from toolkit.training.setup import check_ranks, ranks_sharing_devices
 
 
 def test_this_machine() -> None:
@@ -157,6 +170,61 @@ def test_cuda_visible_devices(chosen: str | None, left: str) -> None:
 
 def test_a_mig_instance_is_visible_by_its_uuid() -> None:
     assert visible(["GPU-aaa"], "MIG-123") == ["MIG-123"]
+
+
+class Nvml:
+    """An H100 with two MIG instances as NVML describes it: names, memory, slices."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotFound(NVMLError):
+        pass
+
+    def __init__(self, instances: dict[int, str]) -> None:
+        self.instances = instances
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: str) -> int:
+        return 7 if self.instances else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: str, index: int) -> str:
+        if index not in self.instances:
+            raise self.NVMLError_NotFound
+        return self.instances[index]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        total = 80 * GiB if handle == "gpu" else 20 * GiB
+        return SimpleNamespace(total=total, free=total - GiB)
+
+    def nvmlDeviceGetName(self, handle: str) -> bytes:
+        return b"NVIDIA H100 80GB HBM3" + (b"" if handle == "gpu" else b" MIG 2g.20gb")
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
+        assert handle == "gpu", "NVML answers this for a GPU alone"
+        return 9, 0
+
+    def nvmlDeviceGetAttributes(self, handle: str) -> Any:
+        return SimpleNamespace(computeInstanceSliceCount=2)
+
+
+def test_a_mig_instance_has_its_share_of_the_card() -> None:
+    nvml = Nvml({1: "first", 3: "second"})
+    assert first_instance(nvml, "gpu") == "first"
+    assert first_instance(Nvml({}), "gpu") == "gpu"
+    whole, part = (_gpu(nvml, handle, "gpu") for handle in ("gpu", "first"))
+    assert whole.card == CARDS["H100-80GB"]
+    assert (part.total_bytes, part.free_bytes, part.capability) == (20 * GiB, 19 * GiB, (9, 0))
+    assert part.card is not None
+    assert part.card.tflops_half == pytest.approx(989 * 2 / 7)
+    assert part.card.memory == pytest.approx(3350 / 4)
+    assert part.card.peer == part.card.host, "an instance has no NVLink"
+
+
+def test_ranks_of_a_scheduler_have_devices_of_their_own() -> None:
+    one = hardware("T4")
+    check_ranks(one, ranks_sharing_devices({"LOCAL_WORLD_SIZE": "4"}))
+    with pytest.raises(RunError, match="processes 4: this machine has 1 cuda device"):
+        check_ranks(one, ranks_sharing_devices({"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}))
 
 
 def test_limits_of_control_groups(tmp_path: Path) -> None:

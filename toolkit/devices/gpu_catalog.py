@@ -98,3 +98,18 @@ def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     ]
     card = min(matches, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)
     return replace(card, peer=card.host) if card and "PCIE" in words else card
+
+
+def mig_card(card: GPUSpec, slices: int, memory_share: float) -> GPUSpec:
+    """Return the speeds of a MIG instance: `slices` sevenths of the GPU's products, its share of memory, no NVLink.
+
+    Source: NVIDIA MIG User Guide, "Supported MIG Profiles".
+    """
+    products = {name: getattr(card, name) for name in ("tflops_half", "tflops_fp32", "measured_half")}
+    return replace(
+        card,
+        gib=card.gib * memory_share,
+        memory=card.memory * memory_share,
+        peer=card.host,
+        **{name: speed and speed * slices / 7 for name, speed in products.items()},
+    )

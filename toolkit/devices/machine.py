@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -9,11 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import MissingLibrary, ToolkitError
 from toolkit.core.units import GiB, format_bytes
-from toolkit.devices.gpu_catalog import CARDS, GPUSpec, card_key, card_of
+from toolkit.devices.gpu_catalog import CARDS, GPUSpec, card_key, card_of, mig_card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ def _gpus() -> list[Device]:
         ToolkitError: where there is a GPU and the driver does not answer.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = Path("/dev/nvidia0").exists()
+    present = any(Path("/dev").glob("nvidia[0-9]*"))  # a container may have any of them
     if chosen == "":
         return []
     try:
@@ -214,17 +216,40 @@ def _gpus() -> list[Device]:
         by_uuid = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
         devices = []
         for uuid in visible(list(by_uuid), chosen):
-            part = by_uuid[uuid] if uuid in by_uuid else pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            whole = part if uuid in by_uuid else pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
-            memory, name = pynvml.nvmlDeviceGetMemoryInfo(part), _text(pynvml.nvmlDeviceGetName(part))
-            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
-            total, free = int(memory.total), int(memory.free)
-            devices.append(_cuda(name, total, free, (major, minor), card_of(name, total), named=False))
+            if uuid in by_uuid:
+                whole = by_uuid[uuid]
+                part = first_instance(pynvml, whole)
+            else:
+                part = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                whole = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+            devices.append(_gpu(pynvml, part, whole))
+            if part is not whole:  # a process sees one MIG instance at most (MIG User Guide, "Device Enumeration")
+                break
         return devices
     except pynvml.NVMLError as error:
         raise ToolkitError(_driver(error)) from None
     finally:
         pynvml.nvmlShutdown()
+
+
+def first_instance(nvml: Any, gpu: Any) -> Any:
+    """Return the NVML handle of a GPU's first MIG instance, the one that CUDA uses; the GPU's own without MIG."""
+    with contextlib.suppress(nvml.NVMLError):  # an old driver knows no MIG
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):  # 0 without MIG
+            with contextlib.suppress(nvml.NVMLError_NotFound):
+                return nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+    return gpu
+
+
+def _gpu(nvml: Any, part: Any, whole: Any) -> Device:
+    """Return a GPU (`part` is `whole`), or a MIG instance of it."""
+    memory, name = nvml.nvmlDeviceGetMemoryInfo(part), _text(nvml.nvmlDeviceGetName(part))
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
+    total, whole_total = int(memory.total), int(nvml.nvmlDeviceGetMemoryInfo(whole).total)
+    card = card_of(name, whole_total)
+    if card and part is not whole:
+        card = mig_card(card, nvml.nvmlDeviceGetAttributes(part).computeInstanceSliceCount, total / whole_total)
+    return _cuda(name, total, int(memory.free), (major, minor), card, named=False)
 
 
 def _driver(error: Exception) -> str:

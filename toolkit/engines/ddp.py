@@ -59,11 +59,13 @@ class DDP(Engine):
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Return no plugin: Accelerate needs none for DDP."""
+        """Return no plugin: Accelerate needs none for DDP. Gradients lie in DDP's buckets, not beside them."""
+        from accelerate.utils import DistributedDataParallelKwargs
+
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],
-            "kwargs_handlers": handlers(timeout),
+            "kwargs_handlers": [*handlers(timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -114,13 +116,13 @@ class DDP(Engine):
     def simulate_training(
         self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
     ) -> None:
-        """Simulate whole gradients, and buckets of the same size."""
+        """Simulate whole gradients: on several ranks in buckets, which stay between steps."""
         memory = self.expected_state(job, rank)
         if job.parallelism.dp_size > 1:
             ledger.touch("buffers", min(memory.parameters, BROADCAST))
             ledger.hold("buffers", memory.trainable)
         hold_moments(ledger, job, memory, checkpoints)
-        walk(ledger, job, step, _Gradients(ledger))
+        walk(ledger, job, step, _Gradients(ledger, job))
         ledger.enter("step")
         optimizer_step(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
         ledger.hold("gradients", -ledger.held["gradients"])
@@ -201,15 +203,26 @@ def _reduced(job: Job) -> tuple[str, ...]:
 
 
 class _Gradients:
-    """Gradients stay until the step has ended; those of later micro-batches are added in place."""
+    """Gradients stay until the step has ended; those of later micro-batches are added in place.
+
+    On several ranks the last micro-batch moves each gradient into its bucket (`reducer.cpp`, `mark_variable_ready_dense`).
+    """
 
     grows = True
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, job: Job) -> None:
         self._ledger = ledger
+        self._buckets = job.parallelism.dp_size > 1
+        self._accumulates = job.train_config.accumulation > 1
         self._grown: set[str] = set()
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        if what == "gradient" and name not in self._grown:
+        if what != "gradient":
+            return
+        if name in self._grown:
+            self._ledger.hold("gradients", -size if self._buckets else 0)
+        elif self._buckets and not self._accumulates:
+            self._ledger.touch("gradients", size)
+        else:
             self._ledger.hold("gradients", size)
             self._grown.add(name)

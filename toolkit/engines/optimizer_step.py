@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy a batch to the device, without waiting."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # the host waits for a copy from pageable memory
+        return tensor.to(device, non_blocking=True)
+
+    return {name: copied(tensor) for name, tensor in batch.items()}
 
 
 def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:

@@ -30,8 +30,10 @@ class EngineWeights:
 
     def __init__(self, prepared: Prepared) -> None:
         """Exchange which rank holds which regions. A collective."""
+        import torch
         from accelerate.utils import gather_object
 
+        torch.cuda.empty_cache()  # NCCL's buffers for `send` and `recv` lie outside torch's cache
         accelerator, job = prepared.accelerator, prepared.job
         self._rank, self._device = accelerator.process_index, accelerator.device
         module = accelerator.unwrap_model(prepared.model)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from toolkit.core.errors import RunError
 from toolkit.core.phases import phase
 from toolkit.measurement.cpu import CpuWindow
-from toolkit.measurement.cuda import CudaWindow, device_bytes
+from toolkit.measurement.cuda import CudaWindow, recent_device_bytes
 from toolkit.measurement.results import Measured, Memory, collect
 from toolkit.measurement.window import Window, rss
 
@@ -49,11 +49,10 @@ def live_bytes(device: torch.device | str) -> dict[str, int | None]:
     import torch
 
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    used, _ = device_bytes(torch.device(device).index)
     return {
         "allocated": stats["allocated_bytes"]["all"]["current"],
         "reserved": stats["reserved_bytes"]["all"]["current"],
-        "device": used,
+        "device": recent_device_bytes(torch.device(device).index),
     }
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from toolkit.core.phases import observe
 from toolkit.measurement.results import Measured
 from toolkit.measurement.window import STEPS, Window
+
+LOOK_EVERY = 10.0
+"""Seconds for which `recent_device_bytes` repeats an answer, or that there is none."""
 
 
 class CudaWindow(Window):
@@ -86,6 +90,16 @@ def device_bytes(index: int | None) -> tuple[int | None, str | None]:
     used = next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
     problem = "device bytes are missing: NVML does not list this process (a container with process ids of its own?)"
     return used, None if used is not None else problem
+
+
+def recent_device_bytes(index: int | None) -> int | None:
+    """Return `device_bytes` of at most `LOOK_EVERY` seconds ago: NVML's list of processes takes milliseconds."""
+    return _device_bytes_at(index, int(time.monotonic() / LOOK_EVERY))
+
+
+@lru_cache(maxsize=8)
+def _device_bytes_at(index: int | None, look: int) -> int | None:
+    return device_bytes(index)[0]
 
 
 @cache

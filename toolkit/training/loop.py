@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 MAX_SKIPS = 20
 """fp16: steps in a row that the scaler may skip before the run ends."""
 
+STOP_EVERY = 4
+"""Batches of an evaluation between two looks at the stop signal of all ranks."""
+
 
 class StepRequest(IntFlag):
     """A stop or save request that all ranks agree on during a step. They act on it when the step is done."""
@@ -155,15 +158,16 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     Args:
         prepared: model and optimizer after `prepare`.
         loader: this rank's batches; every rank has equally many.
-        stop: called before each batch. Where any rank's returns true, the result is None.
+        stop: called before every fourth batch, where the host waits for the device. Where any rank's returns true, the
+            result is None.
     """
     import torch
 
     job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
     sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
     prepared.model.eval()
-    for batch in loader:
-        if stopped := on_any_rank(accelerator, stop()):
+    for number, batch in enumerate(loader):
+        if number % STOP_EVERY == 0 and (stopped := on_any_rank(accelerator, stop())):
             break
         batch = _shifted(batch, prepared)
         sums[0] += sum(engine.evaluate(prepared, [batch]))

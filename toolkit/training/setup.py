@@ -64,7 +64,7 @@ def accelerator(
     requested = agree(strategy, os.environ)
     trackers = check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
-    check_ranks(machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    check_ranks(machine, ranks_sharing_devices(os.environ))
     accelerator_: Accelerator = accelerator_class()(
         resolve(requested, train_config or TrainConfig(), spec, ranks, machine.device),
         None if timeout is None else pg_timeout(timeout),
@@ -89,6 +89,11 @@ def check_ranks(hardware: Hardware, ranks: int) -> None:
             f"({hardware.device.name}), and each takes one rank. Try --processes {hardware.ranks}, or hide the devices "
             "(CUDA_VISIBLE_DEVICES='') to run on the CPU."
         )
+
+
+def ranks_sharing_devices(environ: Mapping[str, str]) -> int:
+    """Return the ranks that see this process's devices: torchrun's workers; a scheduler may give each task its own."""
+    return int(environ.get("LOCAL_WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in environ else 1
 
 
 def choose_ranks(strategies: Iterable[Strategy], hardware: Hardware, processes: int | None) -> int:
