@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.core.errors import DataError
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import Step, StepRequest, evaluate, train
+from toolkit.training.loop import STOP_EVERY, Step, StepRequest, evaluate, train
 
 
 def batch(trained: bool = True) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def test_a_micro_batch_in_which_nothing_is_trained_changes_nothing(run: dict[str
     assert [step.tokens for step in found] == [15] * 4
 
 
-def test_an_evaluation_ends_with_the_batch_in_which_it_is_asked_to(run: dict[str, Any]) -> None:
-    asked = iter([False, False, True])
-    batches = iter([batch()] * 5)
-    assert evaluate(run["ours"], batches, lambda: next(asked)) is None
+def test_an_evaluation_ends_at_its_next_look_at_the_stop_signal(run: dict[str, Any]) -> None:
+    signals = iter([False, True])
+    batches = iter([batch()] * (STOP_EVERY + 3))
+    assert evaluate(run["ours"], batches, lambda: next(signals)) is None
     assert len(list(batches)) == 2
     assert run["ours"].model.training
     whole = evaluate(run["ours"], [batch()] * 2)
