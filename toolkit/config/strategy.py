@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from toolkit.config.flags import amount, check_choices, check_count, choice, fields_table
+from toolkit.config.flags import amount, choice, fields_table, validate
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, nearest
@@ -57,66 +58,35 @@ class Sharding:
         return self.data_parallel == "hybrid"
 
 
+_ddp = partial(Sharding, engine="ddp", adapter=ADAPTERS)
+_zero = partial(Sharding, engine="deepspeed", offload=("none", "optimizer"), grad_accum_dtype=GRAD_ACCUM_DTYPES)
+_fsdp = partial(Sharding, engine="fsdp", offload=("none", "cpu"))
+_ALL = "optimizer states, gradients, parameters"
+
 SHARDINGS: dict[str, Sharding] = {
     row.word: row
     for row in (
-        Sharding(
-            word="none", engine="ddp", shards="nothing, one process", adapter=ADAPTERS, data_parallel="none", smaller=()
-        ),
-        Sharding(
+        _ddp(word="none", shards="nothing, one process", data_parallel="none", smaller=()),
+        _ddp(
             word="ddp",
-            engine="ddp",
             shards="nothing, every rank holds all",
             aliases=("NO_SHARD",),
-            adapter=ADAPTERS,
             data_parallel="replicate",
             usual=True,
         ),
-        Sharding(
-            word="zero1",
-            engine="deepspeed",
-            shards="optimizer states",
-            offload=("none", "optimizer"),
-            grad_accum_dtype=GRAD_ACCUM_DTYPES,
-        ),
-        Sharding(
-            word="zero2",
-            engine="deepspeed",
-            shards="optimizer states, gradients",
-            offload=("none", "optimizer"),
-            grad_accum_dtype=GRAD_ACCUM_DTYPES,
-        ),
-        Sharding(
-            word="zero3",
-            engine="deepspeed",
-            shards="optimizer states, gradients, parameters",
-            offload=("none", "optimizer", "cpu"),
-            grad_accum_dtype=GRAD_ACCUM_DTYPES,
-            smaller=(),
-            usual=True,
-        ),
-        Sharding(
-            word="fsdp",
-            engine="fsdp",
-            shards="optimizer states, gradients, parameters",
-            aliases=("FULL_SHARD",),
-            offload=("none", "cpu"),
-            smaller=(),
-            usual=True,
-        ),
-        Sharding(
+        _zero(word="zero1", shards="optimizer states"),
+        _zero(word="zero2", shards="optimizer states, gradients"),
+        _zero(word="zero3", shards=_ALL, offload=("none", "optimizer", "cpu"), smaller=(), usual=True),
+        _fsdp(word="fsdp", shards=_ALL, aliases=("FULL_SHARD",), smaller=(), usual=True),
+        _fsdp(
             word="fsdp_grad_op",
-            engine="fsdp",
             shards="optimizer states, gradients; parameters between steps",
             aliases=("SHARD_GRAD_OP",),
-            offload=("none", "cpu"),
         ),
-        Sharding(
+        _fsdp(
             word="hsdp",
-            engine="fsdp",
             shards="all as fsdp inside a group, groups replicate",
             aliases=("HYBRID_SHARD",),
-            offload=("none", "cpu"),
             data_parallel="hybrid",
         ),
     )
@@ -183,19 +153,17 @@ class Strategy(Result):
         "full: recompute each layer in the backward",
         LATER["activation_checkpointing"],
     )
-    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
-    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp")
-    cp: int = amount(1, "")
-    ep: int = amount(1, "")
-    pp: int = amount(1, "")
-    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that")
+    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy", least=1)
+    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp", least=1)
+    cp: int = amount(1, "", least=1)
+    ep: int = amount(1, "", least=1)
+    pp: int = amount(1, "", least=1)
+    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that", least=1)
     lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
-        check_choices(self)
-        for name in (*LATER_SIZES, "tp", "dp_replicate", "lora_rank"):
-            check_count(name, getattr(self, name))
+        validate(self)
         for name in LATER_SIZES:
             if getattr(self, name) > 1:
                 raise StrategyError(f"{name} {getattr(self, name)} is not available yet.")

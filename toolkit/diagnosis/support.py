@@ -100,7 +100,8 @@ class _Support:
 
     def _with_shardings(self, condition: str, **fields: str) -> tuple[bool, str]:
         """Return the shardings that run with these fields; without any, why the first does not."""
-        able, reasons = [], []
+        able: list[str] = []
+        reasons: list[str] = []
         for word, row in SHARDINGS.items():
             try:
                 strategy = Strategy(sharding=word, dp_replicate=2 if row.hybrid else 1, **fields)  # type: ignore[arg-type]
