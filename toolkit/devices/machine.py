@@ -163,9 +163,7 @@ def _this_machine() -> Hardware:
             raise
         gpus, notes = [], (str(error),)
     if gpus and not build.startswith("cuda"):
-        what = (
-            f"{len(gpus)} x {gpus[0].name} cannot be used: torch here is {'a CPU build' if build == 'cpu' else build}."
-        )
+        what = f"{len(gpus)} x {gpus[0].name} cannot be used: torch here is {build}."
         gpus, notes = [], (f"{what} Install one for CUDA from pytorch.org.",)
     if not gpus:
         return Hardware(device=_cpu(total, free), count=1, host_bytes=total, host_free_bytes=free, notes=notes)
@@ -207,13 +205,9 @@ def _gpus() -> list[Device]:
         return []
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        if present:
-            raise ToolkitError(_driver(error)) from None
-        return []
-    try:
+        present = True
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        by_uuid = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        by_uuid = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
         devices = []
         for uuid in visible(list(by_uuid), chosen):
             if uuid in by_uuid:
@@ -227,9 +221,12 @@ def _gpus() -> list[Device]:
                 break
         return devices
     except pynvml.NVMLError as error:
-        raise ToolkitError(_driver(error)) from None
-    finally:
-        pynvml.nvmlShutdown()
+        if present:
+            raise ToolkitError(
+                f"the NVIDIA driver does not answer: {error}. `nvidia-smi` should list the GPUs; restart after an update. "
+                "To train on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
+            ) from None
+        return []
 
 
 def first_instance(nvml: Any, gpu: Any) -> Any:
@@ -243,24 +240,13 @@ def first_instance(nvml: Any, gpu: Any) -> Any:
 
 def _gpu(nvml: Any, part: Any, whole: Any) -> Device:
     """Return a GPU (`part` is `whole`), or a MIG instance of it."""
-    memory, name = nvml.nvmlDeviceGetMemoryInfo(part), _text(nvml.nvmlDeviceGetName(part))
+    memory, name = nvml.nvmlDeviceGetMemoryInfo(part), nvml.nvmlDeviceGetName(part)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
     total, whole_total = int(memory.total), int(nvml.nvmlDeviceGetMemoryInfo(whole).total)
     card = card_of(name, whole_total)
     if card and part is not whole:
         card = mig_card(card, nvml.nvmlDeviceGetAttributes(part).computeInstanceSliceCount, total / whole_total)
     return _cuda(name, total, int(memory.free), (major, minor), card, named=False)
-
-
-def _driver(error: Exception) -> str:
-    return (
-        f"the NVIDIA driver does not answer: {error}. `nvidia-smi` should list the GPUs; restart after an update. "
-        "To train on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
-    )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
