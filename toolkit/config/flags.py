@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import operator
 import re
 import typing
 from collections.abc import Collection, Mapping
@@ -17,9 +18,9 @@ from toolkit.core.errors import StrategyError, nearest
 Owner = TypeVar("Owner")
 
 
-def amount(default: Any, help: str, alias: str = "", *, least: float | None = None, above: float | None = None) -> Any:
-    """Return a dataclass field with its flag's help, the name of an alias, and the bounds of a number."""
-    return field(default=default, metadata={"help": help, "alias": alias, "least": least, "above": above})
+def amount(default: Any, help: str, alias: str = "", **bounds: float) -> Any:
+    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_BOUNDS`."""
+    return field(default=default, metadata={"help": help, "alias": alias, "bounds": bounds})
 
 
 def choice(default: str, values: Collection[str], help: str, later: tuple[str, ...] = ()) -> Any:
@@ -46,16 +47,17 @@ def validate(owner: Any) -> None:
             if value in later:
                 raise StrategyError(f"{f.name} {value!r} is not available yet.")
             continue
-        right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
-        least, above = about.get("least"), about.get("above")
-        in_bounds = right and (least is None or least <= value) and (above is None or above < value)
-        if not in_bounds or (kind is float and not math.isfinite(value)):
-            noun = {int: "a whole number", float: "a number"}.get(kind, kind.__name__) if right else kind.__name__
-            bound = "" if least is None else f" of at least {least:g}"
-            raise StrategyError(
-                f"{f.name} {value!r}: expected {noun}{bound if above is None else f' above {above:g}'}."
-            )
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) > (kind is bool):
+            raise StrategyError(f"{f.name} {value!r}: expected {kind.__name__}.")
+        if kind is float and not math.isfinite(value):
+            raise StrategyError(f"{f.name} {value!r}: expected a finite number.")
+        for word, bound in about["bounds"].items():
+            holds, text = _BOUNDS[word]
+            if not holds(value, bound):
+                raise StrategyError(f"{f.name} {value!r}: expected {kind.__name__} {text} {bound:g}.")
 
+
+_BOUNDS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
 
 _KINDS: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
 

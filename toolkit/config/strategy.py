@@ -26,6 +26,9 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 """Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
 
+BUCKETS = ("bucket_elements", "gather_bucket_elements")
+"""Sizes of communication buffers."""
+
 LATER_SIZES = ("cp", "ep", "pp")
 """Dimensions that no engine has yet: no flag, and no help."""
 
@@ -45,6 +48,9 @@ class Sharding:
     adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
     precision: tuple[str, ...] = ("auto", *PRECISIONS)
     grad_accum_dtype: tuple[str, ...] = ("auto",)
+    overlap_comm: tuple[str, ...] = ("auto",)
+    buckets: tuple[str, ...] = ()
+    """The fields of `BUCKETS` that it takes: the others have no such buffer there."""
     data_parallel: str = "shard"
     """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
     smaller: tuple[str, ...] = ("fsdp", "zero3")
@@ -59,7 +65,14 @@ class Sharding:
 
 
 _ddp = partial(Sharding, engine="ddp", adapter=ADAPTERS)
-_zero = partial(Sharding, engine="deepspeed", offload=("none", "optimizer"), grad_accum_dtype=GRAD_ACCUM_DTYPES)
+_zero = partial(
+    Sharding,
+    engine="deepspeed",
+    offload=("none", "optimizer"),
+    grad_accum_dtype=GRAD_ACCUM_DTYPES,
+    overlap_comm=("auto", "on", "off"),
+    buckets=BUCKETS,
+)
 _fsdp = partial(Sharding, engine="fsdp", offload=("none", "cpu"))
 _ALL = "optimizer states, gradients, parameters"
 
@@ -74,7 +87,7 @@ SHARDINGS: dict[str, Sharding] = {
             data_parallel="replicate",
             usual=True,
         ),
-        _zero(word="zero1", shards="optimizer states"),
+        _zero(word="zero1", shards="optimizer states", overlap_comm=("auto", "off")),
         _zero(word="zero2", shards="optimizer states, gradients"),
         _zero(word="zero3", shards=_ALL, offload=("none", "optimizer", "cpu"), smaller=(), usual=True),
         _fsdp(word="fsdp", shards=_ALL, aliases=("FULL_SHARD",), smaller=(), usual=True),
@@ -144,6 +157,21 @@ class Strategy(Result):
         GRAD_ACCUM_DTYPES,
         "zero1-3: the dtype that gradients are added up in; auto: fp32; the compute dtype takes half, and rounds each sum",
     )
+    overlap_comm: str = choice(
+        "auto",
+        ("auto", "on", "off"),
+        "zero2, zero3: reduce gradients while the backward goes on; takes a second bucket; auto: zero3 on a GPU",
+    )
+    bucket_elements: int | None = amount(
+        None,
+        "ddp, zero1-3: gradients that are reduced at once; open: 25 MiB, or the square of the hidden size",
+        least=1,
+    )
+    gather_bucket_elements: int | None = amount(
+        None,
+        "zero1-3: parameters that are gathered at once; open: 0.9 to 1 times the square of the hidden size",
+        least=1,
+    )
     attention: str = choice(
         "auto", ATTENTION_WORDS, "auto: the best that is installed and works for this dtype and device"
     )
@@ -171,13 +199,20 @@ class Strategy(Result):
 
     def _check_table(self) -> None:
         row = SHARDINGS[self.sharding]
-        for name in ("offload", "adapter", "precision", "grad_accum_dtype"):
+        for name in ("offload", "adapter", "precision", "grad_accum_dtype", "overlap_comm"):
             value, supported = getattr(self, name), getattr(row, name)
             if value not in supported:
                 able = [word for word, other in SHARDINGS.items() if value in getattr(other, name)]
                 raise StrategyError(
                     f"sharding {self.sharding!r} cannot run with {name} {value!r}: it runs with "
                     f"{', '.join(supported)}. {name} {value!r} runs with sharding {', '.join(able)}."
+                )
+        for name in BUCKETS:
+            if getattr(self, name) is not None and name not in row.buckets:
+                able = [word for word, other in SHARDINGS.items() if name in other.buckets]
+                raise StrategyError(
+                    f"sharding {self.sharding!r} takes no {name}: it has no such buffer. Leave it out, or choose sharding "
+                    f"{', '.join(able)}."
                 )
         if row.hybrid and self.dp_replicate < 2:
             raise StrategyError(

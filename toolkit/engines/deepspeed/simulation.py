@@ -96,7 +96,10 @@ class _Buckets:
         self._ledger, self._job = ledger, job
         self._early = job.settings["zero_optimization"]["stage"] == 2
         """Whether gradients are reduced as they come; else when the backward has ended."""
-        self._room = job.settings["zero_optimization"]["reduce_bucket_size"]
+        zero = job.settings["zero_optimization"]
+        self._room = zero["reduce_bucket_size"]
+        self._buffers = 2 if zero["overlap_comm"] else 1
+        """A second one is filled while the first is reduced (`setup_buckets`)."""
         self._size = BYTES_OF[job.compute_dtype]
         self._fp32 = _adds_on_device(job)
 
@@ -135,13 +138,13 @@ class _Buckets:
     def _release(self) -> None:
         if self._bucket is not None:
             self._bucket = None
-            self._ledger.hold("buffers", -self._room * self._size)
+            self._ledger.hold("buffers", -self._buffers * self._room * self._size)
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
         if self._bucket is None:
             self._bucket = []
-            self._ledger.hold("buffers", self._room * self._size)
+            self._ledger.hold("buffers", self._buffers * self._room * self._size)
         elements = self._elements[name]
         if self._filled + elements > self._room:
             self._flush()

@@ -20,6 +20,7 @@ from toolkit.engines.fsdp.simulation import (
 )
 from toolkit.engines.job import Job, advice_without_scaling
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
 from toolkit.engines.simulation import host_transfers, streams
@@ -98,7 +99,7 @@ class FSDP(Engine):
         kwargs: dict[str, Any] = {
             "fsdp_plugin": chosen,
             "mixed_precision": job.precision.accelerate if job.precision.mixed else "no",
-            "kwargs_handlers": handlers(timeout),
+            "kwargs_handlers": [*handlers(timeout), *loss_scaler(job)],
         }
         if ours["replicate"] > 1:
             kwargs["parallelism_config"] = ParallelismConfig(
