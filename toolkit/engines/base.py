@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     Batch = Mapping[str, torch.Tensor]
 
 
+LAUNCHER_PRECISIONS = ("bf16", "fp16", "fp8")
+"""Precisions that Accelerate's config file can say: there bf16 and fp16 keep fp32 masters, too."""
+
+
 class Engine:
     """One way of sharding. Methods that take a `Job` build no process group and touch no device.
 
@@ -92,12 +96,18 @@ class Engine:
         return {}
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """Return the content of Accelerate's config file."""
-        raise NotImplementedError
-
-    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the Strategy fields that a config file sets; None for another engine's file."""
-        return None
+        """Return the content of Accelerate's config file. Precisions that Accelerate does not know are written "no"."""
+        return {
+            "compute_environment": "LOCAL_MACHINE",
+            "machine_rank": 0,
+            "main_training_function": "main",
+            "mixed_precision": strategy.precision if strategy.precision in LAUNCHER_PRECISIONS else "no",
+            "num_machines": nodes,
+            "num_processes": ranks,
+            "rdzv_backend": "static",
+            "same_network": True,
+            "use_cpu": False,
+        }
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the Strategy fields that `accelerate launch --config_file` sets in a worker; None for another engine's."""
@@ -287,6 +297,12 @@ def engine_named(name: str) -> Engine:
         module = importlib.import_module(f"toolkit.engines.{name}")
         _ENGINES[name] = getattr(module, BUILT_IN[name])()
     return _ENGINES[name]
+
+
+def read_precision(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the precision that the launch environment sets: "no" leaves it open."""
+    word = environ.get("ACCELERATE_MIXED_PRECISION")
+    return {"precision": word} if word in LAUNCHER_PRECISIONS else {}
 
 
 def kept_dtype(job: Job) -> str:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
@@ -25,6 +26,11 @@ SUB_GROUP = 10**9
 
 GLOO_THREADS = 2
 """Collectives that gloo works on at once (torch/csrc/distributed/c10d/ProcessGroupGloo.hpp `threads`)."""
+
+
+def stage_of(strategy: Strategy) -> int:
+    """Return the ZeRO stage."""
+    return int(strategy.sharding.removeprefix("zero"))
 
 
 def copies(job: Job) -> bool:

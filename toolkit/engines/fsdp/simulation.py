@@ -10,19 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.core.units import BYTES_OF, ceil_div
+from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.records import StateMemory
+from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import (
     expert_copies,
     hold_moments,
+    host_transfers,
     optimizer_step,
     quantization_constants,
     stream_weights,
     streams,
     walk,
 )
-from toolkit.engines.states import State, parameters_of
+from toolkit.engines.states import State, optimizer_bytes, optimizer_dtypes, parameters_of
 from toolkit.engines.traces import Segment, Trace
 
 
@@ -37,33 +39,91 @@ def reduce_dtype(job: Job) -> str:
     return str(job.settings["reduce_dtype"] or job.weight_dtype)
 
 
-def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
-    """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
+class FSDPForecast(Engine):
+    """The forecast's half of the engine: states, events of a step, transfers."""
 
-    Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
-    """
-    if streams(job):
-        _simulate_stream(job, ledger)
-        return
-    states = parameters_of(job)
-    ledger.enter("load")
-    # A GPU's are read into the host's memory, unless they are packed.
-    whole, beside = sum(state.bytes for state in states), expert_copies(job)
-    read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
-    ledger.hold("parameters", read)
-    if read:
-        ledger.touch("workspace", beside)
-    else:
-        ledger.rank0_host(whole + beside)
-    ledger.hold("buffers", quantization_constants(job))
-    ledger.enter("prepare")
-    keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
-    if job.strategy.quantized:
-        keep("parameters", memory.parameters)
-    else:
-        _scatter_full_state(job, ledger, keep)
-    ledger.hold("parameters", -read)
-    ledger.rank0_host(-ledger.alone)
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """Return a shard of everything: each parameter is split along its first dimension, padded to equal parts.
+
+        torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
+        """
+        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        trained = sum(shard_elements(state, ranks) for state in states if state.trainable)
+        return StateMemory(
+            trainable=trained * BYTES_OF[job.weight_dtype],
+            frozen=sum(shard_elements(state, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable),
+            optimizer=optimizer_bytes(job, trained),
+            dtypes={
+                **dict.fromkeys(("trainable", "gradients"), job.weight_dtype),
+                "optimizer": optimizer_dtypes(job),
+                "reduce": reduce_dtype(job),
+            },
+        )
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Return whether the event is a gradient, the end of the forward, or a gathered module."""
+        if what == "gradient" or not name or name in trace.ends:
+            return True
+        return any(stack.name == name.rpartition(".")[0] for stack in trace.stacks)
+
+    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+        """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
+
+        Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
+        """
+        if streams(job):
+            _simulate_stream(job, ledger)
+            return
+        states = parameters_of(job)
+        ledger.enter("load")
+        # A GPU's are read into the host's memory, unless they are packed.
+        whole, beside = sum(state.bytes for state in states), expert_copies(job)
+        read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
+        ledger.hold("parameters", read)
+        if read:
+            ledger.touch("workspace", beside)
+        else:
+            ledger.rank0_host(whole + beside)
+        ledger.hold("buffers", quantization_constants(job))
+        ledger.enter("prepare")
+        keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
+        if job.strategy.quantized:
+            keep("parameters", self.expected_state(job, rank).parameters)
+        else:
+            _scatter_full_state(job, ledger, keep)
+        ledger.hold("parameters", -read)
+        ledger.rank0_host(-ledger.alone)
+
+    def simulate_training(
+        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
+    ) -> None:
+        """Simulate the moments, and one step of all micro-batches."""
+        hold_moments(ledger, job, self.expected_state(job, rank), checkpoints, offload=job.strategy.offload != "none")
+        walk(ledger, job, step, _Groups(job, trace, ledger))
+        ledger.enter("step")
+        trained = (state for state in parameters_of(job) if state.trainable)
+        optimizer_step(ledger, job, (shard_elements(state, job.parallelism.shard_size) for state in trained))
+        ledger.hold("gradients", -ledger.held["gradients"])
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return all-gathers, reduce-scatters and, between groups, all-reduces: each (N - 1)/N of the tensors.
+
+        Source: Rajbhandari et al. 2020, section 7.
+        """
+        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
+        share = (ranks - 1) / ranks
+        compute = BYTES_OF[job.compute_dtype]
+        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
+        reduced = sum(state.elements for state in states if state.trainable) * BYTES_OF[reduce_dtype(job)]
+        sent = [Transfer(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
+        if job.settings["reshard_after_forward"]:
+            gathered = "parameters, all-gathered for the backward"
+            sent.append(Transfer(share * whole, micro, "backward", "ring", gathered))
+        sent.append(Transfer(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        if (groups := job.parallelism.dp_replicate) > 1:
+            size = 2 * (groups - 1) / groups * reduced / ranks
+            sent.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
+        return [*sent, *host_transfers(job)]
 
 
 def _simulate_stream(job: Job, ledger: Ledger) -> None:
@@ -87,18 +147,6 @@ def _simulate_stream(job: Job, ledger: Ledger) -> None:
         keep("parameters", shard_bytes(job, state))
     if not job.strategy.quantized:
         ledger.offload("parameters", -drawn)
-
-
-def simulate_training(
-    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, memory: StateMemory, *, checkpoints: bool
-) -> None:
-    """Simulate the moments, and one step of all micro-batches."""
-    hold_moments(ledger, job, memory, checkpoints, offload=job.strategy.offload != "none")
-    walk(ledger, job, step, _Groups(job, trace, ledger))
-    ledger.enter("step")
-    trained = (state for state in parameters_of(job) if state.trainable)
-    optimizer_step(ledger, job, (shard_elements(state, job.parallelism.shard_size) for state in trained))
-    ledger.hold("gradients", -ledger.held["gradients"])
 
 
 def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
@@ -15,14 +15,19 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
-from toolkit.engines.shards import Shard
-from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed
 from toolkit.engines.traces import Segment, Trace, TraceConfig
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+
+
+UNCHANGED = (
+    *("prepares_pair", "needs_optimizer", "model_no_sync", "sync_each_batch", "hides_every_backward"),
+    *("autocast_dtype", "is_boundary", "measure_state", "shards"),
+)
+"""Attributes and methods that are the inner engine's."""
 
 
 class Mesh(Engine):
@@ -35,12 +40,9 @@ class Mesh(Engine):
         self.inner = inner
         self.sharded = inner is not engine_named("ddp")
         """Whether the inner engine shards; otherwise there is one data-parallel rank."""
-        self.prepares_pair = inner.prepares_pair
-        self.needs_optimizer = inner.needs_optimizer
-        self.model_no_sync = inner.model_no_sync
         self.wraps_model = self.sharded
-        self.sync_each_batch = inner.sync_each_batch
-        self.hides_every_backward = inner.hides_every_backward
+        for name in UNCHANGED:
+            setattr(self, name, getattr(inner, name))
 
     # Configuration ----------------------------------------------------------------------------------------------------
 
@@ -95,18 +97,10 @@ class Mesh(Engine):
         """Return the inner engine's over local shapes."""
         return self.inner.expected_state(local_job(job, rank), 0)
 
-    def autocast_dtype(self, job: Job) -> str | None:
-        """Return the inner engine's."""
-        return self.inner.autocast_dtype(job)
-
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
         """Return the inner engine's for one rank of a group."""
         config = self.inner.trace_config(job, masked=masked)
         return dataclasses.replace(config, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
-
-    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
-        """Return the inner engine's."""
-        return self.inner.is_boundary(trace, what, name)
 
     def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
         """Simulate loading: each rank reads its slices directly to its device."""
@@ -170,12 +164,6 @@ class Mesh(Engine):
                 wrong.append(f"{parameter.name} is split over {tp} tp ranks, expected {expected}")
         return wrong[:3]
 
-    def measure_state(self, prepared: Prepared) -> StateMemory:
-        """Measure the storages of the local parts and of the optimizer's state."""
-        if self.sharded:
-            return self.inner.measure_state(prepared)
-        return measured_distributed(prepared.model, prepared.optimizer, {})
-
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once."""
         import torch
@@ -189,12 +177,3 @@ class Mesh(Engine):
             for gradient in gradients:
                 getattr(gradient, "_local_tensor", gradient).mul_(factor)
         return norm
-
-    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
-        """Yield this rank's box of each parameter and its moments; persistent buffers whole."""
-        if self.sharded:
-            yield from self.inner.shards(prepared, create)
-            return
-        model = prepared.accelerator.unwrap_model(prepared.model)
-        yield from distributed_shards(prepared.job, model, prepared.optimizer, create)
-        yield from buffer_shards(model)
