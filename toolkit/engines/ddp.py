@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,17 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.optimizer_step import write_counters
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
+from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import (
     distributed_shards,
     measured_distributed,
     optimizer_bytes,
     optimizer_dtypes,
     parameters_of,
+    trained_elements,
 )
 from toolkit.engines.timeouts import handlers
-from toolkit.engines.traces import Segment, Trace
+from toolkit.engines.traces import Trace
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -81,12 +82,11 @@ class DDP(Engine):
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return all parameters and two moments of each trained one (Rajbhandari et al. 2020, section 3.1)."""
         states = list(parameters_of(job))
-        trained = sum(state.elements for state in states if state.trainable)
         parts = ("trainable", "gradients", "reduce") if job.parallelism.dp_size > 1 else ("trainable", "gradients")
         return StateMemory(
             trainable=sum(state.bytes for state in states if state.trainable),
             frozen=sum(state.bytes for state in states if not state.trainable),
-            optimizer=optimizer_bytes(job, trained),
+            optimizer=optimizer_bytes(job, trained_elements(job)),
             dtypes={
                 **dict.fromkeys(parts, job.weight_dtype),
                 "optimizer": optimizer_dtypes(job),
@@ -101,28 +101,25 @@ class DDP(Engine):
         """Return whether the event is a gradient."""
         return what == "gradient"
 
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+    def simulate_load(self, simulation: Simulation) -> None:
         """Simulate loading: every rank reads the whole model."""
-        hold_loaded(ledger, job, self.expected_state(job, rank).parameters)
+        simulation.hold_loaded(simulation.state.parameters)
 
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_training(self, simulation: Simulation) -> None:
         """Simulate whole gradients: on several ranks in buckets, which stay between steps."""
-        memory = self.expected_state(job, rank)
+        job, ledger, state = simulation.job, simulation.ledger, simulation.state
         if job.parallelism.dp_size > 1:
-            ledger.touch("buffers", min(memory.parameters, BROADCAST))
-            ledger.hold("buffers", memory.trainable)
-        hold_moments(ledger, job, memory, checkpoints)
-        walk(ledger, job, step, _Gradients(ledger, job))
-        ledger.enter("step")
-        optimizer_step(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
+            ledger.touch("buffers", min(state.parameters, BROADCAST))
+            ledger.hold("buffers", state.trainable)
+        simulation.hold_moments()
+        simulation.walk(_Gradients(ledger, job))
+        simulation.optimizer_step(state.elements for state in parameters_of(job) if state.trainable)
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return one all-reduce of all gradients in the last micro-batch: 2 (N - 1)/N of them (Rajbhandari 2020)."""
         ranks = job.parallelism.loss_size
-        size = sum(state.elements for state in parameters_of(job) if state.trainable) * BYTES_OF[job.weight_dtype]
+        size = trained_elements(job) * BYTES_OF[job.weight_dtype]
         sent = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
         return [sent] if ranks > 1 else []
 

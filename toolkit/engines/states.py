@@ -61,6 +61,11 @@ def quantizable(spec: ModelSpec) -> list[str]:
     return [name for name in spec.linears if name not in left]
 
 
+def packed_names(spec: ModelSpec) -> set[str]:
+    """Return the names of the weights that 4 and 8 bits pack."""
+    return {f"{name}.weight" for name in quantizable(spec)}
+
+
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model's checkpoint contains, by name."""
     return {
@@ -126,41 +131,34 @@ def parameters_of(job: Job) -> tuple[State, ...]:
 def _states(job: Job) -> Iterator[State]:
     spec, strategy = job.spec, job.strategy
     assert spec is not None
-    if strategy.adapter == "none":
-        for parameter in spec.parameters:
-            trained = spec.trains(parameter.name)
-            dtype = job.weight_dtype if trained else job.compute_dtype
-            yield State(name=parameter.name, shape=parameter.shape, trainable=trained, dtype=dtype)
-        return
-    packed = {f"{name}.weight" for name in quantizable(spec)} if strategy.quantized else set()
-    targets = set(adapted(spec, strategy.lora_targets))
+    packed = packed_names(spec) if strategy.quantized else set()
+    targets = set() if strategy.adapter == "none" else set(adapted(spec, strategy.lora_targets))
     for module, members in itertools.groupby(spec.parameters, key=lambda parameter: parameter.name.rpartition(".")[0]):
         for parameter in members:
-            name = parameter.name
+            name, shape = parameter.name, parameter.shape
+            trained = strategy.adapter == "none" and spec.trains(name)
+            dtype = job.weight_dtype if trained else job.compute_dtype
+            if name in packed and strategy.adapter == "qlora8":
+                dtype = "int8"
+            elif name in packed:
+                shape = packed_shape(parameter.elements, BYTES_OF[dtype])
             if module in targets:
-                name = f"{module}.base_layer{name.removeprefix(module)}"
                 if name.endswith(".weight"):
-                    weight = parameter
-            if parameter.name not in packed:
-                yield State(name=name, shape=parameter.shape, trainable=False, dtype=job.compute_dtype)
-            elif strategy.adapter == "qlora8":
-                yield State(name=name, shape=parameter.shape, trainable=False, dtype="int8")
-            else:
-                column = packed_shape(parameter.elements, BYTES_OF[job.compute_dtype])
-                yield State(name=name, shape=column, trainable=False, dtype=job.compute_dtype)
+                    weight = parameter.shape
+                name = f"{module}.base_layer{name.removeprefix(module)}"
+            yield State(name=name, shape=shape, trainable=trained, dtype=dtype)
         if module in targets:
-            yield from _adapter_parameters(job, module, *weight.shape)
+            yield from _adapter_parameters(job, module, *weight)
 
 
 def _adapter_parameters(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
     """Yield what an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
     rank = job.strategy.lora_rank
-    shapes = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
+    shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
+    if job.strategy.adapter == "dora":
+        shapes["lora_magnitude_vector"] = (out_features,)
     for part, shape in shapes.items():
         yield State(name=f"{module}.{part}.default.weight", shape=shape, trainable=True, dtype=job.weight_dtype)
-    if job.strategy.adapter == "dora":
-        name = f"{module}.lora_magnitude_vector.default.weight"
-        yield State(name=name, shape=(out_features,), trainable=True, dtype=job.weight_dtype)
 
 
 def measured_state(

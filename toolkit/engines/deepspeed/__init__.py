@@ -110,8 +110,6 @@ class DeepSpeed(ZeroForecast, ZeroState):
         from accelerate.utils import DeepSpeedPlugin
         from deepspeed.utils import logger
 
-        from toolkit.engines import cpu
-
         if os.environ.get("LOCAL_RANK", "0") == "0":
             free_builds()
             announce_build(job)
@@ -123,7 +121,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
         return {
             "deepspeed_plugin": chosen,
             "mixed_precision": job.precision.accelerate,
-            "kwargs_handlers": [cpu.gloo(timeout)] if job.device.kind == "cpu" else handlers(timeout),
+            "kwargs_handlers": handlers(timeout, "gloo" if job.device.kind == "cpu" else None),
         }
 
     def environment(self, job: Job) -> dict[str, str | None]:

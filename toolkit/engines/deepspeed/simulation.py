@@ -6,17 +6,14 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from toolkit.core.units import BYTES_OF, ceil_div, round_up
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, copies, partitioned, stage_of
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.simulation import hold_loaded, hold_moments, host_transfers, optimizer_step, walk
-from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
-from toolkit.engines.traces import Segment, Trace
+from toolkit.engines.simulation import Simulation, host_transfers
+from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of, trained_elements
 
 ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
@@ -59,29 +56,25 @@ class ZeroForecast(Engine):
             },
         )
 
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+    def simulate_load(self, simulation: Simulation) -> None:
         """Load and prepare, until the parameters are partitioned or flattened."""
-        state = self.expected_state(job, rank)
+        job, ledger, state = simulation.job, simulation.ledger, simulation.state
         if stage_of(job.strategy) == 3:
-            partitioned(job, ledger, state)
+            partitioned(simulation)
             return
-        hold_loaded(ledger, job, state.parameters)
+        simulation.hold_loaded(state.parameters)
         # The trained weights are copied into one tensor: on the device if they fit twice, else on the host.
         if job.device.kind == "cpu" or state.parameters + state.trainable <= job.device.free_bytes:
             ledger.touch("parameters", state.trainable)
         else:
             ledger.touch_host("parameters", 2 * state.trainable)
 
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_training(self, simulation: Simulation) -> None:
         """Enter the masters, the moments, the buckets of gradients and the partitions that they end in."""
-        state, offload = self.expected_state(job, rank), job.strategy.offload != "none"
-        (ledger.offload if offload else ledger.hold)("master", state.master)
-        moves = Fetches(job, step, ledger) if stage_of(job.strategy) == 3 else _Buckets(job, ledger)
-        hold_moments(ledger, job, state, checkpoints, offload=offload)
-        walk(ledger, job, step, moves)
-        ledger.enter("step")
+        simulation.keep("master", simulation.state.master)
+        moves = Fetches(simulation) if stage_of(simulation.job.strategy) == 3 else _Buckets(simulation)
+        simulation.hold_moments()
+        simulation.walk(moves)
         moves.step()
 
     def communication(self, job: Job) -> list[Transfer]:
@@ -89,7 +82,7 @@ class ZeroForecast(Engine):
         states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
         share, stage = (ranks - 1) / ranks, stage_of(job.strategy)
         compute = BYTES_OF[job.compute_dtype]
-        trained = sum(state.elements for state in states if state.trainable)
+        trained = trained_elements(job)
         reduced = share * trained * BYTES_OF[job.precision.reduce]
         if stage < 3:
             sent = [
@@ -121,7 +114,7 @@ def gradients_to_host(job: Job) -> list[Transfer]:
     computes.
     """
     zero, micro = job.settings["zero_optimization"], job.train_config.accumulation
-    trained = sum(state.elements for state in parameters_of(job) if state.trainable) / job.parallelism.shard_size
+    trained = trained_elements(job) / job.parallelism.shard_size
     during = "backward" if zero["overlap_comm"] else "nothing"
     sent = [Transfer(trained * BYTES_OF[job.weight_dtype], 1, during, "host", "gradients, to the host")]
     if zero["stage"] > 1 and not _adds_on_device(job) and (micro > 1 or zero["stage"] == 3):
@@ -136,7 +129,7 @@ def through_buckets(job: Job) -> Transfer:
     Each is copied into the bucket, divided, cast, cast back, copied out, and added to the sum (`average_tensor`,
     `allreduce_and_copy`): eleven passes in the compute dtype, and two in the dtype that is sent.
     """
-    trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+    trained = trained_elements(job)
     size = trained * (11 * BYTES_OF[job.compute_dtype] + 2 * BYTES_OF[job.precision.reduce])
     micro = 1 if stage_of(job.strategy) == 1 else job.train_config.accumulation
     return Transfer(size, micro, "nothing", "memory", "gradients, through the buckets")
@@ -147,8 +140,9 @@ class _Buckets:
 
     grows = True
 
-    def __init__(self, job: Job, ledger: Ledger) -> None:
-        self._ledger, self._job = ledger, job
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._ledger, self._job = simulation, simulation.ledger, simulation.job
+        job, ledger = self._job, self._ledger
         self._early = stage_of(job.strategy) == 2
         """Whether gradients are reduced as they come; else when the backward has ended."""
         self._room = job.settings["zero_optimization"]["reduce_bucket_size"]
@@ -232,13 +226,13 @@ class _Buckets:
         """Join the partition's gradients in fp32, and step them as one tensor."""
         self._release()
         if self._offload:
-            optimizer_step(self._ledger, self._job, [self._shard])
+            self._simulation.optimizer_step([self._shard])
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
         flat = self._shard * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
         self._ledger.hold("gradients", -self._partition)
-        optimizer_step(self._ledger, self._job, [self._shard])
+        self._simulation.optimizer_step([self._shard])
         self._ledger.hold("gradients", -flat)
 
 

@@ -11,11 +11,11 @@ from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine, engine_named
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
 from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
-from toolkit.engines.traces import Segment, Trace, TraceConfig
+from toolkit.engines.simulation import Simulation
+from toolkit.engines.traces import TraceConfig
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -102,17 +102,16 @@ class Mesh(Engine):
         config = self.inner.trace_config(job, masked=masked)
         return dataclasses.replace(config, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
 
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+    def simulate_load(self, simulation: Simulation) -> None:
         """Simulate loading: each rank reads its slices directly to its device."""
-        ledger.enter("load")
-        ledger.hold("parameters", self.expected_state(job, rank).parameters)
-        ledger.enter("prepare")
+        simulation.ledger.enter("load")
+        simulation.ledger.hold("parameters", simulation.state.parameters)
+        simulation.ledger.enter("prepare")
 
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_training(self, simulation: Simulation) -> None:
         """Simulate the inner engine over local shapes."""
-        self.inner.simulate_training(local_job(job, rank), trace, step, ledger, rank=0, checkpoints=checkpoints)
+        local = local_job(simulation.job, simulation.rank)
+        self.inner.simulate_training(dataclasses.replace(simulation, job=local, rank=0))
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return the inner engine's over local shapes, and the tensor-parallel group's."""
