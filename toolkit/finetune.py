@@ -45,7 +45,7 @@ def train_rank(run: RankRun) -> int:
 
 def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, schedule: Any) -> int | None:
     """Train the remaining steps. Return the step after which a signal stopped the run, or None."""
-    policy, evaluator, log = run.checkpoint_policy(prepared, schedule), run.evaluator(prepared), run.step_log(prepared)
+    policy, evaluator, log = run.checkpoint_policy(prepared, schedule), run.evaluator(prepared), run.step_log()
     done = run.start
     if evaluator.missed(done) and not evaluator.evaluate(done):
         return done

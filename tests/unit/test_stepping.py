@@ -8,7 +8,8 @@ import pytest
 
 from toolkit.core.errors import DataError
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import STOP_EVERY, Step, StepRequest, evaluate, train
+from toolkit.training.evaluation import STOP_EVERY, evaluate
+from toolkit.training.loop import Step, StepRequest, train
 
 
 def batch(trained: bool = True) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""`train()` and `evaluate()`: the training loop. Its loss is the mean over tokens; a non-finite number ends it."""
+"""`train()`: the training loop. Its loss is the mean over tokens; a number that is not finite ends it."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import OPTIMIZERS
 from toolkit.config.train_config import TrainConfig
@@ -20,7 +21,6 @@ from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StepResult
 from toolkit.measurement import live_bytes
-from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 MAX_SKIPS = 20
 """fp16: steps in a row that the scaler may skip before the run ends."""
-
-STOP_EVERY = 4
-"""Batches of an evaluation between two looks at the stop signal of all ranks."""
 
 
 class StepRequest(IntFlag):
@@ -126,60 +123,29 @@ def train(
     for step in range(start + 1, job.train_config.steps + 1):
         began, lr = time.perf_counter(), schedule.get_last_lr()[0]
         on_begin(step)
-        micro = [_shifted(batch, prepared) for batch in itertools.islice(batches, job.train_config.accumulation)]
-        _check_count(micro, job, step)
-        sums = _GlobalSums(prepared, sum(map(trained_tokens, micro)), request)
-        engine.forward_backward(prepared, micro, sums.loss_weight, sums.send_loss)
-        loss, requests = sums.loss_and_requests()
-        _check_loss(loss, sums.tokens, job, step, samples)
+        micro_batches = _next_micro_batches(batches, prepared, step)
+        sums = _GlobalSums(prepared, sum(map(trained_tokens, micro_batches)), request)
+        engine.forward_backward(prepared, micro_batches, sums.loss_weight, sums.send_loss)
+        loss, tokens = sums.loss(), sums.tokens()
+        _check_loss(loss, tokens, job, step, samples)
         result = engine.step(prepared)
         skips = skips + 1 if result.skipped else 0
         _check_step(result, skips, job, step, samples)
         schedule.step()
         yield Step(
             step=step,
-            loss=loss / sums.tokens,
+            loss=loss / tokens,
             grad_norm=result.norm,
             lr=lr,
-            tokens=sums.tokens,
+            tokens=tokens,
             seconds=time.perf_counter() - began,
             skipped=result.skipped,
             gradients=result.gradients,
             bytes=sums.memory(),
-            request=requests,
+            request=sums.requests(),
         )
-        if StepRequest.STOP in requests:
+        if StepRequest.STOP in sums.requests():
             return
-
-
-def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> float | None:
-    """Return the mean cross-entropy in nats over all trained tokens of all ranks' batches. A collective.
-
-    Args:
-        prepared: model and optimizer after `prepare`.
-        loader: this rank's batches; every rank has equally many.
-        stop: called before every fourth batch, where the host waits for the device. Where any rank's returns true, the
-            result is None.
-    """
-    import torch
-
-    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
-    sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
-    prepared.model.eval()
-    for number, batch in enumerate(loader):
-        if number % STOP_EVERY == 0 and (stopped := on_any_rank(accelerator, stop())):
-            break
-        batch = _shifted(batch, prepared)
-        sums[0] += sum(engine.evaluate(prepared, [batch]))
-        sums[1] += trained_tokens(batch)
-    prepared.model.train()
-    if stopped:
-        return None
-    coordinates = job.coordinates(accelerator.process_index)
-    if coordinates.tp or coordinates.pp:  # another rank of the group counts the same rows
-        sums.zero_()
-    total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
-    return float(total / tokens) if tokens else math.nan
 
 
 def trained_tokens(batch: Batch) -> int:
@@ -187,75 +153,72 @@ def trained_tokens(batch: Batch) -> int:
     return int((batch["labels"] != -100).sum())
 
 
-def _shifted(batch: Batch, prepared: Prepared) -> Batch:
+def shifted(batch: Batch, prepared: Prepared) -> Batch:
     """Return the batch with each label at the position of the logits that predict it."""
     return {**batch, "labels": shift_labels(batch["labels"], loss_kind(prepared.job, prepared.model))}
 
 
-class _AsyncGather:
-    """An all-gather of one row a rank that runs during the step's computation."""
+def _next_micro_batches(batches: Iterator[Batch], prepared: Prepared, step: int) -> list[Batch]:
+    train_config = prepared.job.train_config
+    micro_batches = [shifted(batch, prepared) for batch in itertools.islice(batches, train_config.accumulation)]
+    if len(micro_batches) < train_config.accumulation:
+        raise DataError(
+            f"step {step}: the loader returned {len(micro_batches)} of {train_config.accumulation} micro-batches. "
+            f"{train_config.steps} steps need {train_config.steps * train_config.accumulation}. "
+            "Give more data, or lower --steps."
+        )
+    return micro_batches
 
-    def __init__(self, row: torch.Tensor, ranks: int) -> None:
+
+class _Gather:
+    """An all-gather of one row of named numbers from each rank. It runs during the step's computation."""
+
+    def __init__(self, row: Mapping[Any, Any], ranks: int, device: torch.device) -> None:
+        import torch
         import torch.distributed as dist
 
-        self._rows = row.repeat(ranks, 1) if ranks > 1 else row[None]
+        self._names = list(row)
+        values = torch.zeros(len(row), dtype=torch.float64, device=device)
+        for index, value in enumerate(row.values()):
+            values[index] = value
+        self._rows = values.repeat(ranks, 1)
         # On gloo a gather takes half of an all-reduce's time.
-        self._work = dist.all_gather(list(self._rows.unbind()), row, async_op=True) if ranks > 1 else None
+        self._work = dist.all_gather(list(self._rows.unbind()), values, async_op=True) if ranks > 1 else None
 
-    def rows(self) -> torch.Tensor:
-        """Return the rows [ranks, …]. On CUDA the device waits for them, and the host does not."""
+    def column(self, name: str) -> torch.Tensor:
+        """Return one number of every rank [ranks]. On CUDA the device waits for them, and the host does not."""
+        return self._finished()[:, self._names.index(name)]
+
+    @functools.cached_property
+    def rows(self) -> list[dict[Any, float]]:
+        """The row of every rank. The host waits for them."""
+        return [dict(zip(self._names, row, strict=True)) for row in self._finished().tolist()]
+
+    def _finished(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._rows
 
 
-class _StepMessage(NamedTuple):
-    """The message of a rank to all ranks after its last forward."""
-
-    loss: float
-    """Sum over its trained tokens."""
-    request: StepRequest
-
-    @staticmethod
-    def to_row(loss: torch.Tensor | float, request: StepRequest, device: torch.device) -> torch.Tensor:
-        """Return the loss, and a 0 or 1 for each request."""
-        import torch
-
-        row = torch.zeros(1 + len(StepRequest), device=device)
-        row[0] = loss
-        for index, flag in enumerate(StepRequest, start=1):
-            if flag in request:
-                row[index] = 1
-        return row
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> _StepMessage:
-        flags = (flag for flag, value in zip(StepRequest, row[1:], strict=True) if value)
-        return cls(row[0], StepRequest(sum(flags)))
-
-
 class _GlobalSums:
-    """Sums over all ranks, sent during the step's computation: tokens and memory before it, loss and requests at its end.
+    """Numbers of all ranks, sent during the step's computation: tokens and memory before it, loss and requests at its end.
 
     The host does not wait for the first before the first backward, nor for the second before the last backward.
     """
 
     def __init__(self, prepared: Prepared, tokens: int, request: Callable[[], StepRequest]) -> None:
         """Send this rank's trained tokens and its memory; `request` is called by `send_loss`."""
-        import torch
-
         self._device = prepared.accelerator.device
         self._parallelism, self._request = prepared.job.parallelism, request
-        memory = live_bytes(self._device)
-        self._memory_names = tuple(memory)
-        row = [tokens, *(-1 if size is None else size for size in memory.values())]
-        pinned = torch.tensor(row, pin_memory=self._device.type == "cuda")
-        self._first = _AsyncGather(pinned.to(self._device, non_blocking=True), self._parallelism.ranks)
         ranks = self._parallelism.loss_ranks()
         self._loss_ranks = slice(ranks.start, ranks.stop, ranks.step)  # indexing by a list would wait for the device
         """One rank of each group that has the same rows."""
-        self._weight: torch.Tensor | None = None
+        memory = {name: -1 if size is None else size for name, size in live_bytes(self._device).items()}
+        self._before = self._send({"tokens": tokens, **memory})
+
+    def _send(self, row: Mapping[Any, Any]) -> _Gather:
+        return _Gather(row, self._parallelism.ranks, self._device)
 
     def loss_weight(self) -> torch.Tensor:
         """Return the factor of a loss sum in the mean over the global batch's tokens, times the ranks that engines divide by.
@@ -263,44 +226,30 @@ class _GlobalSums:
         Engines average gradients over ranks. With weights by tokens the sum over ranks and micro-batches is the gradient of
         the mean over all tokens (transformers#34191).
         """
-        if self._weight is None:
-            tokens = self._first.rows()[self._loss_ranks, 0].sum().double()
-            self._weight = (self._parallelism.loss_size / tokens).float()
-        return self._weight
+        return (self._parallelism.loss_size / self._before.column("tokens")[self._loss_ranks].sum()).float()
 
     def send_loss(self, losses: Sequence[torch.Tensor]) -> None:
         """Send this rank's loss and its requests while the last backward runs."""
-        row = _StepMessage.to_row(sum(losses), self._request(), self._device)
-        self._last = _AsyncGather(row, self._parallelism.ranks)
+        request = self._request()
+        self._after = self._send({"loss": sum(losses)} | {flag: flag in request for flag in StepRequest})
 
-    def loss_and_requests(self) -> tuple[float, StepRequest]:
-        """Return the loss sum of the global batch, and the requests of all ranks. Waits for the last backward."""
-        messages = [_StepMessage.from_row(row) for row in self._last.rows().tolist()]
-        requests = StepRequest.NOTHING
-        for message in messages:
-            requests |= message.request
-        return sum(message.loss for message in messages[self._loss_ranks]), requests
-
-    @cached_property
     def tokens(self) -> int:
-        """Trained tokens of the global batch."""
-        return int(self._first.rows()[self._loss_ranks, 0].sum())
+        """Return the trained tokens of the global batch."""
+        return int(sum(row["tokens"] for row in self._before.rows[self._loss_ranks]))
+
+    def loss(self) -> float:
+        """Return the loss sum of the global batch. Waits for the last backward."""
+        return sum(row["loss"] for row in self._after.rows[self._loss_ranks])
+
+    def requests(self) -> StepRequest:
+        """Return the requests of all ranks together."""
+        flags = (flag for flag in StepRequest if any(row[flag] for row in self._after.rows))
+        return functools.reduce(operator.or_, flags, StepRequest.NOTHING)
 
     def memory(self) -> tuple[dict[str, int | None], ...]:
         """Return each rank's memory when the step began."""
-        return tuple(
-            dict(zip(self._memory_names, (None if size < 0 else size for size in sizes), strict=True))
-            for _, *sizes in self._first.rows().tolist()
-        )
-
-
-def _check_count(micro: Sequence[Batch], job: Job, step: int) -> None:
-    if len(micro) < job.train_config.accumulation:
-        raise DataError(
-            f"step {step}: the loader returned {len(micro)} of {job.train_config.accumulation} micro-batches. "
-            f"{job.train_config.steps} steps need {job.train_config.steps * job.train_config.accumulation}. "
-            "Give more data, or lower --steps."
-        )
+        rows = [{name: int(size) for name, size in row.items() if name != "tokens"} for row in self._before.rows]
+        return tuple({name: None if size < 0 else size for name, size in row.items()} for row in rows)
 
 
 def _check_loss(total: float, tokens: int, job: Job, step: int, samples: Callable[[int], str]) -> None:

@@ -176,32 +176,27 @@ class RankRun:
         with self.stop, self.beat.listening():
             yield
 
+    def stop_received(self) -> bool:
+        """Return whether a signal has reached this rank."""
+        return self.stop.number is not None
+
     def checkpoint_policy(self, prepared: Prepared, schedule: Any) -> CheckpointPolicy:
         """Return what decides after each step whether a checkpoint is due."""
-        writer = None
-        if self.config.checkpoints:
+        config, writer = self.config, None
+        if config.checkpoints:
+            place = self.folder.checkpoints, self.identity
             writer = CheckpointWriter(
-                prepared,
-                schedule,
-                self.folder.checkpoints,
-                self.identity,
-                versions=versions(),
-                keep=self.config.keep,
-                patience=self.config.timeout,
+                prepared, schedule, *place, versions=versions(), keep=config.keep, patience=config.timeout
             )
-        steps = self.job.train_config.steps
-        return CheckpointPolicy(
-            writer, self.config, self.window, self.folder, self.stop, self.beat, steps=steps, attempt=self.attempt
-        )
+        return CheckpointPolicy(self, writer)
 
     def evaluator(self, prepared: Prepared) -> Evaluator:
         """Return what evaluates the run on its held-out data."""
-        rows = self.preflight.eval_rows
-        return Evaluator(prepared, rows, self.config, self.folder, self.stop, self.beat, attempt=self.attempt)
+        return Evaluator(self, prepared)
 
-    def step_log(self, prepared: Prepared) -> StepLog:
+    def step_log(self) -> StepLog:
         """Return what writes each step into `events.jsonl` and on the progress bar."""
-        return StepLog(prepared, self.folder, self.preflight.sample_ids, start=self.start, attempt=self.attempt)
+        return StepLog(self)
 
     def on_step_begin(self, step: int) -> None:
         """Note in the heartbeat that a step begins."""
