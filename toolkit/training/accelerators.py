@@ -210,7 +210,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
-                self._check_finite(self._clip(optimizer))
+                norm = self._clip(optimizer)
+                if getattr(optimizer.optimizer, "found_inf", None) is None:
+                    self._check_finite(norm)
             upstream()
             if self.sync_gradients:
                 self._norms.pop(id(optimizer), None)

@@ -9,7 +9,8 @@ from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.core.atomic_io import append_line
 from toolkit.core.errors import CheckpointError, NotFinite
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import Step, StepRequest
+from toolkit.training.global_sums import StepRequest
+from toolkit.training.loop import Step
 from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
@@ -38,19 +39,24 @@ class CheckpointPolicy:
         """Return whether a signal has reached any rank. A collective."""
         return on_any_rank(prepared.accelerator, self.run.stop_received())
 
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after this step by its number."""
+        every = self.run.config.save_every
+        return self.writer is not None and (
+            step == self.run.job.train_config.steps or (every > 0 and step % every == 0)
+        )
+
     def step_done(self, step: Step) -> None:
         """Write a checkpoint if one is due. After the last step and before a stop it is published when this returns."""
-        stops, every = StepRequest.STOP in step.request, self.run.config.save_every
-        if stops:
+        if step.stops:
             self.run.beat.note("save")  # the supervisor waits for it, however long it takes
         if self.writer is None:
             return
-        last = stops or step.step == self.run.job.train_config.steps
-        if last or StepRequest.SAVE in step.request or (every and step.step % every == 0):
+        if step.stops or self.due(step.step) or StepRequest.SAVE in step.request:
             with self.run.window.saving("checkpoint"):
                 self.writer.save(step.step)
             self._saved_at = time.monotonic()
-        if last:
+        if step.stops or step.step == self.run.job.train_config.steps:
             self.writer.wait_published(step.step)
         self._record_published(self.writer)
 

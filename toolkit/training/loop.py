@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import OPTIMIZERS
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.base import engine_of
-from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StepResult
-from toolkit.measurement import live_bytes
+from toolkit.training.global_sums import GlobalSums, StepRequest
 
 if TYPE_CHECKING:
     import torch
@@ -30,16 +26,6 @@ if TYPE_CHECKING:
 
 MAX_SKIPS = 20
 """fp16: steps in a row that the scaler may skip before the run ends."""
-
-
-class StepRequest(IntFlag):
-    """A stop or save request that all ranks agree on during a step. They act on it when the step is done."""
-
-    NOTHING = 0
-    SAVE = 1
-    """Write a checkpoint."""
-    STOP = 2
-    """Make this step the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +52,28 @@ class Step:
     request: StepRequest
     """The requests of all ranks together, made when their last forward was done."""
 
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends after this step."""
+        return StepRequest.STOP in self.request
 
-def make_optimizer(model: torch.nn.Module, train_config: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters, with torch's defaults."""
+
+def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: bool = True) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters, with torch's defaults.
+
+    Args:
+        model: with all its parameters.
+        train_config: names the optimizer.
+        fused: use torch's fused kernels, which need no temporaries. Not under fp16's GradScaler: Accelerate sees a skipped
+            step only where it does not call the optimizer.
+    """
     import torch
 
     assert train_config.lr is not None, "a resolved TrainConfig has a learning rate"
     groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
     optimizer_class = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
-    optimizer: torch.optim.Optimizer = optimizer_class([{"params": group} for group in groups], lr=train_config.lr)
+    parameters = [{"params": group} for group in groups]
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, lr=train_config.lr, fused=fused)
     return optimizer
 
 
@@ -101,6 +100,7 @@ def train(
     on_begin: Callable[[int], object] = lambda step: None,
     samples: Callable[[int], str] = lambda step: "not recorded",
     request: Callable[[], StepRequest] = lambda: StepRequest.NOTHING,
+    read_late: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[Step]:
     """Train, and yield each step when it is done.
 
@@ -112,40 +112,126 @@ def train(
         on_begin: called with each step's number as it begins.
         samples: returns a step's samples as text, for messages.
         request: returns this rank's request, once a step. After a step with `StepRequest.STOP` the loop ends.
+        read_late: returns, equally on every rank, whether the numbers of a step may be read when the next one runs. The step
+            is yielded then: nothing may depend on the weights as they are after it. Engines that wait anyway ignore it.
 
     Raises:
         DataError: for a loader that ends before the steps do, and for a step without a trained label.
         NotFinite: at the first loss, norm or step that is not finite. The weights are those of the step before. fp16
             continues after skipped steps, until 20 in a row or until the scale is at its smallest.
     """
-    job, engine = prepared.job, engine_of(prepared.job.strategy)
-    skips, batches = 0, iter(loader)
-    for step in range(start + 1, job.train_config.steps + 1):
-        began, lr = time.perf_counter(), schedule.get_last_lr()[0]
-        on_begin(step)
-        micro_batches = _next_micro_batches(batches, prepared, step)
-        sums = _GlobalSums(prepared, sum(map(trained_tokens, micro_batches)), request)
-        engine.forward_backward(prepared, micro_batches, sums.loss_weight, sums.send_loss)
-        loss, tokens = sums.loss(), sums.tokens()
-        _check_loss(loss, tokens, job, step, samples)
-        result = engine.step(prepared)
-        skips = skips + 1 if result.skipped else 0
-        _check_step(result, skips, job, step, samples)
-        schedule.step()
-        yield Step(
-            step=step,
-            loss=loss / tokens,
-            grad_norm=result.norm,
-            lr=lr,
-            tokens=tokens,
-            seconds=time.perf_counter() - began,
-            skipped=result.skipped,
-            gradients=result.gradients,
-            bytes=sums.memory(),
-            request=sums.requests(),
+    job, batches = prepared.job, iter(loader)
+    loop = _Loop(prepared, schedule, samples)
+    running: _RunningStep | None = None
+    for number in range(start + 1, job.train_config.steps + 1):
+        on_begin(number)
+        late = number < job.train_config.steps and loop.on_device and read_late(number)
+        step = loop.run(number, _next_micro_batches(batches, prepared, number), request)
+        requests = StepRequest.NOTHING
+        if running is not None:
+            requests = running.sums.requests()  # this step is the first that can act on them
+            yield loop.finish(running, StepRequest.NOTHING)
+        running = step if late and not requests else None
+        if running is None:
+            requests |= step.sums.requests()
+            yield loop.finish(step, requests)
+            if StepRequest.STOP in requests:
+                return
+
+
+@dataclass(kw_only=True)
+class _RunningStep:
+    """A step that was computed, or that the device still computes."""
+
+    number: int
+    lr: float
+    began: float
+    sums: GlobalSums
+    schedule: Mapping[str, Any]
+    """The state of the schedule before the step."""
+    result: StepResult
+
+
+class _Loop:
+    """Runs steps and reads their numbers. After one that is not finite, no later step changes anything."""
+
+    def __init__(self, prepared: Prepared, schedule: Any, samples: Callable[[int], str]) -> None:
+        import torch
+
+        self._prepared, self._schedule, self._samples = prepared, schedule, samples
+        self._engine, self._job = engine_of(prepared.job.strategy), prepared.job
+        self.on_device = self._engine.steps_on_device(prepared)
+        self._found_inf = torch.zeros((), device=prepared.accelerator.device)
+        """1 after a step that was not finite."""
+        self._skips, self._finished = 0, 0.0
+
+    def run(self, number: int, micro_batches: Sequence[Batch], request: Callable[[], StepRequest]) -> _RunningStep:
+        """Compute a step. Where its kernels can leave it out themselves, the host does not wait for its numbers."""
+        began, lr, state = time.perf_counter(), self._schedule.get_last_lr()[0], self._schedule.state_dict()
+        sums = GlobalSums(self._prepared, sum(map(trained_tokens, micro_batches)), request)
+        self._engine.forward_backward(self._prepared, micro_batches, sums.loss_weight, sums.send_loss)
+        if self.on_device:
+            self._found_inf.copy_(self._found_inf.maximum(sums.not_finite()))
+            result = self._engine.step(self._prepared, self._found_inf)
+        else:
+            self._check_loss(number, sums)
+            result = self._engine.step(self._prepared)
+        self._schedule.step()
+        return _RunningStep(number=number, lr=lr, began=began, sums=sums, schedule=state, result=result)
+
+    def finish(self, step: _RunningStep, requests: StepRequest) -> Step:
+        """Read the numbers of a step and check them. Where it raises, the schedule is as it was before the step."""
+        try:
+            self._check_loss(step.number, step.sums)
+            self._check_step(step.number, step.result)
+        except (DataError, NotFinite):
+            self._schedule.load_state_dict(step.schedule)
+            for group, lr in zip(self._prepared.optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
+                group["lr"] = lr
+            raise
+        # A step that is read late began while the one before was computed.
+        began, self._finished = max(step.began, self._finished), time.perf_counter()
+        return Step(
+            step=step.number,
+            loss=step.sums.loss() / step.sums.tokens(),
+            grad_norm=float(step.result.norm),
+            lr=step.lr,
+            tokens=step.sums.tokens(),
+            seconds=self._finished - began,
+            skipped=step.result.skipped,
+            gradients=step.result.gradients,
+            bytes=step.sums.memory(),
+            request=requests,
         )
-        if StepRequest.STOP in sums.requests():
-            return
+
+    def _check_loss(self, step: int, sums: GlobalSums) -> None:
+        """Check the loss sum, which is the same on every rank."""
+        samples, loss = self._samples, sums.loss()
+        if not sums.tokens():
+            raise DataError(
+                f"step {step}: none of its labels is trained. Samples: {samples(step)}. Give data with labels."
+            )
+        if not self._job.precision.scaled and not math.isfinite(loss):
+            raise NotFinite(
+                f"step {step}: the loss is {loss}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
+                "Look at these samples, or lower --lr."
+            )
+
+    def _check_step(self, step: int, result: StepResult) -> None:
+        """Check the norm; under fp16 count the steps that the scaler has skipped."""
+        samples, norm = self._samples, float(result.norm)
+        self._skips = self._skips + 1 if result.skipped else 0
+        if not self._job.precision.scaled:
+            if result.skipped or not math.isfinite(norm):
+                raise NotFinite(
+                    f"step {step}: the gradient norm is {norm}, and the step was not taken. Weights are those of step "
+                    f"{step - 1}. Samples: {samples(step)}. Look at these samples, or lower --lr."
+                )
+        elif self._skips >= MAX_SKIPS or (result.skipped and result.scale <= 1):
+            raise NotFinite(
+                f"step {step}: fp16 overflowed in {self._skips} steps in a row, at loss scale {result.scale:g}. Weights are "
+                f"those of step {step - self._skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
+            )
 
 
 def trained_tokens(batch: Batch) -> int:
@@ -168,110 +254,3 @@ def _next_micro_batches(batches: Iterator[Batch], prepared: Prepared, step: int)
             "Give more data, or lower --steps."
         )
     return micro_batches
-
-
-class _Gather:
-    """An all-gather of one row of named numbers from each rank. It runs during the step's computation."""
-
-    def __init__(self, row: Mapping[Any, Any], ranks: int, device: torch.device) -> None:
-        import torch
-        import torch.distributed as dist
-
-        self._names = list(row)
-        values = torch.zeros(len(row), dtype=torch.float64, device=device)
-        for index, value in enumerate(row.values()):
-            values[index] = value
-        self._rows = values.repeat(ranks, 1)
-        # On gloo a gather takes half of an all-reduce's time.
-        self._work = dist.all_gather(list(self._rows.unbind()), values, async_op=True) if ranks > 1 else None
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return one number of every rank [ranks]. On CUDA the device waits for them, and the host does not."""
-        return self._finished()[:, self._names.index(name)]
-
-    @functools.cached_property
-    def rows(self) -> list[dict[Any, float]]:
-        """The row of every rank. The host waits for them."""
-        return [dict(zip(self._names, row, strict=True)) for row in self._finished().tolist()]
-
-    def _finished(self) -> torch.Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._rows
-
-
-class _GlobalSums:
-    """Numbers of all ranks, sent during the step's computation: tokens and memory before it, loss and requests at its end.
-
-    The host does not wait for the first before the first backward, nor for the second before the last backward.
-    """
-
-    def __init__(self, prepared: Prepared, tokens: int, request: Callable[[], StepRequest]) -> None:
-        """Send this rank's trained tokens and its memory; `request` is called by `send_loss`."""
-        self._device = prepared.accelerator.device
-        self._parallelism, self._request = prepared.job.parallelism, request
-        ranks = self._parallelism.loss_ranks()
-        self._loss_ranks = slice(ranks.start, ranks.stop, ranks.step)  # indexing by a list would wait for the device
-        """One rank of each group that has the same rows."""
-        memory = {name: -1 if size is None else size for name, size in live_bytes(self._device).items()}
-        self._before = self._send({"tokens": tokens, **memory})
-
-    def _send(self, row: Mapping[Any, Any]) -> _Gather:
-        return _Gather(row, self._parallelism.ranks, self._device)
-
-    def loss_weight(self) -> torch.Tensor:
-        """Return the factor of a loss sum in the mean over the global batch's tokens, times the ranks that engines divide by.
-
-        Engines average gradients over ranks. With weights by tokens the sum over ranks and micro-batches is the gradient of
-        the mean over all tokens (transformers#34191).
-        """
-        return (self._parallelism.loss_size / self._before.column("tokens")[self._loss_ranks].sum()).float()
-
-    def send_loss(self, losses: Sequence[torch.Tensor]) -> None:
-        """Send this rank's loss and its requests while the last backward runs."""
-        request = self._request()
-        self._after = self._send({"loss": sum(losses)} | {flag: flag in request for flag in StepRequest})
-
-    def tokens(self) -> int:
-        """Return the trained tokens of the global batch."""
-        return int(sum(row["tokens"] for row in self._before.rows[self._loss_ranks]))
-
-    def loss(self) -> float:
-        """Return the loss sum of the global batch. Waits for the last backward."""
-        return sum(row["loss"] for row in self._after.rows[self._loss_ranks])
-
-    def requests(self) -> StepRequest:
-        """Return the requests of all ranks together."""
-        flags = (flag for flag in StepRequest if any(row[flag] for row in self._after.rows))
-        return functools.reduce(operator.or_, flags, StepRequest.NOTHING)
-
-    def memory(self) -> tuple[dict[str, int | None], ...]:
-        """Return each rank's memory when the step began."""
-        rows = [{name: int(size) for name, size in row.items() if name != "tokens"} for row in self._before.rows]
-        return tuple({name: None if size < 0 else size for name, size in row.items()} for row in rows)
-
-
-def _check_loss(total: float, tokens: int, job: Job, step: int, samples: Callable[[int], str]) -> None:
-    """Check the sum, which is the same on every rank, before the weights change."""
-    if not tokens:
-        raise DataError(f"step {step}: none of its labels is trained. Samples: {samples(step)}. Give data with labels.")
-    if not job.precision.scaled and not math.isfinite(total):
-        raise NotFinite(
-            f"step {step}: the loss is {total}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
-            "Look at these samples, or lower --lr."
-        )
-
-
-def _check_step(result: StepResult, skips: int, job: Job, step: int, samples: Callable[[int], str]) -> None:
-    if not job.precision.scaled:
-        if result.skipped:
-            raise NotFinite(
-                f"step {step}: the gradient norm is {result.norm}, and the step was not taken. Weights are those of step "
-                f"{step - 1}. Samples: {samples(step)}. Look at these samples, or lower --lr."
-            )
-    elif skips >= MAX_SKIPS or (result.skipped and result.scale <= 1):
-        raise NotFinite(
-            f"step {step}: fp16 overflowed in {skips} steps in a row, at loss scale {result.scale:g}. Weights are those of "
-            f"step {step - skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
-        )

@@ -15,7 +15,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
-from toolkit.training.loop import Step, StepRequest
+from toolkit.training.loop import Step
 
 if TYPE_CHECKING:
     from toolkit.training.rank_run import RankRun
@@ -56,7 +56,7 @@ class StepLog:
         self._bar.update()
         if step.skipped:
             self._bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
-        if step.step == self._steps or StepRequest.STOP in step.request:
+        if step.step == self._steps or step.stops:
             self._bar.close()
 
 

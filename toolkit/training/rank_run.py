@@ -31,6 +31,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, verify
+from toolkit.measurement.window import STEPS
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
@@ -198,6 +199,10 @@ class RankRun:
         """Return what writes each step into `events.jsonl` and on the progress bar."""
         return StepLog(self)
 
+    def may_read_late(self, step: int) -> bool:
+        """Return whether the numbers of a step may be read when the next one runs: not while memory is measured."""
+        return self.machine.device.kind == "cuda" and step > STEPS and self._audit is not None
+
     def on_step_begin(self, step: int) -> None:
         """Note in the heartbeat that a step begins."""
         self.beat.note("begin", step=step)
@@ -208,7 +213,7 @@ class RankRun:
         Raises:
             StrategyMismatch: where they differ from the request.
         """
-        self.beat.note("between")
+        self.beat.note("between", step=step.step)
         self.window.step_done(step.step)
         if self._audit is None and not step.skipped:
             self._audit = audit(prepared, gradients=step.gradients)

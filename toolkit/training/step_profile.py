@@ -205,7 +205,7 @@ def _prepare(preflight: Preflight, run_config: RunConfig) -> tuple[Prepared, Any
     rank = accelerator(job.strategy, job.train_config, job.spec)
     seed_everything(rank)
     model, _ = load(rank, allow_unquantized=run_config.allow_unquantized)
-    optimizer = make_optimizer(model, job.train_config)
+    optimizer = make_optimizer(model, job.train_config, fused=rank.scaler is None)
     schedule = warmup_cosine(optimizer, job.train_config)
     loader = preflight.batches(0, workers=run_config.workers)
     model, optimizer, loader, schedule = prepare(rank, model, optimizer, loader, schedule)

@@ -13,7 +13,7 @@ from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, partiti
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
+from toolkit.engines.simulation import hold_loaded, hold_moments, walk
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
 
@@ -177,13 +177,11 @@ class _Buckets:
         """Join the partition's gradients in fp32, and step them as one tensor."""
         self._release()
         if self._offload:
-            optimizer_step(self._ledger, self._job, [self._shard])
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
         flat = self._shard * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
         self._ledger.hold("gradients", -self._partition)
-        optimizer_step(self._ledger, self._job, [self._shard])
         self._ledger.hold("gradients", -flat)
 
 

@@ -16,7 +16,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import hold_loaded, optimizer_step, stream_weights, streams
+from toolkit.engines.simulation import hold_loaded, stream_weights, streams
 from toolkit.engines.states import parameters_of
 from toolkit.engines.traces import Segment
 
@@ -285,10 +285,5 @@ class Fetches:
 
     def step(self) -> None:
         """Join a sub-group's masters in one tensor, its gradients in another (`_prepare_fp32_grad_for_sub_group`)."""
-        if self._offload:
-            optimizer_step(self._ledger, self._job, [self._shard])
-            return
-        flat = min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype]
-        self._ledger.hold("gradients", flat)
-        optimizer_step(self._ledger, self._job, [min(self._shard, SUB_GROUP)])
-        self._ledger.hold("gradients", -flat)
+        if not self._offload:
+            self._ledger.touch("gradients", min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype])
