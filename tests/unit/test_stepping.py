@@ -13,7 +13,8 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.optimizer_step import masks_as_given, to_device
 from toolkit.engines.records import Prepared
-from toolkit.engines.states import set_steps
+from toolkit.engines.shards import PARAMETER, Shard, whole_box
+from toolkit.engines.states import optimizer_shards, set_steps
 from toolkit.training.evaluation import STOP_EVERY, evaluate
 from toolkit.training.global_sums import StepRequest
 from toolkit.training.loop import Step, train
@@ -173,6 +174,21 @@ def test_a_step_waits_for_no_value_on_the_device(run: dict[str, Any], words: dic
         engine_of(ours.job.strategy).step(ours, found_inf)
     assert not {name for name in waits if "_local_scalar_dense" in name or "nonzero" in name}
     assert not found_inf
+
+
+def test_restored_states_lie_where_fused_kernels_want_them(run: dict[str, Any]) -> None:
+    """`step` beside its parameter, which has no values here; for other kernels on the host."""
+    import torch
+
+    ours: Prepared = run["ours"]
+    for fused, device in ((True, "meta"), (False, "cpu")):
+        parameter = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
+        optimizer = torch.optim.AdamW([parameter], fused=fused)
+        whole = Shard("weight", PARAMETER, (2, 3), whole_box((2, 3)), 0, parameter.detach())
+        made = list(optimizer_shards(ours.job, optimizer, parameter, whole, lambda tensor: tensor, create=True))
+        assert [shard.kind for shard in made] == ["exp_avg", "exp_avg_sq"]
+        step = optimizer.state[parameter]["step"]
+        assert (step.device.type, step.dtype, step.shape) == (device, torch.float32, ())
 
 
 def test_an_evaluation_ends_at_its_next_look_at_the_stop_signal(run: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.training.accelerate_state import reset_state
 from toolkit.training.master_weights import restore_masters
-from toolkit.training.preparation import audit, check_pair, check_uniform, models_and_optimizers
+from toolkit.training.preparation import audit, broadcast_buffers, check_pair, check_uniform, models_and_optimizers
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         engine.before_prepare(self.job, model)
         keep_packing(model)  # a user's own may be quantized, too
         if not engine.broadcasts_buffers:
-            _broadcast_buffers(model)
+            broadcast_buffers(model)
 
     def _prepare_upstream(
         self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None
@@ -210,9 +210,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
-                norm = self._clip(optimizer)
-                if getattr(optimizer.optimizer, "found_inf", None) is None:
-                    self._check_finite(norm)
+                self._check_finite(self._clip(optimizer))
             upstream()
             if self.sync_gradients:
                 self._norms.pop(id(optimizer), None)
@@ -234,9 +232,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """
         if self._took_step and self.sync_gradients:
             raise StrategyError(
-                f"accelerator.backward was called twice before optimizer.step(), and sharding "
-                f"{self.job.strategy.sharding!r} took a step in the first call: DeepSpeed has to know the last micro-batch "
-                "beforehand. Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each one."
+                "accelerator.backward was called twice before optimizer.step(), and DeepSpeed took a step in the first call. "
+                "Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each micro-batch."
             )
         self._norms.clear()
         self._unscaled = False
@@ -295,8 +292,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             StrategyError: on every engine.
         """
         raise StrategyError(
-            f"clip_grad_value_ got clip_value {float(clip_value):g}, and no engine of the toolkit clips single values: "
-            "DeepSpeed and FSDP cannot. Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
+            f"clip_grad_value_ got clip_value {float(clip_value):g}: DeepSpeed and FSDP cannot clip single values. "
+            "Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
         )
 
     def _clip(self, optimizer: Any) -> torch.Tensor | None:
@@ -315,8 +312,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:
-        """Check a norm, except under fp16, where the scaler skips the step."""
-        if not self.job.precision.scaled and not _is_finite(norm):
+        """Check a norm. Under fp16 the scaler skips the step, and in the toolkit's own loop the device does."""
+        on_device = any(hasattr(optimizer.optimizer, "found_inf") for optimizer in self._optimizers)
+        if not (self.job.precision.scaled or on_device or _is_finite(norm)):
             raise NotFinite(
                 f"the gradient norm is {norm:g}, and the step was not taken. Weights are those of the step before. "
                 "Look at this step's batches, or lower the learning rate."
@@ -348,16 +346,5 @@ def _is_finite(norm: torch.Tensor | None) -> bool:
 
 def _refuse_no_sync(sharding: str) -> NoReturn:
     raise StrategyError(
-        f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every "
-        "sharding has."
+        f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every sharding has."
     )
-
-
-def _broadcast_buffers(model: torch.nn.Module) -> None:
-    """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
-    from accelerate.utils import broadcast_object_list
-
-    values = [[buffer.cpu() for buffer in model.buffers()]]
-    broadcast_object_list(values, from_process=0)
-    for buffer, value in zip(model.buffers(), values[0], strict=True):
-        buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to

@@ -50,7 +50,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
 
     Raises:
         StrategyError: for an Accelerator made without a spec, and for a model without activation checkpointing.
-        StrategyMismatch: where transformers chose another attention, or left tied weights apart.
+        StrategyMismatch: where transformers chose another attention.
         ModelError: for weights or a tokenizer that are missing, do not fit, or would mostly stay unquantized.
         MissingLibrary: for an adapter whose library is not installed.
     """
@@ -264,9 +264,6 @@ def _check(job: Job, model: PreTrainedModel) -> None:
         raise StrategyMismatch(
             f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
         )
-    for group in spec.tied:
-        if len({id(model.get_parameter(name)) for name in group}) > 1:
-            raise StrategyMismatch(f"model {spec.name!r}: tied weights came untied while loading: {', '.join(group)}.")
     left = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
     if left:
         raise ModelError(

@@ -73,7 +73,7 @@ def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: 
     groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
     optimizer_class = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
     parameters = [{"params": group} for group in groups]
-    optimizer: torch.optim.Optimizer = optimizer_class(parameters, lr=train_config.lr, fused=fused)
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, lr=train_config.lr, fused=fused or None)
     return optimizer
 
 
@@ -206,32 +206,29 @@ class _Loop:
 
     def _check_loss(self, step: int, sums: GlobalSums) -> None:
         """Check the loss sum, which is the same on every rank."""
-        samples, loss = self._samples, sums.loss()
+        loss = sums.loss()
         if not sums.tokens():
-            raise DataError(
-                f"step {step}: none of its labels is trained. Samples: {samples(step)}. Give data with labels."
-            )
+            samples = self._samples(step)
+            raise DataError(f"step {step}: none of its labels is trained. Samples: {samples}. Give data with labels.")
         if not self._job.precision.scaled and not math.isfinite(loss):
-            raise NotFinite(
-                f"step {step}: the loss is {loss}. Weights are those of step {step - 1}. Samples: {samples(step)}. "
-                "Look at these samples, or lower --lr."
-            )
+            raise self._not_finite(step, f"the loss is {loss}")
 
     def _check_step(self, step: int, result: StepResult) -> None:
         """Check the norm; under fp16 count the steps that the scaler has skipped."""
-        samples, norm = self._samples, float(result.norm)
         self._skips = self._skips + 1 if result.skipped else 0
         if not self._job.precision.scaled:
+            norm = float(result.norm)
             if result.skipped or not math.isfinite(norm):
-                raise NotFinite(
-                    f"step {step}: the gradient norm is {norm}, and the step was not taken. Weights are those of step "
-                    f"{step - 1}. Samples: {samples(step)}. Look at these samples, or lower --lr."
-                )
+                raise self._not_finite(step, f"the gradient norm is {norm}, and the step was not taken")
         elif self._skips >= MAX_SKIPS or (result.skipped and result.scale <= 1):
-            raise NotFinite(
-                f"step {step}: fp16 overflowed in {self._skips} steps in a row, at loss scale {result.scale:g}. Weights are "
-                f"those of step {step - self._skips}. Samples: {samples(step)}. Use --precision bf16 or fp32."
-            )
+            event = f"fp16 overflowed in {self._skips} steps in a row, at loss scale {result.scale:g}"
+            raise self._not_finite(step, event, skipped=self._skips, advice="Use --precision bf16 or fp32.")
+
+    def _not_finite(
+        self, step: int, event: str, *, skipped: int = 1, advice: str = "Look at these samples, or lower --lr."
+    ) -> NotFinite:
+        last, samples = step - skipped, self._samples(step)
+        return NotFinite(f"step {step}: {event}. Weights are those of step {last}. Samples: {samples}. {advice}")
 
 
 def trained_tokens(batch: Batch) -> int:

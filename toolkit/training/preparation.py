@@ -198,3 +198,13 @@ def check_uniform(job: Job, model: torch.nn.Module) -> None:
     if len(kinds) > 1:
         named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
         raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [[buffer.cpu() for buffer in model.buffers()]]
+    broadcast_object_list(values, from_process=0)
+    for buffer, value in zip(model.buffers(), values[0], strict=True):
+        buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to
