@@ -66,29 +66,23 @@ def test_a_micro_batch_in_which_nothing_is_trained_changes_nothing(run: dict[str
 
 
 def states(run: dict[str, Any]) -> list[Any]:
-    """Copies of weights and moments, the optimizer's steps, and the schedule's state and rate."""
-    ours: Prepared = run["ours"]
-    tensors = [shard.tensor.clone() for shard in engine_of(ours.job.strategy).shards(ours, create=True)]
-    counters, rates = (
-        engine_of(ours.job.strategy).counters(ours),
-        [group["lr"] for group in ours.optimizer.param_groups],
-    )
-    return [tensors, counters, run["schedule"].state_dict(), rates]
+    """Copies of weights and moments, the optimizer's steps, the schedule's state, and the rate."""
+    ours, engine = run["ours"], engine_of(run["ours"].job.strategy)
+    tensors = [shard.tensor.clone() for shard in engine.shards(ours, create=True)]
+    return [tensors, engine.counters(ours), run["schedule"].state_dict(), ours.optimizer.param_groups[0]["lr"]]
 
 
 @pytest.fixture
-def ready(run: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Goes back to the states as they were at the test's beginning."""
-    ours: Prepared = run["ours"]
-    tensors, counters, schedule, rates = states(run)
+def restore(run: dict[str, Any]) -> Iterator[Callable[[], None]]:
+    """Brings back the states of the test's beginning."""
+    ours, (tensors, counters, schedule, rate) = run["ours"], states(run)
 
     def restore() -> None:
-        for group, rate in zip(ours.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for shard, value in zip(engine_of(ours.job.strategy).shards(ours, create=True), tensors, strict=True):
+        for shard, value in zip(engine_of(ours.job.strategy).shards(ours), tensors, strict=True):
             shard.tensor.copy_(value)
         set_steps(ours.optimizer, counters.steps)
         run["schedule"].load_state_dict(schedule)
+        ours.optimizer.param_groups[0]["lr"] = rate
 
     yield restore
     restore()
@@ -97,7 +91,7 @@ def ready(run: dict[str, Any]) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("read_late", [False, True])
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_no_step_follows_one_that_is_not_finite(
-    run: dict[str, Any], ready: Callable[[], None], how: str, read_late: bool
+    run: dict[str, Any], restore: Callable[[], None], how: str, read_late: bool
 ) -> None:
     """Also where its numbers are read when the next step has been computed."""
     import torch
@@ -113,7 +107,7 @@ def test_no_step_follows_one_that_is_not_finite(
 
     assert len(list(itertools.islice(training(run, [batch()] * 4), 2))) == 2
     tensors, *expected = states(run)
-    ready()
+    restore()
     handle, done = run["ours"].model.lm_head.register_forward_hook(spoil), []
     try:
         with pytest.raises(NotFinite, match=r"step 3: .*Weights are those of step 2"):
@@ -126,11 +120,11 @@ def test_no_step_follows_one_that_is_not_finite(
     assert found == expected
 
 
-def test_numbers_that_are_read_late_are_the_same(run: dict[str, Any], ready: Callable[[], None]) -> None:
+def test_numbers_that_are_read_late_are_the_same(run: dict[str, Any], restore: Callable[[], None]) -> None:
     """A request ends the run with the step that is computed when it is seen."""
     results = []
     for late in (False, True):
-        ready()
+        restore()
         begun: list[int] = []
         done = steps(
             run,
