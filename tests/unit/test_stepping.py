@@ -11,7 +11,7 @@ import pytest
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.base import engine_of
 from toolkit.engines.losses import loss_sum
-from toolkit.engines.optimizer_step import masks_as_given, to_device
+from toolkit.engines.optimizer_step import masks_known_from, to_device
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
 from toolkit.engines.states import optimizer_shards, set_steps
@@ -142,14 +142,15 @@ def test_numbers_that_are_read_late_are_the_same(run: dict[str, Any], restore: C
     assert counters.steps == before.steps + 1
 
 
-ARRANGED = {"position_ids": list(range(16))}
+CAUSAL = ({}, {"position_ids": list(range(16))}, {"attention_mask": [1] * 16})
+"""Batches that need no mask."""
 
 
 @pytest.mark.parametrize(
-    "words", [{}, ARRANGED, {"attention_mask": [1] * 8 + [0] * 8}, {"position_ids": [*range(10), *range(6)]}]
+    "words", [*CAUSAL, {"attention_mask": [1] * 8 + [0] * 8}, {"position_ids": [*range(10), *range(6)]}]
 )
 def test_a_step_waits_for_no_value_on_the_device(run: dict[str, Any], words: dict[str, Any]) -> None:
-    """On CUDA each of these operations would hold the host up. The batch's own tensors lie on the host."""
+    """On CUDA each of these operations would hold the host up, but for one on the host's own mask."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,14 +160,21 @@ def test_a_step_waits_for_no_value_on_the_device(run: dict[str, Any], words: dic
             return operator(*args, **(kwargs or {}))
 
     waits: list[str] = []
+    masks: list[Any] = []
     ours, found_inf = run["ours"], torch.zeros(())
     one = batch() | {name: torch.tensor([values]) for name, values in words.items()}
-    inputs = to_device(one, torch.device("cpu"))
-    assert set(inputs) == {"input_ids", "labels", *words} - ({"position_ids"} if words == ARRANGED else set())
-    with Watch(), masks_as_given():
-        loss_sum(ours.model, inputs, "causal").backward()
+    attention = ours.model.model.layers[0].self_attn
+    handle = attention.register_forward_pre_hook(
+        lambda _, __, named: masks.append(named["attention_mask"]), with_kwargs=True
+    )
+    with masks_known_from(one), Watch():
+        loss_sum(ours.model, to_device(one, torch.device("cpu")), "causal").backward()
         engine_of(ours.job.strategy).step(ours, found_inf)
-    assert not {name for name in waits if "_local_scalar_dense" in name or "nonzero" in name}
+    handle.remove()
+    assert len([name for name in waits if "_local_scalar_dense" in name or "nonzero" in name]) == (
+        "attention_mask" in words
+    )
+    assert (masks[0] is None) == (words in CAUSAL)
     assert not found_inf
 
 

@@ -24,7 +24,7 @@ from toolkit.engines.optimizer_step import (
     backward_weighted,
     clip_and_step,
     clip_norm,
-    masks_as_given,
+    masks_known_from,
     read_counters,
     steps_on_device,
     to_device,
@@ -222,7 +222,7 @@ class Engine:
     def _loss_sum(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Copy a batch to the device and run the forward."""
         kind = loss_kind(prepared.job, prepared.model)
-        with masks_as_given():
+        with masks_known_from(batch):
             return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
 
     def logits(self, prepared: Prepared, batch: Batch) -> torch.Tensor:

@@ -17,42 +17,36 @@ if TYPE_CHECKING:
 
 
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy a batch to the device, without waiting.
-
-    A mask without padding and the positions of one document a row are left out: a model has the same defaults.
-    """
-    import torch
-
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    unneeded = set()
-    if mask is not None and bool(mask.all()):
-        unneeded.add("attention_mask")
-    if mask is None and positions is not None and bool((positions == torch.arange(positions.shape[-1])).all()):
-        unneeded.add("position_ids")
+    """Copy a batch to the device, without waiting. A mask without padding is left out: it is a model's default."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()  # the host waits for a copy from pageable memory
         return tensor.to(device, non_blocking=True)
 
-    return {name: copied(tensor) for name, tensor in batch.items() if name not in unneeded}
+    no_padding = "attention_mask" in batch and bool(batch["attention_mask"].all())
+    return {name: copied(tensor) for name, tensor in batch.items() if not (no_padding and name == "attention_mask")}
 
 
 @contextlib.contextmanager
-def masks_as_given() -> Iterator[None]:
-    """Let transformers take masks and positions as `to_device` leaves them.
+def masks_known_from(batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Tell transformers what a batch on the host shows: whether rows hold several documents, or padding.
 
-    It would read their values in every micro-batch, and so wait for the device, to see whether they say anything
-    (transformers/masking_utils.py `_ignore_causal_mask_sdpa`, `find_packed_sequence_indices`).
+    It would read that on the device in every micro-batch, and so wait for it (transformers/masking_utils.py
+    `_ignore_causal_mask_sdpa`, `find_packed_sequence_indices`). While it traces, it takes masks as they are.
     """
     from transformers import masking_utils
 
-    upstream = masking_utils.is_tracing
+    positions = batch.get("position_ids")
+    packed = positions is not None and bool((positions.diff(dim=-1) != 1).any())
+    upstream = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
     masking_utils.is_tracing = lambda tensor=None: True
+    if not packed:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.is_tracing = upstream
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = upstream
 
 
 def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
