@@ -71,7 +71,10 @@ class Moments(DDP):
             Transfer(size, 1, "nothing", "ring", "updated parameters, broadcast"),
         ]
 
-    def step(self, prepared: Prepared) -> StepResult:
+    def steps_on_device(self, prepared: Prepared) -> bool:
+        return False
+
+    def step(self, prepared: Prepared, found_inf: Any = None) -> StepResult:
         import torch.distributed as dist
 
         owners, rank = owner_of(prepared.job), prepared.accelerator.process_index

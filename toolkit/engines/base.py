@@ -20,7 +20,9 @@ from toolkit.engines.optimizer_step import (
     backward_weighted,
     clip_and_step,
     clip_norm,
+    masks_known_from,
     read_counters,
+    steps_on_device,
     to_device,
     write_counters,
 )
@@ -222,7 +224,8 @@ class Engine:
     def _loss_sum(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Copy a batch to the device and run the forward."""
         kind = loss_kind(prepared.job, prepared.model)
-        return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
+        with masks_known_from(batch):
+            return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
 
     def logits(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Return the logits [b, s, vocabulary] of a batch on every rank, without gradients."""
@@ -241,9 +244,19 @@ class Engine:
         """Clip the gradients in place and return their global L2 norm over all ranks; `limit` may be infinite."""
         return clip_norm(parameters, limit)
 
-    def step(self, prepared: Prepared) -> StepResult:
-        """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight."""
-        return clip_and_step(prepared)
+    def steps_on_device(self, prepared: Prepared) -> bool:
+        """Return whether `step` takes `found_inf`, so that the host need not wait for the gradients."""
+        return steps_on_device(prepared)
+
+    def step(self, prepared: Prepared, found_inf: torch.Tensor | None = None) -> StepResult:
+        """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
+
+        Args:
+            prepared: model and optimizer.
+            found_inf: where `steps_on_device`, a number on the device. At 1 the step changes nothing, and a norm that is not
+                finite sets it to 1. The host does not wait.
+        """
+        return clip_and_step(prepared, found_inf)
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
         """Yield every parameter, buffer, master and moment of this rank; `create` makes moments that do not exist yet."""

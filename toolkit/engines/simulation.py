@@ -102,14 +102,14 @@ class Simulation:
         self.ledger.enter("step")
 
     def optimizer_step(self, sizes: Iterable[int]) -> None:
-        """Enter the temporaries of an optimizer's step over tensors of these elements, each in the dtype that is trained."""
+        """Enter the temporaries of a step by torch's optimizer over tensors of these elements, in the dtype that is trained.
+
+        Fused kernels need none. Under torch's GradScaler, which no CPU has, the recipe's optimizer is not fused.
+        """
         job = self.job
-        if job.strategy.offload != "none" and not self.ledger.shared:
-            return  # on the host: in place under DeepSpeed, under FSDP with torch's AdamW over one shard at a time
-        row, elements = job.optimizer, list(sizes)
-        on_cpu = job.device.kind == "cpu"
-        work = row.cpu_temporaries * max(elements, default=0) if on_cpu else row.cuda_temporaries * sum(elements)
-        self.ledger.touch("workspace", work * BYTES_OF[job.weight_dtype])
+        if job.precision.scaled and job.strategy.offload == "none":
+            work = job.optimizer.unfused_temporaries * sum(sizes) * BYTES_OF[job.weight_dtype]
+            self.ledger.touch("workspace", work)
 
 
 def blas_workspaces(job: Job) -> int:

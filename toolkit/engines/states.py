@@ -240,9 +240,10 @@ def optimizer_shards(
 
     kinds = [state.name for state in job.optimizer.states]
     if create and not optimizer.state.get(owner):
-        plain = type(optimizer).__name__ == "DeepSpeedCPUAdam"
         zeros = {kind: torch.zeros_like(owner, memory_format=torch.preserve_format) for kind in kinds}
-        optimizer.state[owner] = {"step": 0 if plain else torch.tensor(0.0), **zeros}
+        plain, fused = type(optimizer).__name__ == "DeepSpeedCPUAdam", optimizer.param_groups[0].get("fused")
+        step = 0 if plain else torch.zeros((), device=owner.device if fused else "cpu")
+        optimizer.state[owner] = {"step": step, **zeros}
     state = optimizer.state.get(owner, {})
     for kind in kinds:
         if kind in state:

@@ -226,13 +226,11 @@ class _Buckets:
         """Join the partition's gradients in fp32, and step them as one tensor."""
         self._release()
         if self._offload:
-            self._simulation.optimizer_step([self._shard])
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
         flat = self._shard * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
         self._ledger.hold("gradients", -self._partition)
-        self._simulation.optimizer_step([self._shard])
         self._ledger.hold("gradients", -flat)
 
 

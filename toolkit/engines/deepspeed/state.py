@@ -56,7 +56,11 @@ class ZeroState(Engine):
             engine.set_gradient_accumulation_boundary(is_boundary=last)
             engine.backward(loss * prepared.job.train_config.accumulation)
 
-    def step(self, prepared: Prepared) -> StepResult:
+    def steps_on_device(self, prepared: Prepared) -> bool:
+        """Return false: DeepSpeed's step reads the norm on the host."""
+        return False
+
+    def step(self, prepared: Prepared, found_inf: torch.Tensor | None = None) -> StepResult:
         """Let DeepSpeed clip and step. If the norm is not finite, it keeps its weights and returns inf or -1."""
         engine = prepared.model
         with phase("step"):

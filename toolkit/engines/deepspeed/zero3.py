@@ -280,11 +280,5 @@ class Fetches:
 
     def step(self) -> None:
         """Join a sub-group's masters in one tensor, its gradients in another (`_prepare_fp32_grad_for_sub_group`)."""
-        if self._offload:
-            self._simulation.optimizer_step([self._shard])
-            return
-        elements = min(self._shard, SUB_GROUP)
-        flat = elements * BYTES_OF[self._job.weight_dtype]
-        self._ledger.hold("gradients", flat)
-        self._simulation.optimizer_step([elements])
-        self._ledger.hold("gradients", -flat)
+        if not self._offload:
+            self._ledger.touch("gradients", min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype])
