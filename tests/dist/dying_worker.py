@@ -11,7 +11,8 @@ from pathlib import Path
 from toolkit.core import atomic_io
 from toolkit.core.errors import ToolkitError
 from toolkit.core.phases import phase
-from toolkit.core.process_lifecycle import die_with_parent, tee_output
+from toolkit.core.process_lifecycle import die_with_parent
+from toolkit.core.rank_output import tee_output
 from toolkit.launcher import RestartPolicy, Stopped, supervise_with_restarts
 from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.heartbeat import Beat
@@ -24,7 +25,7 @@ def main(path: Path) -> None:
     """One attempt, which leaves the files that the recipe would."""
     die_with_parent()
     run, rank = folder.enter(path, resume="--resume" in sys.argv), int(os.environ.get("RANK", "0"))
-    tee_output(run.log(rank), rank=rank, supervised=True)
+    tee_output(run.log(rank), rank=rank, supervised=True, token=run.token)
     if "loads" in sys.argv:
         with Beat(run.beat(0), 0):
             time.sleep(120)

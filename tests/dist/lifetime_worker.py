@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.core import process_lifecycle
+from toolkit.core import process_lifecycle, rank_output
 from toolkit.run_folder import folder, run_lock
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         note(path.with_name(f"outlived-{rank}"), "")
         time.sleep(120)
     run = folder.enter(path)
-    process_lifecycle.tee_output(run.log(rank), rank=rank, supervised=run_lock.supervised())
+    rank_output.tee_output(run.log(rank), rank=rank, supervised=run_lock.supervised(), token=run.token)
     try:
         work(task, path, rank)
     except Exception as error:

@@ -85,6 +85,12 @@ def gone(processes: list[psutil.Process]) -> None:
     until(lambda: not living(processes), GONE_SECONDS, f"the end of {processes}")
 
 
+def redacting(*parents: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes below these that write their output."""
+    family = (child for parent in parents for child in psutil.Process(parent.pid).children(recursive=True))
+    return [process for process in family if any(word.endswith("redaction.py") for word in process.cmdline())]
+
+
 def environment() -> dict[str, str]:
     """For processes that import the worker."""
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
@@ -141,13 +147,14 @@ def test_ranks_end_with_a_supervisor_that_is_killed(runs: dict[str, Started]) ->
     run = runs["sleep 2"]
     ranks = run.pids("rank-0", "rank-1")
     all_of_it = [*ranks, *run.pids("child-0", "child-1"), run.launcher()]
-    assert len(living(all_of_it)) == 5
+    [redaction] = redacting(run.process)  # one, for both ranks and their launcher
+    assert len(living([*all_of_it, redaction])) == 6
     with pytest.raises(RunError) as refused:
         folder.enter(run.path, wait=0.1)
     for pid, role in ((run.process.pid, "supervisor"), (ranks[0].pid, "rank 0"), (ranks[1].pid, "rank 1")):
         assert f"process {pid} ({role}, on " in str(refused.value)
     os.kill(run.process.pid, signal.SIGKILL)
-    gone(all_of_it)
+    gone([*all_of_it, redaction])
     folder.enter(run.path, wait=0.5).leave()
 
 
@@ -296,8 +303,8 @@ def test_a_system_without_prctl_and_a_child_of_another_thread(system: str) -> No
 PRINT = """
 import os, sys
 from pathlib import Path
-from toolkit.core import process_lifecycle as lifetime
-lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
+from toolkit.core.rank_output import tee_output
+tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised", token=sys.argv[1])
 print("said", flush=True)
 print("warned", file=sys.stderr)
 os.system("echo a child said")
@@ -332,6 +339,50 @@ def test_what_a_rank_prints_is_kept_and_shown(
         assert "Fatal Python error: Aborted" in kept
     else:
         assert (done.returncode, len(kept)) == (0, 3)
+
+
+SHARE = """
+import sys
+from pathlib import Path
+from toolkit.core.rank_output import tee_output
+tee_output(Path(sys.argv[1]), rank=1, supervised=True, token=sys.argv[2])
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> None:
+    """It outlives the rank that started it, keeps their streams apart, and ends with the last of them."""
+    logs = [tmp_path / f"{rank}.log" for rank in range(4)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARE, str(log), str(tmp_path)], env=environment(), stdin=subprocess.PIPE, text=True
+        )
+        for log in logs
+    ]
+
+    def say(words: str) -> None:
+        for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
+            if rank.poll() is None:
+                assert rank.stdin is not None
+                rank.stdin.write(f"{words} of {number}\n")
+                rank.stdin.flush()
+                until(
+                    lambda log=log, line=f"{words} of {number}\n": log.exists() and line in log.read_text(), 60, words
+                )  # type: ignore[misc]
+
+    say("first words")
+    [redaction] = redacting(*ranks)
+    starter = next(rank for rank in ranks if rank.pid == redaction.ppid())
+    starter.kill()
+    starter.wait()
+    say("last words")
+    for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
+        rank.kill()
+        rank.communicate()
+        words = ["first", "last"] if rank is not starter else ["first"]
+        assert log.read_text().splitlines() == [f"{word} words of {number}" for word in words]
+    gone([redaction])
 
 
 def test_ranks_are_at_most_the_devices() -> None:

@@ -322,16 +322,26 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
         (tmp_path / name / "README.md").write_text("# Words")
     (tmp_path / "counting").mkdir()
     (tmp_path / "counting" / "sitecustomize.py").write_text(COUNTING.format(log=str(tmp_path / "opened")))
-    command = ["train", "--steps", "2", "--seq-len", "32", "--model", str(tmp_path / "llama"), "--no-memory-window"]
-    command += ["--data", str(tmp_path / "text"), "--eval-data", str(tmp_path / "held"), "--no-save"]
+    run, steps = tmp_path / "run", 4  # the heartbeat is a second old: the first evaluation may be over
+    command = ["train", "--steps", str(steps), "--seq-len", "32", "--model", str(tmp_path / "llama")]
+    command += [
+        "--no-memory-window",
+        "--data",
+        str(tmp_path / "text"),
+        "--eval-data",
+        str(tmp_path / "held"),
+        "--no-save",
+    ]
     command += ["--eval-every", "1", "--processes", "1"]
-    run = tmp_path / "run"
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'counting'}", "CUDA_VISIBLE_DEVICES": ""}
 
     def toolkit(*words: str) -> subprocess.Popen[str]:
         called = [sys.executable, "-m", "toolkit.cli", *words]
         kinds = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(called, cwd=tmp_path, env=environ, **kinds)  # type: ignore[call-overload,no-any-return]
+
+    def evaluations() -> list[tuple[int, bool]]:
+        return [(event["step"], "eval_loss" in event) for event in read_events(run / "events.jsonl")]
 
     first = toolkit(*command, "--run-dir", str(run))
     deadline = time.monotonic() + 150
@@ -342,9 +352,10 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=150)
     assert first.returncode == 143, err
-    assert "step 1: evaluation left out because the run stops\n" in out
-    assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples"]
-    assert list_checkpoints(run / "checkpoints")[0].name == "step-00000001"
+    [cut] = map(int, re.findall(r"step (\d): evaluation left out because the run stops\n", out))
+    lines = [(step, evaluated) for step in range(1, steps + 1) for evaluated in (False, True)]
+    assert evaluations() == lines[: 2 * cut - 1]
+    assert list_checkpoints(run / "checkpoints")[0].name == f"step-{cut:08d}"
     for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
         assert f"\n{name}; left out: README.md\n" in out
     assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
@@ -354,9 +365,8 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     _, err = again.communicate(timeout=200)
     assert again.returncode == 0, err
     assert len((tmp_path / "opened").read_text().split()) == 2, "unchanged data are read again"
-    events = read_events(run / "events.jsonl")
-    assert [(event["step"], "eval_loss" in event) for event in events] == [(1, False), (1, True), (2, False), (2, True)]
-    assert all(0 < event["eval_loss"] < 10 for event in events[1::2])
+    assert evaluations() == lines
+    assert all(0 < event["eval_loss"] < 10 for event in read_events(run / "events.jsonl")[1::2])
 
 
 def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core import atomic_io, redaction
+from toolkit.core import atomic_io
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
@@ -144,8 +144,8 @@ def test_secrets_are_in_no_file_message_or_result(
 SPEAK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from toolkit.core import process_lifecycle as lifetime
-lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
+from toolkit.core.rank_output import tee_output
+tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised", token=sys.argv[1])
 print("out", os.environ["HF_TOKEN"])
 print("err", os.environ["HF_TOKEN"], file=sys.stderr)
 subprocess.run(["sh", "-c", "echo child $HF_TOKEN"])
@@ -176,10 +176,17 @@ def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Pa
     assert shown == (out if how == "bare" else kept)
 
 
+COPY = """
+import os, sys
+from toolkit.core.redaction import copy
+copy(0, [1, *(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in sys.argv[1:])])
+"""
+
+
 def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """What cannot be written in one place is written in the other."""
     log = tmp_path / "log"
-    command = [sys.executable, "-I", "-S", redaction.__file__]
+    command = [sys.executable, "-c", COPY]
     with subprocess.Popen([*command, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as passing:
         assert passing.stdin is not None
         assert passing.stdout is not None
@@ -195,8 +202,15 @@ def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
 
 def test_a_line_without_end_passes_whole() -> None:
     text = b"x" * 3_000_000 + SECRET.encode() + b" y" * 1000
-    command = [sys.executable, "-I", "-S", redaction.__file__]
-    done = subprocess.run(command, input=text, env={"A_TOKEN": SECRET}, capture_output=True, check=True, timeout=60)
+    command = [sys.executable, "-c", COPY]
+    done = subprocess.run(
+        command,
+        input=text,
+        env={"A_TOKEN": SECRET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout == text.replace(SECRET.encode(), b"[redacted]")
 
 

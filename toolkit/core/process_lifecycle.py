@@ -1,21 +1,15 @@
-"""Ranks die with their launcher, and what they print is kept. Standard library only, for before any heavy import."""
+"""Ranks die with their launcher, and stop on a signal. Standard library only, for before any heavy import."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
-import io
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from toolkit.core import redaction
 
 LAUNCHER = "TOOLKIT_LAUNCHER"
 """The environment variable in which our launcher leaves its process id for its ranks."""
@@ -61,32 +55,6 @@ def leave_safe_path() -> None:
     """Remove `SAFE_PATH` from the environment: the user's child processes import as usual."""
     if os.environ.get("PYTHONSAFEPATH") == _OURS:
         del os.environ["PYTHONSAFEPATH"]
-
-
-def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
-    """Copy everything that this process prints into `log`, from libraries and crashes, too.
-
-    Under a supervisor rank 0 is shown too, both streams on standard output, and the other ranks are not; without one
-    (a bare `accelerate launch`) everybody prints as before. Secrets are redacted on the way, by a process of its own, so
-    that the last words of a killed rank are kept.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    if os.isatty(1):  # a progress bar asks the terminal for its width, and will find a pipe
-        os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
-    _flush()
-    if supervised and rank != 0:
-        log_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log_file, 1)
-        os.close(log_file)
-        redact_streams(1, 2)
-    elif supervised:
-        redact_streams(1, 2, log=log)
-    else:
-        redact_streams(1, log=log)
-        redact_streams(2, log=log)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.enable()
 
 
 def _watch(parent: int) -> None:
@@ -192,33 +160,6 @@ class StopSignal:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def redact_streams(*streams: int, log: Path | None = None) -> None:
-    """Send file descriptors through `redacting`, on to where the first of them went (and to `log`), until this process ends."""
-    before = [os.dup(stream) for stream in streams]
-    command = [sys.executable, "-I", "-S", redaction.__file__, *([str(log)] if log else [])]
-    # Its own session: a signal to a rank's group must not stop the process that writes its last output.
-    passing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
-    assert passing.stdin is not None
-    for stream in streams:
-        os.dup2(passing.stdin.fileno(), stream)
-    passing.stdin.close()
-
-    def restore() -> None:
-        _flush()
-        for stream, target in zip(streams, before, strict=True):
-            os.dup2(target, stream)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a child may hold the pipe open
-            passing.wait(1)
-
-    atexit.register(restore)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 def _end(why: str) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from toolkit.core import redaction
 from toolkit.core.errors import RunError
 from toolkit.run_folder.run_lock import TOKEN
 
@@ -51,6 +52,11 @@ def run_processes(token: str) -> list[psutil.Process]:
     import psutil
 
     return [process for process in psutil.process_iter() if _carries_token(process, token)]
+
+
+def is_redaction(process: psutil.Process) -> bool:
+    """Return whether this is the process that writes the ranks' output: it ends behind them."""
+    return redaction.__file__ in process.cmdline()
 
 
 def send(token: str, pids: Iterable[int], number: int) -> None:

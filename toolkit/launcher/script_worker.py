@@ -6,7 +6,7 @@ Started as `python -m toolkit.launcher.script_worker FOLDER KIND NAME SHA256 [AR
 from __future__ import annotations
 
 # First, so that a rank ends with its launcher even while it imports torch.
-from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path, tee_output
+from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path
 
 if __name__ == "__main__":
     die_with_parent()
@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.rank_output import tee_output
 from toolkit.engines import process_exit
 from toolkit.launcher.attempt_files import function_file
 from toolkit.launcher.targets import Target, load_function
@@ -31,7 +32,7 @@ def host(path: Path, target: Target) -> int:
     """Run the target as this rank; its exit code. What ends it otherwise is left for the supervisor."""
     rank = int(os.environ.get("RANK", "0"))
     with enter(path, resume=True) as folder:
-        tee_output(folder.log(rank), rank=rank, supervised=supervised())
+        tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
         os.environ[RUN_DIR] = str(path.absolute())  # the target may go elsewhere
         with folder.room_for_error(rank):
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from toolkit.core.errors import ToolkitError, value_or
 from toolkit.launcher.attempt_files import clear, ranks_here, start
 from toolkit.launcher.failures import AttemptInfo, RankHung, failure
 from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
-from toolkit.launcher.process_cleanup import kill_run, run_processes, send
+from toolkit.launcher.process_cleanup import is_redaction, kill_run, run_processes, send
 from toolkit.launcher.stop_signals import Stop, Stopped
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import TOKEN
@@ -163,6 +162,8 @@ class _Attempt:
 
     def _end_the_failed(self) -> None:
         """After a rank has failed, kill other ranks that do not end, and a launcher that waits for them."""
+        import psutil
+
         now = time.monotonic()
         if self._failed_at is None:
             silent = self.watch is not None and self.watch.lost()
@@ -172,8 +173,10 @@ class _Attempt:
             self.launcher.kill()
         elif now >= self._failed_at + FAILED_SECONDS and self._cut_at == float("inf"):
             self._cut_at = time.time()
-            ranks = [process.pid for process in run_processes(self.folder.token) if process.pid != self.launcher.pid]
-            send(self.folder.token, ranks, signal.SIGKILL)
+            for process in run_processes(self.folder.token):
+                with contextlib.suppress(psutil.Error):
+                    if process.pid != self.launcher.pid and not is_redaction(process):
+                        process.kill()
 
 
 def _last_step_seconds(folder: Folder) -> float:
