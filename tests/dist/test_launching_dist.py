@@ -16,7 +16,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.core.errors import RunError
-from toolkit.launcher.process_cleanup import run_processes
+from toolkit.launcher.run_processes import run_processes
 
 pytestmark = pytest.mark.dist
 

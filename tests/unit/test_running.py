@@ -24,7 +24,6 @@ from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
 from toolkit.launcher.api import without_launchers
-from toolkit.launcher.attempt_files import supervisor_file, supervisor_log
 from toolkit.launcher.progress import Progress
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
@@ -67,7 +66,7 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("theirs")
     run = runs.write(tmp_path / "run", [])
-    supervisor_log(run).symlink_to(victim)
+    run.supervisor_log.symlink_to(victim)
     with pytest.raises(RunError, match="is a link that leads out of the run's folder"):
         tk.resume(run.path)
     (tmp_path / "new").mkdir()
@@ -89,7 +88,7 @@ def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     begins = folder.run_paths(tmp_path / "begins")
     begins.logs.mkdir(parents=True)
     with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
-        atomic_io.write_json(supervisor_file(begins), told_of(process.pid))
+        atomic_io.write_json(begins.supervisor, told_of(process.pid))
         with pytest.raises(RunError, match="is in use by a run"):
             tk.launch(nothing, run_dir=begins.path)
         assert len(tk.runs(tmp_path)) == 1
@@ -103,7 +102,7 @@ def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> N
     assert run_lock.still(mine)
     assert not run_lock.still(mine | {"started": "1"})
     run = runs.write(tmp_path / "run", [])
-    atomic_io.write_json(supervisor_file(run), mine | {"started": "1"})
+    atomic_io.write_json(run.supervisor, mine | {"started": "1"})
     assert not tk.attach(run.path).alive
 
 
@@ -329,7 +328,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
     with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
-        atomic_io.write_json(supervisor_file(run), told_of(process.pid))
+        atomic_io.write_json(run.supervisor, told_of(process.pid))
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

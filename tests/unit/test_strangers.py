@@ -34,9 +34,9 @@ from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
 from toolkit.exporters.publication import atomic_dir
-from toolkit.launcher import Run, attempt_files
-from toolkit.launcher.attempt_files import supervises, supervisor_file
+from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import AttemptInfo, failure
+from toolkit.launcher.run_processes import supervises
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
 from toolkit.models import describe, local_weights
@@ -162,7 +162,7 @@ def test_looking_for_a_module_runs_none(here: Path, monkeypatch: pytest.MonkeyPa
 def test_no_file_names_a_group_or_every_process(pid: Any, here: Path) -> None:
     about = {"pid": pid, "started": run_lock.started(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
     run = runs.write(here / "run", [])
-    atomic_io.write_json(supervisor_file(run), about)
+    atomic_io.write_json(run.supervisor, about)
     (run.path / "lock").write_text(json.dumps({"token": "x"}) + "\n" + json.dumps(about) + "\n")
     assert run_lock.supervisor_of(run.path) is None
     assert not tk.attach(run.path).alive
@@ -173,7 +173,7 @@ def test_no_file_names_a_group_or_every_process(pid: Any, here: Path) -> None:
 def test_a_process_is_named_whole(lacks: str, here: Path, victim: subprocess.Popen[bytes]) -> None:
     run = runs.write(here / "run", [])
     about = {"pid": victim.pid, "started": run_lock.started(victim.pid), "host": socket.gethostname()}
-    atomic_io.write_json(supervisor_file(run), {name: value for name, value in about.items() if name != lacks})
+    atomic_io.write_json(run.supervisor, {name: value for name, value in about.items() if name != lacks})
     assert not tk.attach(run.path).alive
 
 
@@ -185,7 +185,7 @@ def test_a_process_that_looks_after_no_run_is_not_signalled(here: Path, victim: 
         "host": socket.gethostname(),
         "role": "supervisor",
     }
-    atomic_io.write_json(supervisor_file(run), about)
+    atomic_io.write_json(run.supervisor, about)
     assert not supervises(about, run.path)
     assert not tk.attach(run.path).alive
     hold = (
@@ -215,7 +215,7 @@ def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
         about = {"pid": other.pid, "started": run_lock.started(other.pid), "host": socket.gethostname()}
-        atomic_io.write_json(supervisor_file(run), about)
+        atomic_io.write_json(run.supervisor, about)
         assert not tk.attach(run.path).alive
         tk.attach(run.path).stop()
         other.communicate("")
@@ -226,7 +226,7 @@ def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
 def test_a_token_names_no_process(more: dict[str, Any], here: Path) -> None:
     run = runs.write(here / "run", [])
     about = {"started": "1", "host": socket.gethostname(), **more}
-    atomic_io.write_json(supervisor_file(run), about)
+    atomic_io.write_json(run.supervisor, about)
     (run.path / "lock").write_text(
         json.dumps({"token": "x"}) + "\n" + json.dumps({**about, "role": "supervisor"}) + "\n"
     )
@@ -505,7 +505,7 @@ def test_a_full_disk_is_one_sentence(full: Path) -> None:
     with pytest.raises(RunError, match=r"lock cannot be written: No space left on device.*Free some space"):
         folder.enter(full / "run")
     with pytest.raises(RunError, match=r"accelerate\.yaml cannot be written: No space left on device"):
-        attempt_files.clear(run, {"num_processes": 2})
+        supervisor._clear(run, {"num_processes": 2})
     with pytest.raises(RunError, match=r"events\.jsonl cannot be written: (the disk is full|No space left)"):
         run.append_event(runs.event(2, samples="a" * 10_000))
     with pytest.raises(RunError, match=r"events\.jsonl cannot be written: No space left"):

@@ -15,7 +15,7 @@ import pytest
 from toolkit.core.errors import ToolkitError
 from toolkit.launcher.failures import AttemptInfo, RankDied, RankHung, failure
 from toolkit.launcher.heartbeat_monitor import STILL_SECONDS, HeartbeatMonitor
-from toolkit.launcher.stop_signals import Stopped
+from toolkit.launcher.supervisor import Stopped
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, Heartbeat, read_beats
 from toolkit.training.oom import killed_for_memory

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 LAUNCHER = "TOOLKIT_LAUNCHER"
 """The environment variable in which our launcher leaves its process id for its ranks."""
@@ -138,21 +139,28 @@ def _in_fork() -> None:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a wish: noted, so that a step can end and a checkpoint be published, and obeyed then.
+    """SIGTERM and SIGINT as a request: recorded, so that a step can end and a checkpoint be published, and obeyed then.
 
-    Every further one is ignored meanwhile: launchers send one after a terminal has. Used as a context in the main thread.
+    A context for the main thread. Python allows no other thread to handle signals; there it does nothing.
     """
 
     number: int | None = None
     """The first signal that came."""
+    again = False
+    """Whether another one followed: launchers send one after a terminal has."""
     listening = False
 
     def _on_signal(self, number: int, _: object) -> None:
+        self.again = self.number is not None
         self.number = self.number or number
 
     def __enter__(self) -> StopSignal:
         """Start to listen."""
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {
+                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+            }
         self.listening = True
         return self
 

@@ -15,7 +15,7 @@ from toolkit.core.atomic_io import write_json
 from toolkit.core.errors import RunError
 from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent
 from toolkit.core.rank_output import redact_streams
-from toolkit.launcher.process_cleanup import is_redaction
+from toolkit.launcher.run_processes import is_redaction
 from toolkit.run_folder.run_lock import run_token
 
 
@@ -67,8 +67,8 @@ def _pass_on(number: int, _: object) -> None:
 
     ranks = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it may be ending
-            if not is_redaction(child):
+        if not is_redaction(child):
+            with contextlib.suppress(psutil.Error):  # it may be ending
                 child.send_signal(number)
                 ranks.append(child)
     if not ranks:

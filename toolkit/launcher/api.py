@@ -25,9 +25,9 @@ from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.job import resolve
 from toolkit.forecasting import Candidate
-from toolkit.launcher.attempt_files import function_file, live_supervisor, supervisor_file, supervisor_log
 from toolkit.launcher.restarts import RestartPolicy
 from toolkit.launcher.run_handle import Run
+from toolkit.launcher.run_processes import live_supervisor
 from toolkit.launcher.targets import RECIPE, Target, check_call, dump_function, named
 from toolkit.launcher.trust import check_target, target_of
 from toolkit.models import ModelSpec
@@ -163,7 +163,7 @@ def _rerun_flags(
         if isinstance(target, str):
             words = ["--target", shlex.join([target, *map(str, args)])]
         elif target is not None:
-            shipped = dump_function(target, args, kwargs, function_file(run_paths(folder)))
+            shipped = dump_function(target, args, kwargs, run_paths(folder).function)
             words = ["--sha256", shipped.sha256, "--target", shipped.name]
         else:
             check_target(run_paths(folder), was, trust_target)
@@ -276,14 +276,14 @@ def _check_target(target: str | Callable[..., object], args: Sequence[Any], kwar
 def _target(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Target:
     if isinstance(target, str):
         return named(target, [str(word) for word in args])
-    return dump_function(target, args, kwargs, function_file(run_paths(path)))
+    return dump_function(target, args, kwargs, run_paths(path).function)
 
 
 def _started(path: Path, command: Sequence[str], strategy: Strategy | None) -> Run:
     """Start the supervisor in its own session, which survives the kernel and interrupts of its group."""
     folder = run_paths(path)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    with open(supervisor_log(folder), "wb") as log:
+    with open(folder.supervisor_log, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "toolkit.cli", *command],
             env={**without_launchers(os.environ), **SAFE_PATH},
@@ -293,5 +293,5 @@ def _started(path: Path, command: Sequence[str], strategy: Strategy | None) -> R
             start_new_session=True,
         )
     about = {"pid": process.pid, "started": started(process.pid), "host": socket.gethostname()}
-    write_json(supervisor_file(folder), about)
+    write_json(folder.supervisor, about)
     return Run(path, strategy, process)

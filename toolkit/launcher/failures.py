@@ -13,7 +13,6 @@ from typing import Any
 from toolkit.core import errors
 from toolkit.core.atomic_io import last_step, open_regular, read_json
 from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
-from toolkit.launcher.attempt_files import failures_of, launcher_log
 from toolkit.run_folder.folder import Folder, first_error
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.training.oom import aborted_for_memory, killed_for_memory
@@ -82,7 +81,7 @@ def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
                 at=min(float(record["time"]) for record in raised.values()) if raised else 0,
             )
     if rank is None:
-        lines = last_lines(launcher_log(folder))
+        lines = last_lines(folder.launcher_log)
         return RankDied(f"accelerate launch {_exit_text(code)}, and no rank had failed. {lines}")
     for number in (signal.SIGTERM, signal.SIGINT):
         if error is None and how == _exit_text(128 + number):
@@ -94,7 +93,7 @@ def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
 
 def _read_exits(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
     """Return how ranks ended by the launcher's record, before the supervisor killed the others."""
-    noted = read_json(failures_of(folder))
+    noted = read_json(folder.exits)
     ended = [
         {"rank": int(entry["rank"]), "exitcode": int(entry["exitcode"]), "time": float(entry["time"])}
         for entry in noted
@@ -186,7 +185,7 @@ def _exit_text(code: int) -> str:
 def end_of_log(folder: Folder, rank: int) -> str:
     """Return the last lines of a rank's log, or the launcher's if the rank had none yet."""
     log = folder.log(rank)
-    return last_lines(log if log.exists() else launcher_log(folder))
+    return last_lines(log if log.exists() else folder.launcher_log)
 
 
 def _log_end(log: Path) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 from toolkit.launcher.failures import RankHung, end_of_log, hung_error
-from toolkit.launcher.process_cleanup import lives
+from toolkit.launcher.run_processes import lives
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
-from toolkit.run_folder.run_lock import process_lives
 
 BEGIN_SECONDS = 300.0
 """Time limit for a rank's first heartbeat: a busy machine takes over a minute to start the interpreter and the launcher."""
@@ -59,7 +58,9 @@ class HeartbeatMonitor:
 
     def lost(self) -> bool:
         """Return whether a rank is gone that had not finished."""
-        return any(beat.phase != "ended" and not process_lives(beat.pid) for beat in self.beats.values())
+        import psutil
+
+        return any(beat.phase != "ended" and not psutil.pid_exists(beat.pid) for beat in self.beats.values())
 
     def behind(self) -> Heartbeat | None:
         """Return the rank with the least progress, if ranks of its stage differ."""

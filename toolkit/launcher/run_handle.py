@@ -20,8 +20,8 @@ from toolkit.core.atomic_io import open_regular, read_events, read_json
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
-from toolkit.launcher.attempt_files import live_supervisor, supervises, supervisor_file, supervisor_log
 from toolkit.launcher.progress import Progress, bar, held_bytes, read_progress, tail_of
+from toolkit.launcher.run_processes import live_supervisor, supervises
 from toolkit.launcher.views import page
 from toolkit.reports import Report, ended, memory_of, report
 from toolkit.run_folder.folder import run_paths
@@ -59,7 +59,7 @@ class Run(Result):
         self._supervisor_output: IO[bytes] | None = None
         with contextlib.suppress(OSError):
             # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-            self._supervisor_output = open_regular(supervisor_log(self._files))
+            self._supervisor_output = open_regular(self._files.supervisor_log)
             weakref.finalize(self, self._supervisor_output.close)
 
     @property
@@ -91,7 +91,7 @@ class Run(Result):
     def _is_new(self) -> bool:
         """Whether its steps so far are those of an earlier attempt."""
         with contextlib.suppress(OSError):
-            return self._files.events.stat().st_mtime < supervisor_file(self._files).stat().st_mtime
+            return self._files.events.stat().st_mtime < self._files.supervisor.stat().st_mtime
         return False
 
     @property
@@ -113,7 +113,7 @@ class Run(Result):
     def _is_last(self) -> bool:
         """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            ours, other = read_json(supervisor_file(self._files)), supervisor_of(self.folder) or {}
+            ours, other = read_json(self._files.supervisor), supervisor_of(self.folder) or {}
             later = float(other.get("started") or 0) > float(ours["started"] or 0)
             return self._process is not None and bool(ours["pid"] == self._process.pid) and not later
         return True  # a new run that never began was removed with its folder

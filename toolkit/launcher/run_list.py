@@ -11,7 +11,6 @@ from typing import Any
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
-from toolkit.launcher.attempt_files import supervisor_file
 from toolkit.launcher.progress import Progress
 from toolkit.launcher.run_handle import Run
 from toolkit.run_folder.folder import RUNS, run_paths
@@ -70,7 +69,7 @@ def attach(path: str | Path) -> Run:
     folder = expand_user(path)
     if not folder.exists() and (Path(RUNS) / folder).exists():
         folder = Path(RUNS) / folder  # as `runs()` names it
-    if not held_by_others(folder) and not supervisor_file(run_paths(folder)).exists():
+    if not held_by_others(folder) and not run_paths(folder).supervisor.exists():
         read_run_json(folder)
     return Run(folder)
 

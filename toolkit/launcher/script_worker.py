@@ -21,7 +21,6 @@ from pathlib import Path
 from toolkit.core.errors import ToolkitError
 from toolkit.core.rank_output import tee_output
 from toolkit.engines import process_exit
-from toolkit.launcher.attempt_files import function_file
 from toolkit.launcher.targets import Target, load_function
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.run_lock import supervised
@@ -55,7 +54,7 @@ def host(path: Path, target: Target) -> int:
 
 def _run(folder: Folder, target: Target) -> None:
     if target.kind == "function":
-        function, args, kwargs = load_function(function_file(folder), target.sha256)
+        function, args, kwargs = load_function(folder.function, target.sha256)
         function(*args, **kwargs)
     elif target.kind == "script":
         sys.argv = [target.name, *target.arguments]

@@ -17,7 +17,6 @@ from toolkit.core.atomic_io import check_fields, read_json
 from toolkit.core.cache import keep, state_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.redaction import MARK
-from toolkit.launcher.attempt_files import function_file
 from toolkit.launcher.targets import KINDS, Target
 from toolkit.run_folder.folder import Folder
 
@@ -128,7 +127,7 @@ def _file(folder: Folder, target: Target) -> Path:
         RunError: for a module that Python does not find.
     """
     if target.kind == "function":
-        return function_file(folder)
+        return folder.function
     return Path(target.name) if target.kind == "script" else _module_file(target.name)
 
 

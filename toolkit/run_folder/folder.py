@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -22,9 +23,6 @@ from toolkit.run_folder.run_lock import hold, is_lock, run_token
 RUNS = "runs"
 """The default folder of runs."""
 
-BEGUN = {"lock", "logs", "accelerate.yaml"}
-"""Files in a folder before its run has begun."""
-
 LOGS = re.compile(
     r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(supervisor|failures|end)\.json|function\.pkl"
 )
@@ -39,6 +37,16 @@ SPARE = 8192
 """Bytes that each rank keeps free for the words in which it ends."""
 
 
+class Inside:
+    """A path inside a run's folder, as an attribute of `Folder`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Folder, _: type[Folder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True, kw_only=True)
 class Folder:
     """A run's folder, held by this process until `leave()` or its end. Made by `enter`."""
@@ -51,50 +59,36 @@ class Folder:
     lock: int
     """Open file descriptor of the lock."""
 
-    @property
-    def run_json(self) -> Path:
-        """Strategy, loop, forecast, versions, hardware, seed, data fingerprint."""
-        return self.path / "run.json"
-
-    @property
-    def events(self) -> Path:
-        """A line a step."""
-        return self.path / "events.jsonl"
-
-    @property
-    def memory(self) -> Path:
-        """Measured peaks, rank by phase."""
-        return self.path / "memory.json"
-
-    @property
-    def config(self) -> Path:
-        """The Accelerate config file that the run was launched with."""
-        return self.path / "accelerate.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder a checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def published(self) -> Path:
-        """A line for each published checkpoint: its step, bytes, and cost."""
-        return self.path / "checkpoints.jsonl"
-
-    @property
-    def export(self) -> Path:
-        """The trained model."""
-        return self.path / "export"
-
-    @property
-    def report(self) -> Path:
-        """The run as a page."""
-        return self.path / "report.html"
-
-    @property
-    def logs(self) -> Path:
-        """The logs of the processes."""
-        return self.path / "logs"
+    run_json = Inside("run.json")
+    """Strategy, loop, forecast, versions, hardware, seed, data fingerprint."""
+    events = Inside("events.jsonl")
+    """A line a step."""
+    memory = Inside("memory.json")
+    """Measured peaks, rank by phase."""
+    config = Inside("accelerate.yaml")
+    """The Accelerate config file that the run was launched with."""
+    checkpoints = Inside("checkpoints")
+    """One folder a checkpoint."""
+    published = Inside("checkpoints.jsonl")
+    """A line for each published checkpoint: its step, bytes, and cost."""
+    export = Inside("export")
+    """The trained model."""
+    report = Inside("report.html")
+    """The run as a page."""
+    logs = Inside("logs")
+    """The logs of the processes."""
+    launcher_log = Inside("logs/launcher.log")
+    """What `accelerate launch` prints."""
+    exits = Inside("logs/failures.json")
+    """The launcher's record of how ranks ended."""
+    supervisor_log = Inside("logs/supervisor.log")
+    """Of a supervisor in its own session: restarts, and how the run ended."""
+    supervisor = Inside("logs/supervisor.json")
+    """The supervisor's process: `pid`, `started` and `host`, as in the lock."""
+    function = Inside("logs/function.pkl")
+    """A shipped function."""
+    end = Inside("logs/end.json")
+    """How the last attempt ended, by its supervisor; missing where it finished."""
 
     def log(self, rank: int) -> Path:
         """Return the log of a rank."""
@@ -107,11 +101,6 @@ class Folder:
     def error(self, rank: int) -> Path:
         """Return the file with the exception that ended a rank."""
         return self.logs / f"rank-{rank}.error.json"
-
-    @property
-    def end(self) -> Path:
-        """How the last attempt ended, as its supervisor said it; nothing where it finished."""
-        return self.logs / "end.json"
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to `events.jsonl`."""
@@ -174,9 +163,7 @@ class Folder:
         os.close(self.lock)
 
     def discard(self, *, shared: bool = False) -> None:
-        """Remove a new run that has nothing to show: made here, and nothing in it but what every run begins with.
-
-        Only files that a run writes are removed: a file of the user's own stays, and its folder with it.
+        """Remove a new run that has nothing to show, unless its folder holds a file of the user's.
 
         Args:
             shared: another rank of the run may have made the folder, and may be removing it at the same time.
@@ -184,20 +171,10 @@ class Folder:
         if not shared and not self.created:
             return
         with contextlib.suppress(FileNotFoundError):
-            if not _foreign(self.path) and {entry.name for entry in self.path.iterdir()} <= {*BEGUN, "run.json"}:
-                for file in (
-                    *self.logs.glob("*"),
-                    *self.logs.glob(".*"),
-                    self.config,
-                    self.run_json,
-                    self.path / "lock",
-                ):
-                    file.unlink(missing_ok=True)
-                for folder in (self.logs, self.path):
-                    with contextlib.suppress(OSError):  # not there, or not empty any more
-                        folder.rmdir()
+            if not _foreign(self.path):
+                shutil.rmtree(self.path, ignore_errors=shared)
         with contextlib.suppress(OSError):  # where it was the only run
-            if self.path.parent == Path("runs"):
+            if self.path.parent == Path(RUNS):
                 self.path.parent.rmdir()
 
     def __enter__(self) -> Folder:
@@ -212,8 +189,8 @@ class Folder:
 def enter(path: str | Path, *, resume: bool = False, token: str | None = None, wait: float = 10.0) -> Folder:
     """Create a new run's folder, or continue in an old one, and lock it against other runs.
 
-    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. It needs `flock`:
-    Linux and macOS have it on local disks, Linux on NFS, too.
+    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. It needs `flock`,
+    which Linux has on local disks and on NFS.
 
     Args:
         path: the folder; parents are created.
@@ -228,28 +205,25 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
     path, token = expand_user(path), token or run_token()
     if resume and not (path / "run.json").is_file():
         raise no_run(path)
-    if not resume and not (path / "lock").exists():
-        _refuse_old(path)
-    refuse_links(path)
 
     def validate() -> None:
         if not resume:
             _refuse_old(path)
 
+    if not (path / "lock").exists():
+        validate()
+    refuse_links(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        raise RunError(
-            f"the run folder {path} cannot be made: {error.strerror}. Choose another folder with --run-dir."
-        ) from error
+        raise unmakeable(path, error.strerror) from error
     try:
         first = hold(path, lock, token, wait, validate=validate)
-    except OSError as error:
+    except BaseException as error:
         os.close(lock)
-        raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
-    except BaseException:
-        os.close(lock)
+        if isinstance(error, OSError):
+            raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
         raise
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
 
@@ -290,11 +264,15 @@ def check_place(path: str | Path) -> None:
     """
     path = expand_user(path)
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    why = "it is a file" if not existing.is_dir() else "" if os.access(existing, os.W_OK) else "it cannot be written"
-    if why:
-        raise RunError(
-            f"the run folder {path} cannot be made in {existing}: {why}. Choose another folder with --run-dir."
-        )
+    if not existing.is_dir():
+        raise unmakeable(path, f"{existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise unmakeable(path, f"{existing} cannot be written")
+
+
+def unmakeable(path: Path, why: str | None) -> RunError:
+    """Return the error for a run's folder that cannot be made."""
+    return RunError(f"the run folder {path} cannot be made: {why}. Choose another folder with --run-dir.")
 
 
 def new_path(root: str | Path, word: str) -> Path:
@@ -303,19 +281,18 @@ def new_path(root: str | Path, word: str) -> Path:
     Raises:
         RunError: where none can be made.
     """
-    stem = f"{time.strftime('%Y%m%d-%H%M')}-{word}"
-    for number in range(1, 10_000):
-        path = expand_user(root) / (stem if number == 1 else f"{stem}-{number}")
+    stem = expand_user(root) / f"{time.strftime('%Y%m%d-%H%M')}-{word}"
+    number = 0
+    while True:
+        number += 1
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError as error:
-            raise RunError(
-                f"the run folder {path} cannot be made: {error.strerror}. Choose one with --run-dir."
-            ) from error
+            raise unmakeable(path, error.strerror) from error
         return path
-    raise RunError(f"{root} holds {number} runs named {stem}: choose a folder with --run-dir.")
 
 
 def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
@@ -346,19 +323,16 @@ def _refuse_old(path: Path) -> None:
 
 def _foreign(path: Path) -> set[str]:
     """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone."""
-    drafts = {entry.name for entry in path.iterdir() if _DRAFT.fullmatch(entry.name)}  # of a process that was killed
-    names = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
-    lock, logs = path / "lock", path / "logs"
-    if lock.exists() and not is_lock(lock):
-        names.add("lock")
-    if (path / "accelerate.yaml").exists() and not lock.exists():
-        names.add("accelerate.yaml")  # a run of ours writes it behind its lock
-    if logs.exists() and not logs.is_dir():
-        names.add("logs")
+    ours, logs = {"run.json"}, path / "logs"
+    if is_lock(path / "lock"):
+        ours |= {"lock", "accelerate.yaml"}  # a run of ours writes it behind its lock
+    if logs.is_dir():
+        ours.add("logs")
+    names = {entry.name for entry in path.iterdir()} - ours
     for entry in logs.iterdir() if logs.is_dir() else ():
-        if entry.is_dir() or not (LOGS.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
+        if entry.is_dir() or not LOGS.fullmatch(entry.name):
             names.add(f"logs/{entry.name}")
-    return names
+    return {name for name in names if not _DRAFT.fullmatch(Path(name).name)}  # of a process that was killed
 
 
 def refuse_links(path: Path) -> None:

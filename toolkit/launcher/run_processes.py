@@ -1,16 +1,21 @@
-"""A run's processes, known by the token in their environment: no other is ever signalled."""
+"""A run's processes. Ranks are known by the token in their environment, supervisors by their folder; no other is signalled."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.core import redaction
+from toolkit.core.atomic_io import read_json
 from toolkit.core.errors import RunError
-from toolkit.run_folder.run_lock import TOKEN
+from toolkit.run_folder.folder import Folder
+from toolkit.run_folder.run_lock import TOKEN, check_process, is_lock, still
 
 if TYPE_CHECKING:
     import psutil
@@ -56,7 +61,11 @@ def run_processes(token: str) -> list[psutil.Process]:
 
 def is_redaction(process: psutil.Process) -> bool:
     """Return whether this is the process that writes the ranks' output: it ends behind them."""
-    return redaction.__file__ in process.cmdline()
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return redaction.__file__ in process.cmdline()
+    return False
 
 
 def send(token: str, pids: Iterable[int], number: int) -> None:
@@ -85,3 +94,35 @@ def lives(pid: int, token: str) -> bool:
     with contextlib.suppress(psutil.Error):
         return _carries_token(psutil.Process(pid), token)
     return False
+
+
+def live_supervisor(folder: Folder) -> dict[str, Any] | None:
+    """Return the process that was started last as the folder's supervisor, if it lives."""
+    try:
+        record: dict[str, Any] = read_json(folder.supervisor)
+        check_process(record)
+    except (OSError, ValueError):
+        return None
+    return record if supervises(record, folder.path) else None
+
+
+def supervises(record: Mapping[str, Any], path: Path) -> bool:
+    """Return whether a process in a file lives here and supervises this folder: the file may be crafted.
+
+    Its command line is ours and names the folder, or it has the folder's lock open.
+    """
+    import psutil
+
+    if record.get("host") != socket.gethostname() or not still(record):
+        return False
+    try:
+        process = psutil.Process(record["pid"])
+        words, here = process.cmdline(), process.cwd()
+        if "toolkit.cli" in words and any(
+            os.path.realpath(os.path.join(here, word)) == os.path.realpath(path) for word in words
+        ):
+            return True
+        lock = os.path.join(os.path.realpath(path), "lock")  # itself: a link may lead to a file that anybody has open
+        return is_lock(path / "lock") and any(file.path == lock for file in process.open_files())
+    except (psutil.Error, OSError, ValueError):
+        return False
