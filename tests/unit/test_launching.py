@@ -16,7 +16,7 @@ from toolkit.core.errors import RunError
 from toolkit.forecasting import prediction
 from toolkit.launcher import api, script_session
 from toolkit.launcher.progress import Tail, read_progress
-from toolkit.launcher.targets import dump_function, load_function, named
+from toolkit.launcher.targets import dump_function, load_function, named, write_function
 from toolkit.launcher.views import page
 from toolkit.training.setup import choose_ranks
 
@@ -65,7 +65,7 @@ def test_shell_and_python_have_one_default_of_processes(
         raise Launched
 
     monkeypatch.setattr(script_session, "supervise", refuse)
-    monkeypatch.setattr(api, "_started", refuse)
+    monkeypatch.setattr(api, "_start", refuse)
     flags = build_parser().parse_args(
         ["launch", "--sharding", *words.split(), "--run-dir", str(tmp_path / "a"), str(script)]
     )
@@ -95,12 +95,11 @@ def holder() -> Callable[[], object]:
     return function
 
 
-def test_what_cannot_be_shipped_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_shipped_is_named() -> None:
     with pytest.raises(RunError, match=r"its variable 'lock' is a lock .*Make it inside of the function"):
-        dump_function(holder(), (), {}, tmp_path / "function.pkl")
+        dump_function(holder(), (), {})
     with pytest.raises(RunError, match="its argument 2 is a lock"):
-        dump_function(print, (1, threading.Lock()), {}, tmp_path / "function.pkl")
-    assert not (tmp_path / "function.pkl").exists()
+        dump_function(print, (1, threading.Lock()), {})
 
 
 def test_a_shipped_function_comes_back_and_no_other(tmp_path: Path) -> None:
@@ -109,7 +108,8 @@ def test_a_shipped_function_comes_back_and_no_other(tmp_path: Path) -> None:
     def triple(number: int, *, more: int) -> int:
         return factor * number + more
 
-    target = dump_function(triple, (2,), {"more": 1}, tmp_path / "function.pkl")
+    target, data = dump_function(triple, (2,), {"more": 1})
+    write_function(tmp_path / "function.pkl", data)
     function, args, kwargs = load_function(tmp_path / "function.pkl", target.sha256)
     assert function(*args, **kwargs) == 7
     assert (tmp_path / "function.pkl").stat().st_mode & 0o777 == 0o600

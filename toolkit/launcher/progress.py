@@ -48,38 +48,28 @@ class Progress:
     limit_bytes: int | None = None
     """The memory of a rank."""
 
+    def _figures(self) -> list[tuple[str, str]]:
+        """Return the known figures, each with its label."""
+        figures = [
+            ("step", f"{self.step} of {self.steps}" if self.steps else f"{self.step}"),
+            ("loss", "" if self.loss is None else f"{self.loss:.4f}"),
+            ("tokens/s", f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else ""),
+            ("left", format_seconds(self.left_seconds) if self.left_seconds else ""),
+        ]
+        return [(label, value) for label, value in figures if value]
+
     @property
     def line(self) -> str:
-        """In a line, for a bar."""
-        parts = [f"step {self.step}" + (f" of {self.steps}" if self.steps else "")]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.tokens_per_second:
-            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if self.bytes_per_rank:
-            limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
-            parts.append(f"{format_bytes(max(self.bytes_per_rank))}{limit} a rank")
-            if self.forecast_bytes and self.bytes_are == "allocated":  # a forecast counts no Python
-                parts.append(f"{format_bytes(self.forecast_bytes)} forecast")
-        if self.left_seconds:
-            parts.append(f"{format_seconds(self.left_seconds)} left")
-        return ", ".join(parts)
+        """All figures in a line, for a bar: memory of the rank that holds most."""
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+        memory = [("memory", f"{format_bytes(max(self.bytes_per_rank))}{limit}")] if self.bytes_per_rank else []
+        return ", ".join(f"{label} {value}" for label, value in [*self._figures(), *memory])
 
     def table(self, title: str, note: str = "") -> Table:
         """Return all figures, one a row."""
-        rows = [("step", f"{self.step}" + (f" of {self.steps}" if self.steps else ""))]
-        if self.loss is not None:
-            rows.append(("loss", f"{self.loss:.4f}"))
-        if self.tokens_per_second:
-            rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}"))
-        if self.left_seconds:
-            rows.append(("left", format_seconds(self.left_seconds)))
-        for rank, size in enumerate(self.bytes_per_rank):
-            rows.append((f"memory of rank {rank}", format_bytes(size)))
-        if self.forecast_bytes:
-            rows.append(("forecast peak of a rank", format_bytes(self.forecast_bytes)))
-        if self.limit_bytes:
-            rows.append(("limit of a rank", format_bytes(self.limit_bytes)))
+        sizes = [(f"memory of rank {rank}", size) for rank, size in enumerate(self.bytes_per_rank)]
+        sizes += [("forecast peak of a rank", self.forecast_bytes or 0), ("limit of a rank", self.limit_bytes or 0)]
+        rows = [*self._figures(), *((label, format_bytes(size)) for label, size in sizes if size)]
         return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
 
 
@@ -94,26 +84,18 @@ class Tail:
 
     def look(self) -> list[dict[str, Any]]:
         """Return all lines with a step so far. Several views of a run may read at once."""
-        with self._one:
-            return self._look()
-
-    def _look(self) -> list[dict[str, Any]]:
-        try:
-            with open_regular(self.path) as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._file or stat.st_size < self._read:
-                    self._file, self._read, self.steps = stat.st_ino, 0, []
-                file.seek(self._read)
-                while line := file.readline(LINE + 2):
-                    if not line.endswith(b"\n"):
-                        break  # it is being written, or longer than any that a run writes
-                    self._read += len(line)
-                    with contextlib.suppress(ValueError):
-                        event = parse_event(line)
-                        if "loss" in event:
-                            self.steps.append(event)
-        except OSError:
-            pass
+        with self._one, contextlib.suppress(OSError), open_regular(self.path) as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._file or stat.st_size < self._read:
+                self._file, self._read, self.steps = stat.st_ino, 0, []
+            file.seek(self._read)
+            # The last line may be incomplete, or longer than any that a run writes.
+            while (line := file.readline(LINE + 2)).endswith(b"\n"):
+                self._read += len(line)
+                with contextlib.suppress(ValueError):
+                    event = parse_event(line)
+                    if "loss" in event:
+                        self.steps.append(event)
         return self.steps
 
 
@@ -123,45 +105,38 @@ def tail_of(path: Path) -> Tail:
     return Tail(path)
 
 
-def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the bytes of the rank that holds most, and their kind: allocated on CUDA, resident on a CPU."""
+def rank_bytes(event: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of memory in a step's line, allocated on CUDA and resident on a CPU, and the bytes of each rank."""
     ranks = event.get("bytes") or ()
-    allocated = max((int(rank.get("allocated") or 0) for rank in ranks), default=0)
-    return (
-        (allocated, "allocated")
-        if allocated
-        else (max((int(rank.get("rss") or 0) for rank in ranks), default=0), "resident")
-    )
+    kind = "allocated" if any(rank.get("allocated") for rank in ranks) else "resident"
+    return kind, tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks)
 
 
 def read_progress(folder: Path) -> Progress:
     """Read the progress from `run.json` and `events.jsonl`, as far as they exist."""
-    about: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     with contextlib.suppress(RunError):
-        about = read_run_json(folder)
+        record = read_run_json(folder)
+    device = (record.get("forecast") or {}).get("device")
     steps = tail_of(folder / "events.jsonl").look()
-    device = (about.get("forecast") or {}).get("device")
-    total = _count(about.get("train_config"), "steps") or 0
-    values: dict[str, Any] = {
-        "steps": total,
-        "forecast_bytes": _count(device, "peak_bytes"),
-        "limit_bytes": _count(device, "limit_bytes"),
-    }
-    if not steps:
-        return Progress(**values)
-    last, recent = steps[-1], [event for event in steps[-RECENT:] if event.get("seconds")]
-    total = total or int(last.get("steps", 0))  # of a loop that is not the recipe's: as it says itself
+    last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
+    total = _count(record.get("train_config"), "steps") or int(
+        last.get("steps", 0)
+    )  # a loop of the user's logs its own
+    recent = [event for event in steps[-RECENT:] if event.get("seconds")]
     pace = median(event["seconds"] for event in recent) if recent else None
     speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
-    ranks = last.get("bytes") or ()
+    bytes_are, bytes_per_rank = rank_bytes(last)
     return Progress(
-        **{**values, "steps": total},
-        bytes_are=held_bytes(last)[1],
         step=int(last["step"]),
+        steps=total,
         loss=last["loss"],
         tokens_per_second=median(speeds) if speeds else None,
         left_seconds=pace * max(0, total - int(last["step"])) if pace and total else None,
-        bytes_per_rank=tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks),
+        bytes_per_rank=bytes_per_rank,
+        bytes_are=bytes_are,
+        forecast_bytes=_count(device, "peak_bytes"),
+        limit_bytes=_count(device, "limit_bytes"),
     )
 
 

@@ -20,7 +20,7 @@ from toolkit.core.atomic_io import open_regular, read_events, read_json
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
-from toolkit.launcher.progress import Progress, bar, held_bytes, read_progress, tail_of
+from toolkit.launcher.progress import Progress, bar, rank_bytes, read_progress, tail_of
 from toolkit.launcher.run_processes import live_supervisor, supervises
 from toolkit.launcher.views import page
 from toolkit.reports import Report, ended, memory_of, report
@@ -122,8 +122,7 @@ class Run(Result):
         if self._supervisor_output is None:
             return ""
         with self._reading:
-            self._supervisor_output.seek(max(0, self._supervisor_output.seek(0, os.SEEK_END) - _LOG))
-            text = self._supervisor_output.read().decode(errors="replace")
+            text = _end_of(self._supervisor_output)
         _, separator, last = ("\n" + text).rpartition("\ntoolkit: ")
         return redact(last.strip() if separator else text.strip()[-2000:])
 
@@ -137,7 +136,7 @@ class Run(Result):
 
     @property
     def progress(self) -> Progress:
-        """The progress, with the forecast."""
+        """How far it is, next to the forecast."""
         return self._look()[1]
 
     @property
@@ -147,7 +146,7 @@ class Run(Result):
         `bytes` are those of the rank that held most as the step began.
         """
         steps = [
-            {**event, "bytes": held_bytes(event)[0]} if "bytes" in event else event
+            {**event, "bytes": max(rank_bytes(event)[1], default=0)} if "bytes" in event else event
             for event in read_events(self._files.events)
             if "loss" in event
         ]
@@ -175,8 +174,7 @@ class Run(Result):
         log = self._files.log(rank)
         try:
             with open_regular(log) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
-                return file.read().decode(errors="replace")
+                return _end_of(file)
         except OSError as error:
             names = sorted(path.stem for path in log.parent.glob("rank-*.log"))
             raise RunError(
@@ -193,17 +191,12 @@ class Run(Result):
         Raises:
             RunError: if the run failed, with the error of the rank that failed first; after `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         for view in views if progress else ():
             view(self)
         try:
             with bar(self.folder, shown=progress and not views) as update:
-                while self.alive:
-                    update()
-                    if deadline is not None and time.monotonic() > deadline:
-                        raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
-                    time.sleep(_POLL)
-                update()
+                if not self._ends_within(timeout, update):
+                    raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
         except KeyboardInterrupt:
             raise _Interrupted(
                 f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
@@ -213,6 +206,15 @@ class Run(Result):
                 self.message or f"the run in {self.name} ended without a message: its supervisor was killed."
             )
         return self
+
+    def _ends_within(self, timeout: float | None, update: Callable[[], None]) -> bool:
+        """Wait for the end, at most `timeout` seconds, and show the run meanwhile. Return whether it has ended."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while (alive := self.alive) and time.monotonic() <= deadline:
+            update()
+            time.sleep(_POLL)
+        update()
+        return not alive
 
     def stop(self, timeout: float | None = None) -> Run:
         """Finish the step, publish a checkpoint, end all processes; then return.
@@ -234,11 +236,8 @@ class Run(Result):
             raise RunError(
                 f"{self.name} is another user's run: process {pid} may not be signalled from here."
             ) from None
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.alive:
-            if deadline is not None and time.monotonic() > deadline:
-                raise RunError(f"{self.name} has not stopped after {timeout:g} s: {self.progress.line}.")
-            time.sleep(_POLL)
+        if not self._ends_within(timeout, lambda: None):
+            raise RunError(f"{self.name} has not stopped after {timeout:g} s: {self.progress.line}.")
         return self
 
     def report(self) -> Report:
@@ -283,6 +282,11 @@ class Run(Result):
         """Return one line for a terminal."""
         status, progress = self._look()
         return f"<Run {self.name}: {status}, {progress.line}>"
+
+
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
+    return file.read().decode(errors="replace")
 
 
 class _Interrupted(KeyboardInterrupt):
