@@ -15,9 +15,9 @@ from toolkit.cli.parser import build_parser
 from toolkit.core.errors import RunError
 from toolkit.forecasting import prediction
 from toolkit.launcher import api, script_session
-from toolkit.launcher.progress import Tail, read_progress
 from toolkit.launcher.targets import dump_function, load_function, named, write_function
 from toolkit.launcher.views import page
+from toolkit.run_folder.status import Tail, read_progress
 from toolkit.training.setup import choose_ranks
 
 

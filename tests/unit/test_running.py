@@ -24,14 +24,20 @@ from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
 from toolkit.launcher.api import without_launchers
-from toolkit.launcher.progress import Progress
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
 from toolkit.launcher.views import page
 from toolkit.run_folder import folder, run_lock
+from toolkit.run_folder.status import Progress, read_progress
 from toolkit.training import metrics
 
-HOLD = "import sys; from toolkit.run_folder import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+HOLD = """
+import os, sys
+from toolkit.run_folder import folder
+folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"))
+print("in", flush=True)
+sys.stdin.read()
+"""
 SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
 
 
@@ -40,20 +46,15 @@ def nothing() -> None:
 
 
 @contextlib.contextmanager
-def another(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of somebody else's, from when it says that it is in to the end of its standard input."""
-    words = [sys.executable, "-c", program, str(path), "toolkit.cli"]
+def another(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of somebody else's that holds a run's folder, to the end of its standard input."""
+    words = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(words, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "in\n"
         yield process
         process.stdin.close()
-
-
-def told_of(pid: int) -> dict[str, Any]:
-    """As a process that launches another leaves it in `logs/supervisor.json`."""
-    return {"pid": pid, "started": run_lock.started(pid), "host": socket.gethostname()}
 
 
 def own(path: Path, **target: Any) -> folder.Folder:
@@ -78,32 +79,21 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
-    """Also before its `run.json` is there, and before its supervisor holds it."""
+    """Also before its `run.json` is there."""
     path = tmp_path / "run"
-    with another(HOLD, path):
-        with pytest.raises(RunError, match="is in use by a run"):
+    with another(path) as process:
+        with pytest.raises(RunError, match=rf"is in use by process {process.pid} \(supervisor"):
             tk.launch(nothing, run_dir=path)
-        assert tk.attach(path).status == "starting"
-        assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
-    begins = folder.run_paths(tmp_path / "begins")
-    begins.logs.mkdir(parents=True)
-    with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
-        atomic_io.write_json(begins.supervisor, told_of(process.pid))
-        with pytest.raises(RunError, match="is in use by a run"):
-            tk.launch(nothing, run_dir=begins.path)
-        assert len(tk.runs(tmp_path)) == 1
         assert [one["status"] for one in tk.runs(tmp_path).entries] == ["starting"]
-        assert tk.attach(begins.path).stop(timeout=20).status == "failed"
+        assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
+        assert tk.attach(path).stop(timeout=20).status == "failed"
         assert process.wait(20) == -15
 
 
 def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> None:
-    mine = told_of(os.getpid())
+    mine = {"pid": os.getpid(), "started": run_lock.started(os.getpid()), "host": socket.gethostname()}
     assert run_lock.still(mine)
     assert not run_lock.still(mine | {"started": "1"})
-    run = runs.write(tmp_path / "run", [])
-    atomic_io.write_json(run.supervisor, mine | {"started": "1"})
-    assert not tk.attach(run.path).alive
 
 
 def test_a_refused_resume_is_no_success(
@@ -128,7 +118,9 @@ def test_a_refused_resume_is_no_success(
 
 
 def test_a_run_that_is_stopped_at_once_was_stopped(tmp_path: Path) -> None:
-    run = tk.launch(nothing, run_dir=tmp_path / "run").stop(timeout=60)
+    run = tk.launch(nothing, run_dir=tmp_path / "run")
+    assert tk.attach(run.folder).status == "starting", "its supervisor holds the folder from its beginning"
+    run.stop(timeout=60)
     assert run.status == "stopped"
     assert "stopped" in run.wait(progress=False).message
 
@@ -270,7 +262,7 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
     tk.log(2, steps=9, loss=0.25)
     assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, 1.0), (2, 0.25)]
-    assert tk.launcher.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
+    assert read_progress(rank.parent).steps == 9
 
 
 @pytest.mark.parametrize(("status", "known"), [("running", False), ("stopped", True), ("finished", True)])
@@ -316,7 +308,7 @@ def test_an_interrupted_watch_says_that_the_run_goes_on(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    with another(HOLD, tmp_path / "run"):
+    with another(tmp_path / "run"):
         monkeypatch.setattr(run_handle.time, "sleep", interrupt)
         assert main(["watch", str(tmp_path / "run")]) == 130
         monkeypatch.undo()
@@ -327,8 +319,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     """Steps of an older attempt are not those that it does."""
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
-    with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
-        atomic_io.write_json(run.supervisor, told_of(process.pid))
+    with another(run.path):
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

@@ -25,14 +25,13 @@ SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 0.5
 
-_forks_arranged = False
 _parent_of_forks: int | None = None
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Kill this process when its parent ends, however it ends. Call it first, in the main thread.
 
-    Linux does it by `prctl(PR_SET_PDEATHSIG)`; elsewhere a thread looks twice a second. A parent that was gone before
+    The kernel does it by `prctl(PR_SET_PDEATHSIG)`; where it refuses, a thread looks twice a second. A parent that was gone before
     the call ends this process at once. The signal comes when the *thread* that forked ends: torch elastic and
     `accelerate launch` fork in their main thread. What this process's main thread forks later (a DataLoader's workers)
     dies with it, too. Started by hand, without a launcher, a process stays its own master and nothing is done.
@@ -48,7 +47,9 @@ def die_with_parent(parent: int | None = None) -> None:
     parent_id = os.getppid()
     _watch(parent_id)
     if parent_id != parent if parent is not None else not _is_launcher(parent_id):
-        _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
+        with contextlib.suppress(OSError):
+            os.write(2, f"toolkit: the launcher of process {os.getpid()} has ended, and so it ends, too.\n".encode())
+        os._exit(1)
     _register_fork_hooks()
 
 
@@ -71,8 +72,6 @@ def _watch(parent: int) -> None:
 
 
 def _ask_kernel() -> bool:
-    if sys.platform != "linux":
-        return False
     import ctypes
 
     unused = ctypes.c_ulong(0)
@@ -89,7 +88,7 @@ def _is_launcher(pid: int) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return sys.platform != "linux" and pid != 1
+        return False
     own = sys.orig_argv[1:]
     started = own[own.index("-m") + 1] if "-m" in own[:-1] else next((word for word in own if word[:1] != "-"), "")
     return started in words or (pid != 1 and "python" in os.path.basename(words[0]))
@@ -97,10 +96,6 @@ def _is_launcher(pid: int) -> bool:
 
 def _register_fork_hooks() -> None:
     """Apply the same to forked children, unless another thread forks: they would die with that thread."""
-    global _forks_arranged
-    if _forks_arranged:
-        return
-    _forks_arranged = True
     main, forking = threading.get_ident(), os.getpid()
 
     def before() -> None:
@@ -109,9 +104,7 @@ def _register_fork_hooks() -> None:
 
     def in_child() -> None:
         if threading.get_ident() == main:
-            _watch(forking)
-            if os.getppid() != forking:
-                os._exit(1)
+            _die_with(forking)
 
     os.register_at_fork(before=before, after_in_child=in_child)
 
@@ -133,9 +126,13 @@ def _in_fork() -> None:
     if _parent_of_forks:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
-        _watch(_parent_of_forks)
-        if os.getppid() != _parent_of_forks:
-            os._exit(1)
+        _die_with(_parent_of_forks)
+
+
+def _die_with(parent: int) -> None:
+    _watch(parent)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class StopSignal:
@@ -168,9 +165,3 @@ class StopSignal:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def _end(why: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"toolkit: {why}.\n".encode())
-    os._exit(1)

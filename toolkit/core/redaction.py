@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 TYPE_CHECKING = False
@@ -89,7 +89,15 @@ def redact(text: str) -> str:
 
 def redact_all(value: Any) -> Any:
     """Return JSON containers with every string redacted, except for keys."""
-    return _redact_values(value, _secrets_pattern())
+    secrets = _secrets_pattern()
+    return map_leaves(value, lambda leaf: _redacted(leaf, secrets) if isinstance(leaf, str) else leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return JSON containers with every value in them changed, except for keys."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    return [map_leaves(item, change) for item in value] if isinstance(value, list | tuple) else change(value)
 
 
 @contextlib.contextmanager
@@ -124,14 +132,6 @@ def _redacted(text: str, secrets: re.Pattern[str] | None) -> str:
     for pattern, replacement in _SHAPES:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _redact_values(value: Any, secrets: re.Pattern[str] | None) -> Any:
-    if isinstance(value, str):
-        return _redacted(value, secrets)
-    if isinstance(value, Mapping):
-        return {key: _redact_values(item, secrets) for key, item in value.items()}
-    return [_redact_values(item, secrets) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _secrets_pattern() -> re.Pattern[str] | None:

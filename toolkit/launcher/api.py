@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
+import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from toolkit.config.flags import from_dict, spell, to_flags
 from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import expand_user, write_json
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import RunError, StrategyError, nearest
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.devices.machine import hardware
@@ -27,18 +24,17 @@ from toolkit.engines.job import resolve
 from toolkit.forecasting import Candidate
 from toolkit.launcher.restarts import RestartPolicy
 from toolkit.launcher.run_handle import Run
-from toolkit.launcher.run_processes import live_supervisor
 from toolkit.launcher.targets import RECIPE, Target, dump_function, named, write_function
 from toolkit.launcher.trust import check_target, target_of
 from toolkit.models import ModelSpec
-from toolkit.run_folder.folder import RUNS, Folder, check_new, new_path, refuse_links, run_paths, unmakeable
+from toolkit.run_folder.folder import CLAIM, RUNS, Folder, claim, new_path
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import TOKEN, held_by_others, started
+from toolkit.run_folder.run_lock import SUPERVISOR, TOKEN, new_token, sign
 from toolkit.training.metrics import RUN_DIR
 from toolkit.training.setup import STRATEGY, choose_ranks, print_default
 
-CLAIM_SECONDS = 20.0
-"""How long a launch waits for another into the same folder, which only starts a process."""
+CLAIM_SECONDS = 1.0
+"""How long a launch waits for another run's processes to leave the folder."""
 
 OWNERS: Mapping[str, type[Any]] = {
     "run_config": RunConfig,
@@ -89,9 +85,8 @@ def launch(
     strategy_, machine = options["strategy"], hardware()
     ranks = choose_ranks([strategy_], machine, processes)
     resolve(strategy_, options["train_config"], None, ranks, machine.device)
-    check_new(run_dir)
     path = expand_user(run_dir) if run_dir else new_path(RUNS, strategy_.sharding)
-    with _claim_folder(path) as folder:
+    with claim(path, resume=False, token=new_token(), wait=CLAIM_SECONDS) as folder:
         words = ["--run-dir", str(path), "--processes", str(ranks)]
         if recipe:
             command = ["train", *words, *to_flags(*options.values())]
@@ -128,7 +123,7 @@ def resume(
     if was is not None and target is not None and callable(target) != (was.kind == "function"):
         raise RunError(f"{place} is a run of the {was.kind} {was.name}. Give that again.")
     command = ["resume", str(place), *spell(fields)]
-    with _claim_folder(place) as folder:
+    with claim(place, resume=True, token=new_token(), wait=CLAIM_SECONDS) as folder:
         if was is not None and target is not None:
             shipped, function = _ship(target, args, dict(kwargs))
             command += [*_digest_flags(shipped), "--target", shlex.join(shipped.words)]
@@ -152,47 +147,6 @@ def _ship(target: str | Callable[..., object], args: Sequence[Any], kwargs: Mapp
 def _digest_flags(target: Target) -> list[str]:
     """Return the flag for the digest of a function's file."""
     return ["--sha256", target.sha256] if target.sha256 else []
-
-
-@contextlib.contextmanager
-def _claim_folder(path: Path) -> Iterator[Folder]:
-    """Before anything is written: no other run is in the folder, or about to be, and no link leads out of it.
-
-    Meanwhile nobody else launches into it: of two at once the second one finds the first one's supervisor.
-
-    Raises:
-        RunError: for a folder that is held, or has such a link, and for one that cannot be made.
-    """
-    refuse_links(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        opened = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise unmakeable(path, error.strerror) from error
-    try:
-        _hold_lock(path, opened)
-        folder = run_paths(path)
-        if held_by_others(path) or live_supervisor(folder) is not None:
-            raise RunError(
-                f"{path} is in use by a run. Wait until it ends, stop it (tk.attach), or choose another folder."
-            )
-        yield folder
-    finally:
-        os.close(opened)
-
-
-def _hold_lock(path: Path, opened: int) -> None:
-    """Keep others from launching into a folder until the file descriptor is closed, where the file system has locks."""
-    deadline = time.monotonic() + CLAIM_SECONDS
-    while True:
-        try:
-            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise RunError(f"{path} is being launched into by another process. Choose another folder.") from None
-            time.sleep(0.05)
-        except OSError:
-            return None
 
 
 def _sort_options(
@@ -245,12 +199,16 @@ def _start(folder: Folder, command: Sequence[str], function: bytes, strategy: St
     with open(folder.supervisor_log, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "toolkit.cli", *command],
-            env={**without_launchers(os.environ), **SAFE_PATH},
+            env={
+                **without_launchers(os.environ),
+                **SAFE_PATH,
+                CLAIM: json.dumps([folder.lock, folder.token, folder.created]),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
+            pass_fds=[folder.lock],
         )
-    record = {"pid": process.pid, "started": started(process.pid), "host": socket.gethostname()}
-    write_json(folder.supervisor, record)
+    sign(folder.lock, process.pid, SUPERVISOR)
     return Run(folder.path, strategy, process)

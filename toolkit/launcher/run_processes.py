@@ -1,4 +1,4 @@
-"""A run's processes. Ranks are known by the token in their environment, supervisors by their folder; no other is signalled."""
+"""A run's processes: ranks by the token in their environment, supervisors by the lock. No other is ever signalled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core import redaction
-from toolkit.core.atomic_io import read_json
 from toolkit.core.errors import RunError
-from toolkit.run_folder.folder import Folder
-from toolkit.run_folder.run_lock import TOKEN, check_process, is_lock, still
+from toolkit.run_folder.run_lock import TOKEN, is_lock, still
 
 if TYPE_CHECKING:
     import psutil
@@ -96,33 +94,13 @@ def lives(pid: int, token: str) -> bool:
     return False
 
 
-def live_supervisor(folder: Folder) -> dict[str, Any] | None:
-    """Return the process that was started last as the folder's supervisor, if it lives."""
-    try:
-        record: dict[str, Any] = read_json(folder.supervisor)
-        check_process(record)
-    except (OSError, ValueError):
-        return None
-    return record if supervises(record, folder.path) else None
-
-
 def supervises(record: Mapping[str, Any], path: Path) -> bool:
-    """Return whether a process in a file lives here and supervises this folder: the file may be crafted.
-
-    Its command line is ours and names the folder, or it has the folder's lock open.
-    """
+    """Return whether a process in a lock lives here and has that lock open: the file may be crafted."""
     import psutil
 
-    if record.get("host") != socket.gethostname() or not still(record):
+    if record["host"] != socket.gethostname() or not still(record):
         return False
-    try:
-        process = psutil.Process(record["pid"])
-        words, here = process.cmdline(), process.cwd()
-        if "toolkit.cli" in words and any(
-            os.path.realpath(os.path.join(here, word)) == os.path.realpath(path) for word in words
-        ):
-            return True
-        lock = os.path.join(os.path.realpath(path), "lock")  # itself: a link may lead to a file that anybody has open
-        return is_lock(path / "lock") and any(file.path == lock for file in process.open_files())
-    except (psutil.Error, OSError, ValueError):
-        return False
+    lock = os.path.join(os.path.realpath(path), "lock")  # itself: a link may lead to a file that anybody has open
+    with contextlib.suppress(psutil.Error, OSError):
+        return is_lock(path / "lock") and any(file.path == lock for file in psutil.Process(record["pid"]).open_files())
+    return False

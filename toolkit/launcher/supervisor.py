@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.core.atomic_io import read_events, unwritable, write_whole
+from toolkit.core.atomic_io import read_events, write_or_explain
 from toolkit.core.errors import ToolkitError, value_or
 from toolkit.core.process_lifecycle import SAFE_PATH, StopSignal
 from toolkit.launcher.failures import AttemptInfo, RankHung, as_raised, failure
@@ -201,11 +201,7 @@ def _clear(folder: Folder, config: Mapping[str, Any]) -> None:
     ranks = [file for kind in ("error.json", "beat") for file in folder.logs.glob(f"rank-*.{kind}")]
     for old in (*ranks, folder.exits, folder.end):
         old.unlink(missing_ok=True)
-    text = yaml.safe_dump(dict(config), sort_keys=False).encode()
-    try:
-        write_whole(folder.config, text)
-    except OSError as error:
-        raise unwritable(folder.config, len(text), error.strerror or str(error)) from error
+    write_or_explain(folder.config, yaml.safe_dump(dict(config), sort_keys=False).encode())
 
 
 def ranks_here(config: Mapping[str, Any]) -> int:

@@ -18,13 +18,13 @@ from toolkit.core.atomic_io import DRAFT, append_line, check_fields, expand_user
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
 from toolkit.run_folder.run_json import no_run, read_run_json
-from toolkit.run_folder.run_lock import hold, is_lock, run_token
+from toolkit.run_folder.run_lock import hold, is_lock, role, run_token, sign
 
 RUNS = "runs"
 """The default folder of runs."""
 
 LOGS = re.compile(
-    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(supervisor|failures|end)\.json|function\.pkl"
+    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(failures|end)\.json|function\.pkl"
 )
 """Files that a run writes into `logs`; other files there are the user's."""
 
@@ -32,6 +32,9 @@ _DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
 
 LONGEST = 200
 """Bytes of a run's name: files in its folder have longer ones."""
+
+CLAIM = "TOOLKIT_RUN_CLAIM"
+"""The environment variable of a supervisor that inherits its folder's lock: descriptor, token, whether the run is new."""
 
 SPARE = 8192
 """Bytes that each rank keeps free for the words in which it ends."""
@@ -83,8 +86,6 @@ class Folder:
     """The launcher's record of how ranks ended."""
     supervisor_log = Inside("logs/supervisor.log")
     """Of a supervisor in its own session: restarts, and how the run ended."""
-    supervisor = Inside("logs/supervisor.json")
-    """The supervisor's process: `pid`, `started` and `host`, as in the lock."""
     function = Inside("logs/function.pkl")
     """A shipped function."""
     end = Inside("logs/end.json")
@@ -202,7 +203,22 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         RunError: the folder holds a run or other files (or, resuming, none); a link leads out of it; another run's
             processes hold it after `wait` seconds; it cannot be created. Nothing is written then.
     """
-    path, token = expand_user(path), token or run_token()
+    if claimed := os.environ.pop(CLAIM, None):  # by the process that launched this one
+        lock, token, created = json.loads(claimed)
+        os.set_inheritable(lock, False)
+        return Folder(path=expand_user(path), token=token, created=created, lock=lock)
+    folder = claim(path, resume=resume, token=token or run_token(), wait=wait)
+    sign(folder.lock, os.getpid(), role())
+    return folder
+
+
+def claim(path: str | Path, *, resume: bool, token: str, wait: float) -> Folder:
+    """Lock a folder as `enter` does, for a process that this one starts, inherits the lock and signs it.
+
+    Raises:
+        RunError: as `enter`.
+    """
+    path = expand_user(path)
     if resume and not (path / "run.json").is_file():
         raise no_run(path)
 

@@ -48,7 +48,7 @@ def run_token() -> str:
 
 
 def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], object]) -> bool:
-    """Take the lock together with the other processes of this run; true for the first of them.
+    """Take the lock together with the other processes of this run; true for the first of them. They `sign` it afterwards.
 
     The file names the run, and all of the run's processes share the lock. The first takes it alone, writes the name,
     and then shares it; `flock` lets go in between, so whoever comes to share reads the name again afterwards. While
@@ -68,8 +68,6 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
     while True:
         if _flock(path, lock, shared=True):
             if _holders(lock)[:1] == [{"token": token}]:
-                who = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
-                _write_line(lock, {**who, "role": _role()})
                 return first
             fcntl.flock(lock, fcntl.LOCK_UN)
         first = False
@@ -82,6 +80,16 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
         if time.monotonic() >= deadline:
             raise RunError(_held_by(path, lock))
         time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
+
+
+def sign(lock: int, pid: int, role: str) -> None:
+    """Write a process that holds the lock into its file."""
+    _write_line(lock, {"pid": pid, "started": started(pid), "host": socket.gethostname(), "role": role})
+
+
+def role() -> str:
+    """Return what this process is in its run: a supervisor, or a rank."""
+    return SUPERVISOR if "RANK" not in os.environ and not supervised() else f"rank {os.environ.get('RANK', '0')}"
 
 
 def supervisor_of(path: Path) -> dict[str, Any] | None:
@@ -179,10 +187,6 @@ def held_by_others(path: Path) -> bool:
 def still(line: Mapping[str, Any]) -> bool:
     """Return whether the process in a line lives here: its number may belong to another one now."""
     return bool(line["started"] == started(line["pid"]) != "")
-
-
-def _role() -> str:
-    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else SUPERVISOR
 
 
 def started(pid: int) -> str:

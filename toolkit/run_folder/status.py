@@ -1,27 +1,26 @@
-"""How far a run is, read from its folder: the step, the loss, tokens a second, when it ends, memory against forecast and limit."""
+"""How far a run is, and how it ended: read from its folder, also while it runs or after a failure."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from toolkit.core.atomic_io import LINE, open_regular, parse_event
+from toolkit.core.atomic_io import LINE, check_fields, open_regular, parse_event, read_json
 from toolkit.core.display import Table
 from toolkit.core.errors import RunError
+from toolkit.core.redaction import redact_all
 from toolkit.core.units import format_bytes, format_seconds
+from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.run_folder.run_json import read_run_json
-
-LINE_SECONDS = 10.0
-"""Seconds between two lines without a terminal."""
+from toolkit.run_folder.run_lock import held_by_others
 
 RECENT = 20
 """Steps whose median is the current speed."""
@@ -146,23 +145,63 @@ def _count(number: Any, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-@contextlib.contextmanager
-def bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar in a terminal, and occasional lines elsewhere. Yields the function that updates it."""
-    from tqdm import tqdm
+def read_memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return this attempt's `memory.json`; until a resumed run finishes again, the file is an older attempt's.
 
-    visible, last = shown and sys.stderr.isatty(), 0.0
-    words = "{l_bar}{bar}| {n_fmt} of {total_fmt}{postfix}"
-    with tqdm(total=None, unit="step", disable=not visible, bar_format=words) as progress_bar:
+    Raises:
+        RunError: where it cannot be read.
+    """
+    try:
+        if folder.memory.stat().st_mtime < _started(about):
+            return None
+        record: dict[str, Any] = redact_all(read_json(folder.memory))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder.memory} cannot be read: {error}. Repair or remove it.") from error
+    return record
 
-        def update() -> None:
-            nonlocal last
-            if visible:
-                now = read_progress(folder)
-                progress_bar.total, progress_bar.n = now.steps or None, now.step
-                progress_bar.set_postfix_str(now.line.partition(", ")[2], refresh=True)
-            elif shown and time.monotonic() >= last + LINE_SECONDS:
-                last = time.monotonic()
-                print(f"{folder.name}: {read_progress(folder).line}", file=sys.stderr)
 
-        yield update
+def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the status of a run that has begun, in a word, and its message."""
+    beats = list(read_beats(folder.logs).values())
+    if about.get("finished"):
+        return "finished", f"It finished at {about['finished']}."
+    if held_by_others(folder.path):
+        return "running", "It goes on. " + " ".join(
+            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
+        )
+    if (message := _supervisor_message(folder, about)) is not None:
+        return message
+    raised = folder.errors()
+    if (rank := first_error(raised)) is not None:
+        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
+    if beats and all(beat.phase == "ended" for beat in beats):
+        return "stopped", "It was stopped by a user."
+    killed = "Its processes are gone and left no word: they were killed, or the machine went down."
+    return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
+
+
+def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the supervisor's message of this attempt, not of an older one."""
+    try:
+        end = read_json(folder.end)
+        check_fields(end, {"how": str, "message": str, "attempt": int})
+        # Not by times: a clock may be set back.
+        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _started(about: Mapping[str, Any]) -> float:
+    """Return when the last attempt began, in seconds since 1970; 0 if unknown."""
+    from datetime import datetime
+
+    try:
+        return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
+    except (ValueError, LookupError, TypeError):
+        return 0.0
+
+
+def _rank_location(beat: Heartbeat) -> str:
+    return f"Rank {beat.rank} was {beat.where}."
