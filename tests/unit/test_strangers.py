@@ -36,7 +36,7 @@ from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
 from toolkit.exporters.publication import atomic_dir
 from toolkit.launcher import Run, supervisor
-from toolkit.launcher.failures import AttemptInfo, failure
+from toolkit.launcher.failures import failure
 from toolkit.launcher.run_processes import supervises
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
@@ -441,7 +441,7 @@ def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: py
         monkeypatch.setattr(folder.time, "time", lambda clock=clock: clock)
         run.record_error(rank, ValueError(f"rank {rank}"))
     monkeypatch.undo()
-    assert failure(run, 1, AttemptInfo()).args[0].startswith("rank 0 ended with ValueError: rank 0")
+    assert failure(run, 1).args[0].startswith("rank 0 ended with ValueError: rank 0")
     assert tk.report(run.path).run.words == "Rank 0 ended with ValueError: rank 0"
     run.record_end("failed", "as its supervisor said")
     about = json.loads(run.run_json.read_text())

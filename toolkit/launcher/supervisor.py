@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.core.atomic_io import read_events, write_or_explain
 from toolkit.core.errors import ToolkitError, value_or
 from toolkit.core.process_lifecycle import SAFE_PATH, StopSignal
-from toolkit.launcher.failures import AttemptInfo, RankHung, as_raised, failure
+from toolkit.launcher.failures import RankHung, as_raised, failure
 from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
 from toolkit.launcher.run_processes import is_redaction, kill_run, run_processes, send
 from toolkit.run_folder.folder import Folder
@@ -97,7 +97,8 @@ def supervise(
         if stop.number is not None:
             raise Stopped.of(stop.number, folder)
         if code != 0:
-            raise failure(folder, code, attempt.known(value_or(kills, memory_kills) - kills))
+            kills = value_or(kills, memory_kills) - kills
+            raise failure(folder, code, watch, cut_at=attempt.cut_at, memory_kills=kills)
 
 
 @contextlib.contextmanager
@@ -118,7 +119,8 @@ class _Attempt:
     ) -> None:
         self.folder, self.launcher, self.stop, self.watch = folder, launcher, stop, watch
         self._failed_at: float | None = None
-        self._cut_at = float("inf")
+        self.cut_at = float("inf")
+        """When this process killed the ranks that were left."""
         self._passed_on_at: float | None = None
         self._step_seconds = 0.0
 
@@ -131,13 +133,6 @@ class _Attempt:
                 self.watch.look()
             time.sleep(_POLL)
         return code
-
-    def known(self, kills: int) -> AttemptInfo:
-        """Return what is known about the attempt, to explain a failure."""
-        if self.watch is None:
-            return AttemptInfo(cut_at=self._cut_at, memory_kills=kills)
-        beats, behind, timeout = self.watch.beats, self.watch.behind(), self.watch.timeout
-        return AttemptInfo(beats=beats, behind=behind, timeout=timeout, cut_at=self._cut_at, memory_kills=kills)
 
     def _on_stop_signal(self) -> None:
         """Pass the first signal on; kill after the second, or when the step takes too long."""
@@ -183,8 +178,8 @@ class _Attempt:
                 self._failed_at = now
         elif now >= self._failed_at + 2 * FAILED_SECONDS:
             self.launcher.kill()
-        elif now >= self._failed_at + FAILED_SECONDS and self._cut_at == float("inf"):
-            self._cut_at = time.time()
+        elif now >= self._failed_at + FAILED_SECONDS and self.cut_at == float("inf"):
+            self.cut_at = time.time()
             ranks = [process.pid for process in run_processes(self.folder.token) if not is_redaction(process)]
             send(self.folder.token, set(ranks) - {self.launcher.pid}, signal.SIGKILL)
 

@@ -79,7 +79,7 @@ def dump_function(
         import cloudpickle
     except ImportError as error:
         raise MissingLibrary("launching a function needs cloudpickle: pip install cloudpickle") from error
-    check_call(function, args, kwargs)
+    _check_call(function, args, kwargs)
     try:
         shipped = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever a value's own code raises
@@ -96,24 +96,18 @@ def write_function(file: Path, data: bytes) -> None:
         opened.write(data)
 
 
-def check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a target that is not a function, and arguments that it does not take.
-
-    Raises:
-        RunError: with what it takes.
-    """
+def _check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a target that is not a function, and arguments that it does not take: RunError with what it takes."""
     if not callable(function):
         raise RunError(f"target {function!r}: expected a module's name, a script's path or a function.")
-    try:
+    with contextlib.suppress(TypeError, ValueError):  # a builtin has no signature
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise RunError(
-            f"{_name(function)}{signature} cannot be called so: {error}. Give its arguments: args=(…,), kwargs={{…}}."
-        ) from error
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise RunError(
+                f"{_name(function)}{signature} cannot be called so: {error}. Give its arguments: args=(…,), kwargs={{…}}."
+            ) from error
 
 
 def _name(function: Callable[..., object]) -> str:
