@@ -42,14 +42,11 @@ class HeartbeatMonitor:
         if passed < EVERY:
             return
         self._looked = time.monotonic()
-        new = read_beats(self.folder.logs)
-        moved = False
-        for rank, silent in self._silent.items():
-            old, beat = self.beats.get(rank), new.get(rank)
-            fresh = beat is not None and (old is None or beat.time != old.time)
-            self._silent[rank] = 0.0 if fresh else silent + passed
-            moved = moved or (beat is not None and (old is None or beat.marks != old.marks))
-        self.beats |= new
+        new, old = read_beats(self.folder.logs), self.beats
+        fresh = {rank for rank, beat in new.items() if rank not in old or beat.time != old[rank].time}
+        moved = any(rank not in old or beat.marks != old[rank].marks for rank, beat in new.items())
+        self._silent = {rank: 0.0 if rank in fresh else silent + passed for rank, silent in self._silent.items()}
+        self.beats = old | new
         self._still = 0.0 if moved else self._still + passed
         if moved:
             self._cpu = {rank: beat.cpu for rank, beat in self.beats.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import socket
 import time
@@ -14,24 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import DRAFT, append_line, check_fields, expand_user, read_json, unwritable, write_json
+from toolkit.core.atomic_io import append_line, check_fields, expand_user, read_json, unwritable, write_json
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
+from toolkit.run_folder.contents import foreign_files, refuse_old
 from toolkit.run_folder.run_json import no_run, read_run_json
-from toolkit.run_folder.run_lock import hold, is_lock, role, run_token, sign
+from toolkit.run_folder.run_lock import hold, role, run_token, sign
 
 RUNS = "runs"
 """The default folder of runs."""
-
-LOGS = re.compile(
-    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(failures|end)\.json|function\.pkl"
-)
-"""Files that a run writes into `logs`; other files there are the user's."""
-
-_DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
-
-LONGEST = 200
-"""Bytes of a run's name: files in its folder have longer ones."""
 
 CLAIM = "TOOLKIT_RUN_CLAIM"
 """The environment variable of a supervisor that inherits its folder's lock: descriptor, token, whether the run is new."""
@@ -172,7 +162,7 @@ class Folder:
         if not shared and not self.created:
             return
         with contextlib.suppress(FileNotFoundError):
-            if not _foreign(self.path):
+            if not foreign_files(self.path):
                 shutil.rmtree(self.path, ignore_errors=shared)
         with contextlib.suppress(OSError):  # where it was the only run
             if self.path.parent == Path(RUNS):
@@ -224,7 +214,7 @@ def claim(path: str | Path, *, resume: bool, token: str, wait: float) -> Folder:
 
     def validate() -> None:
         if not resume:
-            _refuse_old(path)
+            refuse_old(path)
 
     if not (path / "lock").exists():
         validate()
@@ -268,7 +258,7 @@ def check_new(path: str | Path | None) -> None:
         RunError: for a folder that holds a run or other files, and for a place that cannot be written.
     """
     if path is not None:
-        _refuse_old(expand_user(path))
+        refuse_old(expand_user(path))
     check_place(RUNS if path is None else path)
 
 
@@ -315,40 +305,6 @@ def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
     """Return the rank with the first error, by a monotonic clock; over several hosts by their clocks."""
     by = "tick" if len({error["host"] for error in raised.values()}) == 1 else "time"
     return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
-
-
-def _refuse_old(path: Path) -> None:
-    """Refuse to start a new run in a folder with other files than a lock and logs of ours."""
-    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
-        raise RunError(
-            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
-            "at the beginning, which begins a flag. Choose another with --run-dir."
-        )
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
-    if (path / "run.json").exists() or (path / "events.jsonl").exists():
-        raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
-    if entry := _foreign(path):
-        raise RunError(
-            f"{path} is not empty (it has {min(entry)}): expected a new or an empty folder. "
-            "Choose another with --run-dir."
-        )
-
-
-def _foreign(path: Path) -> set[str]:
-    """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone."""
-    ours, logs = {"run.json"}, path / "logs"
-    if is_lock(path / "lock"):
-        ours |= {"lock", "accelerate.yaml"}  # a run of ours writes it behind its lock
-    if logs.is_dir():
-        ours.add("logs")
-    names = {entry.name for entry in path.iterdir()} - ours
-    for entry in logs.iterdir() if logs.is_dir() else ():
-        if entry.is_dir() or not LOGS.fullmatch(entry.name):
-            names.add(f"logs/{entry.name}")
-    return {name for name in names if not _DRAFT.fullmatch(Path(name).name)}  # of a process that was killed
 
 
 def refuse_links(path: Path) -> None:
