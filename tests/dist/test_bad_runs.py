@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 import tiny
+from programs import ROOT, environment, python, until
 
 from toolkit import report
 
 pytestmark = pytest.mark.dist
-
-ROOT = Path(__file__).parents[2]
 
 # Read by every interpreter that starts with this folder on its path: a rank that is asked to raises, wherever it is.
 FAULT = """
@@ -59,23 +56,14 @@ class Ended:
 def start(work: Path, name: str) -> subprocess.Popen[str]:
     flags = ["--sharding", "ddp", "--processes", "2", "--steps", "100000", "--seq-len", "32", "--no-memory-window"]
     things = ["--model", str(work / "llama"), "--data", str(work / "text.jsonl"), "--run-dir", str(work / name)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "toolkit.cli", "train", *things, *flags],
-        cwd=work,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{work / 'fault'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environ = environment(work / "fault")
+    return programs.start("-m", "toolkit.cli", "train", *things, *flags, cwd=work, env=environ)
 
 
 def strike(running: subprocess.Popen[str], run: Path, number: int) -> list[psutil.Process]:
     """Give rank 1 a signal once the run is at its second step."""
-    deadline, events = time.monotonic() + 100, run / "events.jsonl"
-    while not events.exists() or events.read_bytes().count(b"\n") < 2:
-        assert running.poll() is None, running.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    events = run / "events.jsonl"
+    until(lambda: events.exists() and events.read_bytes().count(b"\n") >= 2, alive=running)
     family = psutil.Process(running.pid).children(recursive=True)
     rank = next(one for one in family if "toolkit.finetune" in one.cmdline() and one.environ().get("RANK") == "1")
     rank.send_signal(number)
@@ -118,10 +106,9 @@ def test_the_report_of_a_run_that_failed_holds_the_ranks_last_words(ended: Ended
 
 def launch(folder: Path, config: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Accelerate's own launcher, without ours."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml"), "-m", "toolkit.finetune", *flags]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    file = ROOT / "accelerate_configs" / f"{config}.yaml"
+    launch = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", file]
+    return python("-m", *launch, "-m", "toolkit.finetune", *flags, cwd=folder)
 
 
 @pytest.mark.parametrize(

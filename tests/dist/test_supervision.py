@@ -7,17 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import programs
 import psutil
 import pytest
 import tiny
+from programs import ROOT, environment, python, until
 
 from toolkit import report
 from toolkit.checkpoints import list_checkpoints
@@ -26,7 +26,6 @@ from toolkit.run_folder.heartbeat import read_beats
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 12
 """Seconds of silence after which these runs' ranks have hung."""
 
@@ -98,10 +97,7 @@ class Running:
 
     def strike(self, do: Callable[[Running], None]) -> None:
         """Once it is ready."""
-        deadline = time.monotonic() + 200
-        while not self.preflight():
-            assert time.monotonic() < deadline, (self.name, self.err)
-            time.sleep(0.1)
+        until(self.preflight, 200, self.name)
         family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         do(self)
         self.out, self.err = self.process.communicate(timeout=150)
@@ -122,21 +118,13 @@ def at_rank(number: int) -> Callable[[Running], None]:
 def hang_then_stop(run: Running) -> None:
     """A rank that is silent; and when the run goes on without it, a stop."""
     at_rank(signal.SIGSTOP)(run)
-    deadline = time.monotonic() + 150
-    while not any(event["attempt"] == 1 for event in run.events):
-        assert run.process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: any(event["attempt"] == 1 for event in run.events), alive=run.process)
     run.process.send_signal(signal.SIGTERM)
 
 
 def until_rank_1_waits(run: Running) -> None:
     """For rank 0, as its heartbeat says."""
-    deadline = time.monotonic() + 60
-    while read_beats(run.path / "logs")[1].phase != "wait":
-        assert run.process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: read_beats(run.path / "logs")[1].phase == "wait", 60, alive=run.process)
 
 
 def nothing(_: Running) -> None:
@@ -148,14 +136,8 @@ def start(work: Path, name: str, fault: str, *flags: str, bare: str = "") -> Run
     things = ["--model", str(work / "llama"), "--data", str(work / "text.jsonl"), "--run-dir", str(work / name)]
     config = ["--main_process_port", "0", "--config_file", str(ROOT / "accelerate_configs" / f"{bare}.yaml")]
     launch = ["accelerate.commands.launch", *config, "-m", "toolkit.finetune"] if bare else ["toolkit.cli", "train"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *launch, *things, "--no-memory-window", *flags],
-        cwd=work,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{work / 'fault'}", "FAULT": fault, "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environ = environment(work / "fault", FAULT=fault)
+    process = programs.start("-m", *launch, *things, "--no-memory-window", *flags, cwd=work, env=environ)
     return Running(name, work / name, process)
 
 
@@ -333,22 +315,15 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
         "--no-save",
     ]
     command += ["--eval-every", "1", "--processes", "1"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'counting'}", "CUDA_VISIBLE_DEVICES": ""}
 
     def toolkit(*words: str) -> subprocess.Popen[str]:
-        called = [sys.executable, "-m", "toolkit.cli", *words]
-        kinds = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(called, cwd=tmp_path, env=environ, **kinds)  # type: ignore[call-overload,no-any-return]
+        return programs.start("-m", "toolkit.cli", *words, cwd=tmp_path, env=environment(tmp_path / "counting"))
 
     def evaluations() -> list[tuple[int, bool]]:
         return [(event["step"], "eval_loss" in event) for event in read_events(run / "events.jsonl")]
 
     first = toolkit(*command, "--run-dir", str(run))
-    deadline = time.monotonic() + 150
-    while not any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()):
-        assert first.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()), alive=first)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=150)
     assert first.returncode == 143, err
@@ -361,9 +336,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
         "read once by all processes"
     )
-    again = toolkit("resume", str(run))
-    _, err = again.communicate(timeout=200)
-    assert again.returncode == 0, err
+    python("-m", "toolkit.cli", "resume", run, cwd=tmp_path, env=environment(tmp_path / "counting"), code=0)
     assert len((tmp_path / "opened").read_text().split()) == 2, "unchanged data are read again"
     assert evaluations() == lines
     assert all(0 < event["eval_loss"] < 10 for event in read_events(run / "events.jsonl")[1::2])
@@ -371,10 +344,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
 
 def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:
     """The first makes two new steps; the others, which end before, none. Without a checkpoint each begins at step 0."""
-    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run")]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stderr
+    done = python("-m", "dying_worker", "supervise", tmp_path / "run", code=1)
     assert done.stderr.count("toolkit: rank 0 was killed by SIGKILL") == 4
     for number in (1, 2, 3):
         assert f"\nRestart {number} of 5, from step 0, since there is no checkpoint yet.\n" in done.stderr
@@ -402,10 +372,7 @@ def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[s
 
 def test_of_ranks_that_came_equally_far_the_idle_one_is_named(tmp_path: Path) -> None:
     """Where no collective times out: the other one waits for it in a busy loop, as DeepSpeed's shared memory does."""
-    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run"), "spins"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1
+    done = python("-m", "dying_worker", "supervise", tmp_path / "run", "spins", code=1)
     said = (
         "toolkit: rank 1 hung: the others waited for it longer than 4 s (--timeout). It was in the backward of step 7. "
     )
@@ -414,13 +381,8 @@ def test_of_ranks_that_came_equally_far_the_idle_one_is_named(tmp_path: Path) ->
 
 def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
     """Nobody waits for a rank that loads."""
-    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run"), "loads"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 100
-        while not read_beats(tmp_path / "run" / "logs"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with programs.start("-m", "dying_worker", "supervise", tmp_path / "run", "loads", stdout=None) as process:
+        until(lambda: read_beats(tmp_path / "run" / "logs"), alive=process)
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
