@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import runs
+from programs import python, start
 
 import toolkit as tk
 from toolkit.cli import main
@@ -48,8 +48,7 @@ def nothing() -> None:
 @contextlib.contextmanager
 def another(path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of somebody else's that holds a run's folder, to the end of its standard input."""
-    words = [sys.executable, "-c", HOLD, str(path)]
-    with subprocess.Popen(words, stdin=-1, stdout=-1, text=True) as process:
+    with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "in\n"
@@ -295,9 +294,7 @@ def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
     program = (
         "import signal, toolkit as tk; print(tk.should_stop(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     )
-    environ = {name: value for name, value in os.environ.items() if name != metrics.RUN_DIR}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
-    assert done.stdout.split() == ["False", "True"]
+    assert python("-c", program, code=0).stdout.split() == ["False", "True"]
 
 
 def test_an_interrupted_watch_says_that_the_run_goes_on(

@@ -8,14 +8,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import environment, python, start, until
 
 from toolkit import cli
 from toolkit.checkpoints.manifest import Manifest, read_manifest
@@ -160,10 +159,8 @@ time.sleep(60)
 def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Path, rank: int, how: str) -> None:
     """Ended by SIGKILL, in the middle of a line; rank 0's reader is gone before."""
     log = tmp_path / "rank.log"
-    command = [sys.executable, "-c", SPEAK, str(log), str(rank), how]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": SECRET}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank_process:
-        _until(partial(_holds, log, b"bar 2"))  # a bar is there at once, without a newline
+    with start("-c", SPEAK, log, rank, how, env=environment(HF_TOKEN=SECRET), text=False) as rank_process:
+        until(partial(_holds, log, b"bar 2"))  # a bar is there at once, without a newline
         os.kill(int(Path(f"{log}.pid").read_text()), signal.SIGKILL)
         out, err = rank_process.communicate(timeout=30)
     kept = log.read_bytes()
@@ -186,43 +183,27 @@ copy(0, [1, *(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for p
 def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """What cannot be written in one place is written in the other."""
     log = tmp_path / "log"
-    command = [sys.executable, "-c", COPY]
-    with subprocess.Popen([*command, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as passing:
+    with start("-c", COPY, log, stdin=subprocess.PIPE, text=False) as passing:
         assert passing.stdin is not None
         assert passing.stdout is not None
         passing.stdout.close()
         for number in range(3):
             passing.stdin.write(b"line %d\n" % number)
             passing.stdin.flush()
-            _until(partial(_holds, log, b"line %d\n" % number))
+            until(partial(_holds, log, b"line %d\n" % number))
     assert passing.returncode == 0
-    done = subprocess.run([*command, "/dev/full"], input=b"line\n", capture_output=True, check=True, timeout=30)
-    assert (done.stdout, done.stderr) == (b"line\n", b"")
+    done = python("-c", COPY, "/dev/full", input="line\n", code=0)
+    assert (done.stdout, done.stderr) == ("line\n", "")
 
 
 def test_a_line_without_end_passes_whole() -> None:
-    text = b"x" * 3_000_000 + SECRET.encode() + b" y" * 1000
-    command = [sys.executable, "-c", COPY]
-    done = subprocess.run(
-        command,
-        input=text,
-        env={"A_TOKEN": SECRET, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout == text.replace(SECRET.encode(), b"[redacted]")
+    text = "x" * 3_000_000 + SECRET + " y" * 1000
+    done = python("-c", COPY, input=text, env=environment(A_TOKEN=SECRET), code=0)
+    assert done.stdout == text.replace(SECRET, "[redacted]")
 
 
 def _holds(log: Path, words: bytes) -> bool:
     return log.exists() and words in log.read_bytes()
-
-
-def _until(true: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # A model's own code ----------------------------------------------------------------------------------------------------
@@ -446,10 +427,7 @@ def test_code_on_the_hub_is_trusted_at_a_full_commit(mine: Path, canary: Path, t
     for path in mine.iterdir():
         path.rename(repository / "blobs" / path.name)
         (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
-    environ = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", HUB_SCRIPT, commit], env=environ, check=True, capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", HUB_SCRIPT, commit, env=environment(HF_HUB_CACHE=str(tmp_path / "hub")), code=0)
     untrusted, branch, short, absent, trusted, kernels = done.stdout.splitlines()
     assert "(configuration_mine.py, modeling_mine.py), which is run only if you trust it" in untrusted
     assert f"add --trust-remote-code {commit}," in untrusted
@@ -480,8 +458,7 @@ assert kernels.get_kernel
 def test_bitsandbytes_brings_no_compiled_kernel_and_says_nothing(tmp_path: Path) -> None:
     """It would on a CPU with AVX512-BF16."""
     (tmp_path / "kernels.py").write_text(KERNEL)
-    done = subprocess.run([sys.executable, "-c", QUIET], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-c", QUIET, cwd=tmp_path, code=0).stderr == ""
     assert not (tmp_path / "fetched").exists()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import runs
+from programs import python
 
 import toolkit as tk
 from toolkit import cli
@@ -604,7 +605,7 @@ def test_what_is_too_large_takes_little_memory(file: str, words: list[str], here
     (here / "model").mkdir()
     with (here / file).open("ab") as large:
         large.truncate(2**31)
-    done = subprocess.run([sys.executable, "-c", MEASURED, *words], capture_output=True, text=True, check=False)
+    done = python("-c", MEASURED, *words)
     code, mib = map(int, done.stdout.split()[-2:])
     assert code in (0, 2)
     assert "Traceback" not in done.stderr
