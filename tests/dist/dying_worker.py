@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from programs import launch_config
+
 from toolkit.core import atomic_io
 from toolkit.core.errors import ToolkitError
 from toolkit.core.phases import phase
@@ -52,15 +54,6 @@ def main(path: Path) -> None:
 def supervisor(path: Path) -> int:
     """As the shell's command is one."""
     several = "spins" in sys.argv
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if several else "NO",
-        "num_processes": 2 if several else 1,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-        "use_cpu": False,
-    }
     first = ["--run-dir", str(path), *sys.argv[3:]]
     with folder.enter(path, token=run_lock.new_token()) as run:
         try:
@@ -69,7 +62,7 @@ def supervisor(path: Path) -> int:
                 "dying_worker",
                 first,
                 [*first, "--resume"],
-                config,
+                launch_config(2 if several else 1),
                 timeout=4 if several else 60,
                 restart_policy=RestartPolicy(restarts=0 if several else 5),
             )

@@ -42,6 +42,13 @@ def start(*words: object, **options: Any) -> subprocess.Popen[str]:
     return process
 
 
+def launch_config(ranks: int) -> dict[str, Any]:
+    """The content of an Accelerate config file."""
+    several = {"distributed_type": "MULTI_GPU" if ranks > 1 else "NO", "num_processes": ranks}
+    known = {"compute_environment": "LOCAL_MACHINE", "use_cpu": False, "num_machines": 1, "machine_rank": 0}
+    return {**known, **several, "mixed_precision": "no"}
+
+
 def until(true: Callable[[], object], seconds: float = 150, what: object = "", alive: Any = None) -> None:
     """Wait for it, while the process `alive` runs."""
     end = time.monotonic() + seconds

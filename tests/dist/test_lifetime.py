@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from programs import ROOT, gone, living, python, start, until
+from programs import ROOT, gone, launch_config, living, python, start, until
 
 from toolkit.core.errors import RunError
 from toolkit.devices.machine import Device, Hardware
@@ -20,17 +21,6 @@ from toolkit.run_folder import folder
 from toolkit.training.setup import check_ranks
 
 pytestmark = pytest.mark.dist
-
-CONFIG = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-use_cpu: false
-num_processes: 2
-num_machines: 1
-machine_rank: 0
-main_process_port: 0
-mixed_precision: "no"
-"""
 
 
 class Started:
@@ -67,7 +57,7 @@ def redacting(*parents: subprocess.Popen[str]) -> list[psutil.Process]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
     """All runs of this file, started together: they wait more than they work, and none gets in another's way."""
     root = tmp_path_factory.mktemp("lifetime")
-    (root / "config.yaml").write_text(CONFIG)
+    (root / "config.yaml").write_text(json.dumps({**launch_config(2), "main_process_port": 0}))
     bare = ["-m", "accelerate.commands.launch", "--config_file", str(root / "config.yaml"), "-m"]
     commands = {
         **{f"{task} bare": [*bare, "lifetime_worker", task, "--run-dir", "FOLDER"] for task in ("import", "late", "waits")},

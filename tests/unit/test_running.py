@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,30 +128,6 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
         tk.resume(own(tmp_path / "script").path, nothing)
     with pytest.raises(RunError, match="is a run of the recipe, and no code of yours"):
         tk.resume(runs.write(tmp_path / "run_config", []).path, trust_target="0" * 64)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            {"target": lambda steps: None},
-            r"cannot be called so: missing a required argument: 'steps'\. Give its arguments: args=",
-        ),
-        ({"target": 42}, "target 42: expected a module's name"),
-        ({"target": nothing, "processes": "two"}, "processes 'two': expected a number"),
-        ({"target": "no_such.py"}, "no such script"),
-        ({"args": (1,)}, "args: the recipe takes its fields by name"),
-        ({"target": nothing, "strategy": "ddp", "kwargs": {"lock": 1}}, "got an unexpected keyword argument 'lock'"),
-        ({"target": print, "args": (threading.Lock(),)}, "its argument 1 is a lock"),
-    ],
-)
-def test_a_refused_launch_leaves_nothing(
-    words: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(tk.ToolkitError, match=said):
-        tk.launch(**words)
-    assert not Path("runs").exists()
 
 
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:

@@ -26,9 +26,8 @@ from programs import python
 import toolkit as tk
 from toolkit import cli
 from toolkit.checkpoints.importers import restricted_unpickler
-from toolkit.checkpoints.manifest import FORMAT, Manifest, read_manifest
+from toolkit.checkpoints.manifest import read_manifest
 from toolkit.cli.output import write
-from toolkit.config.parallelism import Parallelism
 from toolkit.core import atomic_io
 from toolkit.core.display import Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
@@ -44,9 +43,6 @@ from toolkit.launcher.trust import check_target, note_launch, target_of
 from toolkit.models import describe, local_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder, run_lock
-
-ONE = vars(Parallelism())
-"""Of one rank."""
 
 MEASURED = """
 import sys
@@ -512,12 +508,7 @@ NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"
     "field", ["step", "parallelism", "global_batch", "versions", "tensors", "files", "written", "counters"]
 )
 def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> None:
-    about = Manifest(
-        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 4}, schedule={},
-        tensors={},
-        identity={}, versions={}, written="", files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
-    )  # fmt: skip
-    fields = {**dataclasses.asdict(about), field: "HERE"}
+    fields = {**dataclasses.asdict(runs.manifest()), field: "HERE"}
     if field == "written" and value == '"4"':
         return  # a string, as expected
     sha256 = hashlib.sha256(json.dumps(fields).replace('"HERE"', value).encode()).hexdigest()
@@ -539,17 +530,11 @@ def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> No
     ],
 )  # fmt: skip
 def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> None:
-    manifest = Manifest(
-        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 4}, schedule={},
-        tensors={"a": about}, identity={}, versions={}, written="",
-        files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
-    )  # fmt: skip
-    (here / "manifest.json").write_bytes(manifest.encode())
+    (here / "manifest.json").write_bytes(runs.manifest(tensors={"a": about}).encode())
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged, or no manifest"):
         read_manifest(here)
-    sound = dataclasses.replace(manifest, tensors={"a": {"weight": {"shape": [4], "dtype": "float32"}}})
-    (here / "manifest.json").write_bytes(sound.encode())
-    assert read_manifest(here) == sound
+    (here / "manifest.json").write_bytes(runs.manifest().encode())
+    assert read_manifest(here) == runs.manifest()
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
