@@ -1,4 +1,4 @@
-"""A run that is stopped, or whose rank dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
+"""A run that is stopped, or whose rank raises, dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ def watch():
 
     phases.observe(observe)
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(300))
+    signal.signal(signal.SIGUSR2, fail)
+
+def fail(*_):
+    raise RuntimeError("a fault in the middle")
 
 def slow_disk():
     slow = {"/.manifest.json.", ".partial/config.json", "/export/config.json"}
@@ -157,6 +161,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
         "silent": (hang_then_stop, ("slow", "--sharding", "ddp", *TWO, "--save-every", "2", "--restarts", "3")),
         "behind": (at_rank(signal.SIGUSR1), ("slow", "--sharding", "fsdp", *TWO)),
+        "raised": (at_rank(signal.SIGUSR2), ("slow", "--sharding", "ddp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
         "alone": (at_all(signal.SIGINT), ("slow", "--processes", "1", "--save-seconds", "0", "--seq-len", "32", *LONG)),
         "bare": (at_all(signal.SIGTERM), ("slow", "--seq-len", "32", *LONG)),
@@ -167,7 +172,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     }
     found: dict[str, Running] = {}
     try:
-        for names in (("silent", "behind"), ("memory", "alone"), ("bare", "disk")):
+        for names in (("silent", "behind"), ("memory", "alone"), ("bare", "disk", "raised")):
             for name in names:
                 found[name] = start(work, name, *plan[name][1], bare={"bare": "zero2", "disk": "ddp"}.get(name, ""))
             with ThreadPoolExecutor() as pool:
@@ -184,7 +189,7 @@ def attempts(run: Running) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["silent", "behind", "memory", "alone", "bare", "disk"])
+@pytest.mark.parametrize("name", ["silent", "behind", "raised", "memory", "alone", "bare", "disk"])
 def test_nothing_is_left_of_a_run(runs: dict[str, Running], name: str) -> None:
     assert runs[name].left == []
     assert not list((runs[name].path / "checkpoints").glob(".step-*"))
@@ -259,7 +264,8 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "status"), [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("memory", "finished")]
+    ("name", "status"),
+    [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("raised", "failed"), ("memory", "finished")],
 )
 def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, status: str) -> None:
     """Accelerate's own launcher leaves no page, and its folder makes one."""
@@ -280,6 +286,40 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert str(run.path / "logs" / "rank-1.log") in run.err
     said = json.loads((run.path / "logs" / "rank-0.error.json").read_text())["message"]
     assert re.search("Timed out waiting|Application timeout", said), said  # whichever of gloo's waits is first
+
+
+def test_a_rank_that_raises_ends_the_whole_run(runs: dict[str, Running]) -> None:
+    run = runs["raised"]
+    assert run.code == 1
+    assert not (run.path / "export").exists()
+    first, _, last_lines = run.err.partition(" Its last lines (")
+    assert re.fullmatch(r"toolkit: rank 1 ended with RuntimeError: a fault in the middle. It was .* step \d+\.", first)
+    assert last_lines.startswith(str(run.path / "logs" / "rank-1.log"))
+    assert last_lines.rstrip().endswith("RuntimeError: a fault in the middle")
+    assert "rank 1 " in (run.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "sentence"),
+    [
+        (
+            "zero3",
+            ["--sharding", "fsdp"],
+            "sharding 'fsdp' was requested, but the Accelerate launch environment has 'zero3'",
+        ),
+        ("ddp", ["--data", "nothing.jsonl"], "data nothing.jsonl: no such file or folder"),
+    ],
+)
+def test_a_mistake_under_accelerate_launch_is_said_once(
+    config: str, flags: list[str], sentence: str, tmp_path: Path
+) -> None:
+    file = ROOT / "accelerate_configs" / f"{config}.yaml"
+    launch = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", file]
+    done = python("-m", *launch, "-m", "toolkit.finetune", *flags, cwd=tmp_path)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(sentence) == 1, done.stderr
+    assert "toolkit/" not in done.stderr, "a traceback through our own files"
+    assert list(tmp_path.iterdir()) == []
 
 
 COUNTING = """
