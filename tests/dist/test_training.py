@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from programs import python
 
 from toolkit.devices.machine import hardware
 
@@ -26,10 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("training") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    command += ["--rdzv_endpoint", "localhost:0", str(WORKER), str(model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    python(*command, "--rdzv_endpoint", "localhost:0", WORKER, model, out, code=0)
     result: dict[str, Any] = json.loads(out.read_text())
     return {**result, "out": out.parent, "model": model}
 
