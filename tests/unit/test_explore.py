@@ -294,6 +294,19 @@ def test_a_moved_control_changes_the_picture(spec: ModelSpec) -> None:
     assert (panel.controls["micro_batch"].value, panel.value.train_config.micro_batch) == (48, 48)
 
 
+@pytest.mark.parametrize("kind", ["memory", "compare", "timeline"])
+def test_attention_changes_the_bytes(spec: ModelSpec, kind: str) -> None:
+    panel = made(kind, spec, hardware="2x cpu", strategy=tk.Strategy(sharding="ddp", activation_checkpointing="none"))
+    pages = {}
+    for attention in ("eager", "sdpa"):
+        panel.controls["attention"].value = attention
+        assert panel.refusal == ""
+        pages[attention] = re.findall('src="(data:[^"]+)"', panel.static_html())
+        assert f"--attention {attention}" in panel.static_html()
+    assert all(eager != sdpa for eager, sdpa in zip(*pages.values(), strict=True)) or kind == "compare"
+    assert pages["eager"][0] != pages["sdpa"][0]
+
+
 def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: ModelSpec) -> None:
     panel = made("memory", spec)
     panel.controls["devices"].value = 1
