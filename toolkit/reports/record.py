@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from toolkit.config.flags import differing, from_dict, section, spell, to_flags
@@ -16,7 +17,7 @@ from toolkit.core.atomic_io import check_fields, read_events, read_json
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
 from toolkit.run_folder.folder import Folder, first_error, open_readonly
-from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.run_folder.heartbeat import read_beats
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 from toolkit.training.resumption import resume_hint
@@ -101,19 +102,19 @@ def read_record(path: str | Path) -> Record:
         memory=memory_of(folder, about),
         status=status,
         words=redact(words),
-        then="" if status in ("finished", "running") else redact(_last_beats(folder)),
+        then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
     )
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of the median step after the fifth."""
-    return _median([event["seconds"] for event in steps[WARM:] or steps])
+    return float(median(event["seconds"] for event in steps[WARM:] or steps))
 
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
     rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
-    return _median(rates) if rates else None
+    return float(median(rates)) if rates else None
 
 
 def pace(event: Mapping[str, Any]) -> float | None:
@@ -127,12 +128,6 @@ def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> s
         return f"tk.launch({target['name']}, tk.Strategy({arguments}), processes={ranks})"
     words = [*to_flags(strategy), target["name"], *target["arguments"]]
     return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
-
-
-def _median(values: Sequence[float]) -> float:
-    from statistics import median
-
-    return float(median(values))
 
 
 def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -154,13 +149,12 @@ def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None
 
 def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     """Return the status of a run that has begun, in a word, and its message."""
-    beats = list(read_beats(folder.logs).values())
+    beats = sorted(read_beats(folder.logs).values(), key=lambda beat: beat.rank)
+    locations = [f"Rank {beat.rank} was {beat.where}." for beat in beats]
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        return "running", "It goes on. " + " ".join(
-            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
-        )
+        return "running", " ".join(["It goes on.", *locations])
     if (message := _supervisor_message(folder, about)) is not None:
         return message
     raised = folder.errors()
@@ -169,7 +163,7 @@ def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped by a user."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
-    return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
+    return "failed", " ".join([killed, *locations[:1]])
 
 
 def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -193,12 +187,8 @@ def _started(about: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _last_beats(folder: Folder) -> str:
+def _how_to_resume(folder: Folder) -> str:
     try:
         return resume_hint(folder)
     except StrategyError as error:
         return f"This version cannot resume it: {error}"
-
-
-def _rank_location(beat: Heartbeat) -> str:
-    return f"Rank {beat.rank} was {beat.where}."
