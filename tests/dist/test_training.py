@@ -74,8 +74,7 @@ def test_a_checkpoint_holds_no_later_step(model: Path, tmp_path: Path) -> None:
     flags = {"model": model, "data": tmp_path / "data.txt", "run-dir": tmp_path / "run", "sharding": "none"}
     flags |= {"steps": 5, "save-every": 2, "keep": 3, "micro-batch": 1, "seq-len": 16}
     words = ["--no-save", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    python("-c", program, *words, code=0)
     manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/checkpoints/*/manifest.json"))]
     assert [(manifest["step"], manifest["counters"]["steps"]) for manifest in manifests] == [(2, 2), (4, 4), (5, 5)]
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
