@@ -169,9 +169,10 @@ def article_table(rows: Sequence[dict[str, Any]]) -> Table:
         rows=[(row["what"], *cells(row)) for row in rows],
         notes=(
             "huggingface.co/blog/accelerate-deepspeed: TITAN RTX of 24 GB, 60 GB of host memory, fp16, eager attention, no "
-            "checkpointing of activations or of the run. BlenderBot: 10,000 rows, source 128 and target 64 tokens; here 73 of each, with as many tokens times "
-            "layers. Published batches are round numbers: the next hundred does not fit in the forecast either. GPT-XL: wikitext-2, block 128. Its evaluation generates text with ten "
-            "beams, which the toolkit does not do.",
+            "checkpointing of activations or of the run. BlenderBot: 10,000 rows, source 128 and target 64 tokens; here 73 of "
+            "each, with as many tokens times layers. Published batches are round numbers: the next hundred does not fit in the "
+            "forecast either. GPT-XL: wikitext-2, block 128. Its evaluation generates text with ten beams, which the toolkit "
+            "does not do.",
         ),
     )
 
