@@ -606,7 +606,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
         ({"run_config": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
         ({"run_config": {"run": "x"}}, "no field 'run'"),
         ({"run_config": {"model": None}}, "model None: expected str"),
-        ({"strategy": {"sharding": 1}}, "sharding 1: expected str"),
+        ({"strategy": {"sharding": 1}}, "sharding 1 is unknown"),
         ({"train_config": {"steps": True}}, "steps True: expected int"),
         ({"run_config": {"trust_remote_code": "a" * 40}}, f"give --trust-remote-code {'a' * 40} again"),
         (
