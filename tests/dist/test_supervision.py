@@ -345,7 +345,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     assert "step 1: evaluation left out because the run stops\n" in out
     assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples"]
     assert list_checkpoints(run / "checkpoints")[0].name == "step-00000001"
-    for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
+    for name in ("data: 1 file (text.jsonl)", "eval_data: 1 file (held.jsonl)"):
         assert f"\n{name}; left out: README.md\n" in out
     assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
         "read once by all processes"
