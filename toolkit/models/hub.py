@@ -28,7 +28,7 @@ def hub_reachable(timeout: float = 3.0) -> bool:
 def hub_file(name: str, commit: str | None = None) -> Path:
     """Return the config.json of a Hub id, from the Hub, or from the cache if it does not answer.
 
-    With a commit, configs, tokenizer and code of that commit lie beside it, without weights.
+    With a commit, its folder also has the configs, tokenizer and code of that commit, without weights.
 
     Raises:
         ModelError: for what is no full commit, and for a repository that is not there, private or gated.
