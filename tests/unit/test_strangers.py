@@ -40,7 +40,7 @@ from toolkit.launcher.failures import failure
 from toolkit.launcher.run_processes import supervises
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
-from toolkit.models import describe, local_weights
+from toolkit.models import describe, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder, run_lock
 
@@ -383,14 +383,12 @@ def test_no_code_hides_behind_a_link_to_a_folder(here: Path) -> None:
     ],
 )
 def test_tensors_that_overlap(tensors: dict[str, list[int]], size: int, here: Path) -> None:
-    from toolkit.models import checkpoint_dtype
-
     header = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in tensors.items()}
     text = json.dumps(header).encode()
     (here / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
-    assert local_weights(here)
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32}))
     with pytest.raises(ModelError, match="is not a complete safetensors file"):
-        checkpoint_dtype(here)
+        require_weights(describe(here))
 
 
 @pytest.mark.parametrize(
