@@ -10,7 +10,7 @@ from toolkit.engines.base import kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.states import State, checkpoint_bytes, parameters_of, quantizable
+from toolkit.engines.states import SNAPSHOT_CHUNK, State, checkpoint_bytes, parameters_of, quantizable
 from toolkit.engines.traces import Segment
 
 BLOCK, GROUP = 64, 256
@@ -154,15 +154,15 @@ def packing_constants(elements: int) -> int:
 def hold_moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
     """Hold the moments: before the first step if checkpoints need their layout, else from the first step on.
 
-    A checkpoint's own buffers come with them.
+    The buffers of a checkpoint's snapshot come with them, but for offloaded states: those are written from their own memory.
     """
     if not checkpoints:
         ledger.enter("step")
     (ledger.offload if offload else ledger.hold)("optimizer", state.optimizer or 0)
-    if checkpoints and not ledger.shared:
-        # A snapshot's buffer, pinned, of a power of two (aten/src/ATen/core/CachingHostAllocator.h).
-        buffer = checkpoint_bytes(job) // job.ranks
-        ledger.offload("workspace", 1 << max(0, buffer - 1).bit_length())
+    if checkpoints and not ledger.shared and not offload:
+        # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
+        chunks, rest = divmod(checkpoint_bytes(job) // job.ranks, SNAPSHOT_CHUNK)
+        ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
 
 
 def optimizer_step(ledger: Ledger, job: Job, sizes: Iterable[int]) -> None:

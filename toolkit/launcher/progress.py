@@ -47,6 +47,8 @@ class Progress:
     """The forecast's peak of a rank."""
     limit_bytes: int | None = None
     """The memory of a rank."""
+    stall_seconds: float | None = None
+    """How long the steps have waited for checkpoints, in all; None before the first."""
 
     @property
     def line(self) -> str:
@@ -80,20 +82,23 @@ class Progress:
             rows.append(("forecast peak of a rank", format_bytes(self.forecast_bytes)))
         if self.limit_bytes:
             rows.append(("limit of a rank", format_bytes(self.limit_bytes)))
+        if self.stall_seconds is not None:
+            rows.append(("waited for checkpoints", format_seconds(self.stall_seconds)))
         return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
 
 
 class Tail:
-    """The steps of an `events.jsonl` that grows: each look reads only new lines. The file of a resumed run is read again."""
+    """The events of a file that grows: each look reads only new lines. The file of a resumed run is read again."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, key: str) -> None:
+        """Take the file, and the field that an event has to have."""
+        self.path, self.key = path, key
         self.steps: list[dict[str, Any]] = []
         self._read, self._file = 0, 0
         self._one = threading.Lock()
 
     def look(self) -> list[dict[str, Any]]:
-        """Return all lines with a step so far. Several views of a run may read at once."""
+        """Return all events so far. Several views of a run may read at once."""
         with self._one:
             return self._look()
 
@@ -110,7 +115,7 @@ class Tail:
                     self._read += len(line)
                     with contextlib.suppress(ValueError):
                         event = parse_event(line)
-                        if "loss" in event:
+                        if self.key in event:
                             self.steps.append(event)
         except OSError:
             pass
@@ -118,9 +123,9 @@ class Tail:
 
 
 @lru_cache(maxsize=256)
-def tail_of(path: Path) -> Tail:
-    """Return the run's only reader."""
-    return Tail(path)
+def tail_of(path: Path, key: str = "loss") -> Tail:
+    """Return the only reader of a run's `events.jsonl`, or with the key `checkpoint` of its `checkpoints.jsonl`."""
+    return Tail(path, key)
 
 
 def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
@@ -135,17 +140,19 @@ def held_bytes(event: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Read the progress from `run.json` and `events.jsonl`, as far as they exist."""
+    """Read the progress from `run.json`, `events.jsonl` and `checkpoints.jsonl`, as far as they exist."""
     about: dict[str, Any] = {}
     with contextlib.suppress(RunError):
         about = read_run_json(folder)
     steps = tail_of(folder / "events.jsonl").look()
     device = (about.get("forecast") or {}).get("device")
+    stalls = [event.get("stall_seconds", 0.0) for event in tail_of(folder / "checkpoints.jsonl", "checkpoint").look()]
     total = _count(about.get("train_config"), "steps") or 0
     values: dict[str, Any] = {
         "steps": total,
         "forecast_bytes": _count(device, "peak_bytes"),
         "limit_bytes": _count(device, "limit_bytes"),
+        "stall_seconds": sum(stalls) if stalls else None,
     }
     if not steps:
         return Progress(**values)
