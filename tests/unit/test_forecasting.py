@@ -326,8 +326,8 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert not found.fits
     assert "A rank has 79.11 GiB and needs" in found.reason
     assert found.change is not None
-    assert found.change == {"adapter": "qlora"}
-    assert "The smallest change that fits: --adapter qlora" in found.reason
+    assert found.change == {"micro_batch": 1, "accumulation": 4, "sharding": "fsdp", "offload": "cpu"}
+    assert "The smallest change that fits: --micro-batch 1" in found.reason
     alone = forecast(
         describe(large), Strategy(sharding="none", adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1)
     )

@@ -676,10 +676,12 @@ def test_no_text_takes_the_redactor_long(part: str) -> None:
 
 
 def test_no_cell_ends_a_cards_block(here: Path) -> None:
-    from toolkit.exporters.model_card import write_card
+    from toolkit.exporters.model_card import finish_export
+    from toolkit.exporters.results import Checked
 
     rows = {"data": "```\n# A heading of a stranger's\n<script>"}
-    write_card(here, describe(), what="model", trained="none", rows=rows, notes=[], error=None)
+    checked = Checked(what="model", tensors={}, error=None)
+    finish_export(here, describe(), checked, trained="none", rows=rows, folder=here)
     lines = (here / "README.md").read_text().splitlines()
     fence = next(line.removesuffix("text") for line in lines if line.endswith("`text"))
     assert len(fence) > 3

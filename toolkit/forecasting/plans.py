@@ -21,7 +21,6 @@ from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.forecasting.alternatives import FIELDS, Alternative, find_alternatives
 from toolkit.forecasting.candidates import Candidate, Search
-from toolkit.forecasting.timing import checkpoint_stall
 from toolkit.models import ModelSpec, describe
 
 UNCERTAIN = 3
@@ -345,7 +344,7 @@ def _check_request(search: Search, vary: Collection[str], tokens: float | None, 
 def _checkpoint_share(candidate: Candidate) -> float:
     """Return the share of the time in which steps wait for checkpoints."""
     assert candidate.forecast is not None
-    return checkpoint_stall(candidate.forecast.job, candidate.forecast.hardware) / RunConfig().save_seconds
+    return candidate.forecast.checkpoint_stall_seconds / RunConfig().save_seconds
 
 
 def _shortened(text: str, limit: int = 100) -> str:

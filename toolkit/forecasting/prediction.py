@@ -21,7 +21,7 @@ from toolkit.engines.traces import Segment
 from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
-from toolkit.forecasting.timing import communication, operations, step_time
+from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
 from toolkit.models import ModelSpec, describe
 
 
@@ -164,6 +164,7 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         phases=dict(ledger.phases),
         host_bytes=_host(job, machine, ledger),
         checkpoint_bytes=checkpoint_bytes(job),
+        checkpoint_stall_seconds=checkpoint_stall(job, machine),
         operations=operations(job, step),
         communication_bytes=communication(job),
         timing=step_time(job, machine, step),

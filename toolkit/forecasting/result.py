@@ -40,6 +40,8 @@ class Forecast(Result):
     host_bytes: int
     """The highest need of a node's host: of all its ranks, and of rank 0's additional memory."""
     checkpoint_bytes: int
+    checkpoint_stall_seconds: float
+    """How long the steps wait for a checkpoint; for offloaded states, until these are written."""
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""
     communication_bytes: int
@@ -145,6 +147,7 @@ class Forecast(Result):
             "nvme": {"peak_bytes": 0},
             **(dataclasses.asdict(self.timing) if self.timing else unknown),
             "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "operations": self.operations,
             "communication_bytes": self.communication_bytes,
             "unknown": list(self.unknown),
@@ -182,6 +185,7 @@ class Forecast(Result):
             ("operations of a rank", f"{self.operations:.3g}"),
             ("sent by a rank", format_bytes(self.communication_bytes)),
             ("a checkpoint", format_bytes(self.checkpoint_bytes)),
+            ("steps wait for it", format_step_seconds(self.checkpoint_stall_seconds)),
         ]
         if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes:
             figures.insert(0, ("peak with a fused loss", format_bytes(self.fused_bytes)))
