@@ -87,9 +87,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -
     """Return the scheduler of `TrainConfig`: a rise over `warmup` steps to `lr`, then its curve, down to `min_lr`."""
     from torch.optim.lr_scheduler import LambdaLR
 
-    return LambdaLR(
-        optimizer, lambda done: train_config.rate_factor(done)
-    )  # a bound method is no plain rule for a checkpoint
+    # torch stores the attributes of a bound method's owner with the schedule; a function has none.
+    return LambdaLR(optimizer, lambda done: train_config.rate_factor(done))
 
 
 def train(
