@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,9 +125,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         engine, strategy = engine_of(self.job.strategy), self.job.strategy
         if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
-        added = [item for item in optimizers if item not in self._optimizers]
-        count = len(self._optimizers) + len(added)
-        if added and count > 1 and (self._deepspeed or self.scaler is not None):
+        new = [item for item in optimizers if item not in self._optimizers]
+        count = len(self._optimizers) + len(new)
+        if new and count > 1 and (self._deepspeed or self.scaler is not None):
             what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
             raise StrategyError(
                 f"prepare got {count} optimizers in all, and {what} can step one. Give one optimizer with several parameter "
@@ -182,16 +183,16 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Return the prepared model of an optimizer. DeepSpeed's optimizer holds other tensors than its model."""
         if self._deepspeed:
             return next((engine for engine in self._models if engine.optimizer is optimizer.optimizer), None)
-        stepped = {id(parameter) for parameter in self._parameters_of(optimizer)}
-        return next((model for model in self._prepared if any(id(p) in stepped for p in model.parameters())), None)
+        ids = {id(parameter) for parameter in self._parameters_of(optimizer)}
+        return next((model for model in self._prepared if any(id(p) in ids for p in model.parameters())), None)
 
     def _parameters_of(self, optimizer: Any) -> list[torch.nn.Parameter]:
         """Return the trained parameters that an optimizer steps."""
         if self._deepspeed:
-            stepped = self._model_of(optimizer).parameters()
+            parameters = self._model_of(optimizer).parameters()
         else:
-            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [parameter for parameter in stepped if parameter.requires_grad]
+            parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _clip_before_step(self, optimizer: Any) -> None:
         """Replace an optimizer's `step` by one that clips first.
@@ -263,17 +264,17 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it "
                 f"with {limit:g}."
             )
-        stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
-        meant = [(optimizer, own) for optimizer, own in stepped if own & ids] or stepped
-        trained = {identity for _, own in meant for identity in own}
-        if not trained or trained - ids:
+        owners = {optimizer: {id(p) for p in self._parameters_of(optimizer)} for optimizer in self._optimizers}
+        selection = {optimizer: own for optimizer, own in owners.items() if own & ids} or owners
+        every = set().union(*selection.values())
+        if not every or every - ids:
             raise StrategyError(
-                f"clip_grad_norm_ got {len(trained & ids)} of {len(trained)} trained parameters, and the norm is that of all "
+                f"clip_grad_norm_ got {len(every & ids)} of {len(every)} trained parameters, and the norm is that of all "
                 "that an optimizer steps. Give model.parameters() of the prepared model."
             )
         if not self.sync_gradients:
             return None
-        norms = [norm for optimizer, _ in meant if (norm := self._clip(optimizer)) is not None]
+        norms = [norm for optimizer in selection if (norm := self._clip(optimizer)) is not None]
         if len(norms) < 2:
             return norms[0] if norms else None
         together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -300,9 +301,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return None if norm is None else torch.tensor(float(norm) if norm >= 0 else math.inf, device=self.device)
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
-            stepped = self._parameters_of(optimizer)
-            limit = self.job.train_config.max_grad_norm or math.inf
-            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(stepped, limit)
+            parameters, limit = self._parameters_of(optimizer), self.job.train_config.max_grad_norm or math.inf
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(parameters, limit)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:
