@@ -11,7 +11,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, StrategyMismatch, ToolkitError
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import diagnose, environment
-from toolkit.engines.base import import_plugins
+from toolkit.engines.plugins import import_plugins
 from toolkit.exporters import export, save, verify
 from toolkit.forecasting import forecast, plan
 from toolkit.forecasting.diffs import diff_forecasts

@@ -8,8 +8,7 @@ from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
 from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, timeline
-from toolkit.cli.results import compare, export, report
-from toolkit.cli.run_commands import launch, resume, runs, stop, train, watch
+from toolkit.cli.run_commands import compare, export, launch, report, resume, runs, stop, train, watch
 from toolkit.config.flags import Parser, add_flags
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.flags import from_dict, given, read_assignments
@@ -14,6 +15,13 @@ from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
+
+Owner = TypeVar("Owner")
+
+
+def read(owner: type[Owner], flags: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Owner:
+    """Return a dataclass from its flags, and from `values` where a flag is not given."""
+    return from_dict(owner, {**(values or {}), **given(flags, owner)})
 
 
 def doctor(flags: argparse.Namespace) -> Result:
@@ -38,13 +46,9 @@ def forecast(flags: argparse.Namespace) -> Result:
     from toolkit.models import describe
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-    strategy, train_config = (
-        from_dict(Strategy, given(flags, Strategy)),
-        from_dict(TrainConfig, given(flags, TrainConfig)),
-    )
-    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {
-        "ranks": flags.processes
-    }
+    strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
+    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
+    options["ranks"] = flags.processes
     if not flags.against:
         return forecast(spec, strategy, flags.hardware, train_config, **options)
     change = read_assignments(flags.against, Strategy, TrainConfig, alone="sharding")
@@ -64,9 +68,9 @@ def timeline(flags: argparse.Namespace) -> Result:
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(
         model,
-        from_dict(Strategy, {**dataclasses.asdict(strategy), **given(flags, Strategy)}),
+        read(Strategy, flags, dataclasses.asdict(strategy)),
         flags.hardware,
-        from_dict(TrainConfig, {**dataclasses.asdict(train_config), **given(flags, TrainConfig)}),
+        read(TrainConfig, flags, dataclasses.asdict(train_config)),
         ranks=flags.processes,
         one_document=flags.one_document,
         run=flags.run,
@@ -105,7 +109,7 @@ def plan(flags: argparse.Namespace) -> Result:
         tokens=flags.tokens,
         price=flags.price,
         whole=flags.all,
-        train_config=from_dict(TrainConfig, given(flags, TrainConfig)),
+        train_config=read(TrainConfig, flags),
         one_document=flags.one_document,
         allow_unquantized=flags.allow_unquantized,
     )
@@ -137,7 +141,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
             written[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
             write_config(Path(flags.all, f"{name}.yaml"), written[name], "--all")
         return written
-    strategy = from_dict(Strategy, given(flags, Strategy))
+    strategy = read(Strategy, flags)
     ranks = flags.processes
     if ranks is None:
         ranks = default_ranks(strategy, hardware()) * flags.nodes

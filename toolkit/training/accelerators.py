@@ -15,8 +15,7 @@ from weakref import WeakSet
 from toolkit.core.errors import NotFinite, StrategyError
 from toolkit.core.phases import phase
 from toolkit.engines.adapters import keep_packing
-from toolkit.engines.base import engine_of
-from toolkit.engines.env_vars import engine_environment
+from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.training.accelerate_state import reset_state

@@ -17,8 +17,7 @@ from toolkit.engines.adapters import (
     read_dtype,
     require_libraries,
 )
-from toolkit.engines.base import engine_of
-from toolkit.engines.env_vars import engine_environment
+from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import persistent_buffers, quantizable
