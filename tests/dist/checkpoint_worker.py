@@ -101,6 +101,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     saver = (
         CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
     )
+    if saver and cell["strategy"].get("offload", "none") != "none":  # as on a GPU machine: written in place
+        saver.stays = lambda item: item.region.kind != "buffer"  # type: ignore[method-assign]
     if saver and start in cell["saves"]:
         save(saver, start)
     resumed = start > 0

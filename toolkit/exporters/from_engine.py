@@ -185,19 +185,19 @@ def _compare(
         return None, (NO_ROOM,)
     if place.type == "cpu" and job.strategy.attention not in ("sdpa", "eager"):
         job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
-    opened = False
+    is_open = False
     try:
         with quiet_bars(True, shown=False):
             model = reopen(job, folder)
         if job.strategy.adapter == "none":
             check_tied(model, spec)
-        opened = True
+        is_open = True
         here = {name: tensor.to(place) for name, tensor in probe.items()}
         error = _error(job, model.to(place), here, trained)
     except RunError:
         raise
     except Exception as problem:  # transformers, PEFT and kernels raise exceptions of every type
-        lacks = opened or isinstance(problem, ImportError) or is_out_of_memory(problem)
+        lacks = is_open or isinstance(problem, ImportError) or is_out_of_memory(problem)
         return None, (not_compared(problem, folder, opened=lacks),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == trained_on:

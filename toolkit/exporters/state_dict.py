@@ -40,8 +40,8 @@ def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: s
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     tied = {group[0]: group for group in spec.tied}
     # Buffers of a script's own, which the model does not know, are left out.
-    extra = {name for name, entry in weights.entries.items() if not entry.trained}
-    wrong = [f"{name} is unknown to it" for name in weights.entries if name not in {*parameters, *buffers, *extra}]
+    unknown = weights.entries.keys() - parameters.keys() - buffers.keys()
+    wrong = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
     entries: dict[str, Entry] = {}
     for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
         meta = parameters[name] if name in parameters else buffers[name]

@@ -30,16 +30,16 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    wrong, checked = [], set()
+    wrong, names = [], set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
-                    checked.add(name)
+                    names.add(name)
                     wrong += _tensor_faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
-    wrong = [f"{name} is missing" for name in planned if name not in checked] + wrong
+    wrong = [f"{name} is missing" for name in planned if name not in names] + wrong
     if wrong:
         raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
 
@@ -114,9 +114,9 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
     model = reopen_whole(spec, folder, dtype=dtype, attention=check_attention(spec))
     check_tied(model, spec)
     expected = {parameter.name: parameter.shape for parameter in spec.parameters}
-    opened = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if opened != expected:
-        raise RunError(f"parameters are others than the model's: {sorted(opened.items() ^ expected.items())[:3]}")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if shapes != expected:
+        raise RunError(f"parameters are others than the model's: {sorted(shapes.items() ^ expected.items())[:3]}")
     return logits(model, spec), {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
