@@ -406,16 +406,6 @@ def test_another_runs_checkpoint_is_refused(
         restore(run["ours"], run["schedule"], found, other)
 
 
-def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    manifest = read_manifest(newest)
-    for name in ("../rank-00000.safetensors", "/etc/passwd", "a/../../b", "", "manifest.json"):
-        crafted = dataclasses.replace(manifest, files={name: {"sha256": "0", "bytes": 1}})
-        (newest / "manifest.json").write_bytes(crafted.encode())
-        with pytest.raises(CheckpointError, match="expected rank-00000"):
-            read_manifest(newest)
-
-
 def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
     newest = list_checkpoints(written)[0]
     (newest / "manifest.json").write_text("[" * 100_000)
@@ -454,14 +444,6 @@ def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
     del writer
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_manifest_of_another_format_says_which(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    crafted = dataclasses.replace(read_manifest(newest), format=99)
-    (newest / "manifest.json").write_bytes(crafted.encode())
-    with pytest.raises(CheckpointError, match="of format 99"):
-        read_manifest(newest)
 
 
 def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:
