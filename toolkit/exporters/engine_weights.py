@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.checkpoints.layout import Region
-from toolkit.core.units import MiB, dtype_name
+from toolkit.core.units import dtype_name
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
+from toolkit.engines.states import SEND_CHUNK
 
 if TYPE_CHECKING:
     pass
-
-
-CHUNK = 64 * MiB
-"""Bytes that are sent at once."""
 
 
 def is_adapter(module: Any) -> bool:
@@ -80,7 +77,7 @@ class EngineWeights:
     def gather(self, names: Sequence[str]) -> None:
         """Put these tensors together in rank 0's host memory, in place of those gathered before. A collective.
 
-        Equal regions (replicas) are sent once. A broadcast of `CHUNK` bytes at most on the main group needs no new
+        Equal regions (replicas) are sent once. A broadcast of `SEND_CHUNK` bytes at most on the main group needs no new
         communicator, and no memory beside the tensor that grows with it.
         """
         import torch
@@ -108,7 +105,7 @@ class EngineWeights:
                 yield shard
             return
         flat = None if shard is None else shard.tensor.detach().reshape(-1)
-        step = max(1, CHUNK // dtype.itemsize)
+        step = max(1, SEND_CHUNK // dtype.itemsize)
         for start in range(0, region.length, step):
             length = min(step, region.length - start)
             if flat is None:
