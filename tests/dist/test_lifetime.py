@@ -16,9 +16,7 @@ import pytest
 from programs import ROOT, gone, launch_config, living, python, start, until
 
 from toolkit.core.errors import RunError
-from toolkit.devices.machine import Device, Hardware
 from toolkit.run_folder import folder
-from toolkit.training.setup import check_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -325,19 +323,6 @@ def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> 
         words = ["first", "last"] if rank is not starter else ["first"]
         assert log.read_text().splitlines() == [f"{word} words of {number}" for word in words]
     gone([redaction])
-
-
-def test_ranks_are_at_most_the_devices() -> None:
-    """On accelerators; a CPU takes any number."""
-    device = Device(kind="cuda", name="T4", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
-    one = Hardware(device=device, count=1, host_bytes=1, host_free_bytes=1)
-    check_ranks(one, 1)
-    with pytest.raises(RunError, match=r"processes 2: this machine has 1 cuda device\(s\) \(T4\).*--processes 1"):
-        check_ranks(one, 2)
-    with pytest.raises(RunError, match="processes 0: expected at least 1"):
-        check_ranks(one, 0)
-    cpu = Device(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
-    check_ranks(Hardware(device=cpu, count=1, host_bytes=1, host_free_bytes=1), 4)
 
 
 def test_a_script_keeps_its_exit_code(tmp_path: Path) -> None:

@@ -373,16 +373,6 @@ def test_another_runs_checkpoint_is_refused(
         restore(run["ours"], run["schedule"], found, other)
 
 
-def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    manifest = read_manifest(newest)
-    for name in ("../rank-00000.safetensors", "/etc/passwd", "a/../../b", "", "manifest.json"):
-        crafted = dataclasses.replace(manifest, files={name: {"sha256": "0", "bytes": 1}})
-        (newest / "manifest.json").write_bytes(crafted.encode())
-        with pytest.raises(CheckpointError, match="expected rank-00000"):
-            read_manifest(newest)
-
-
 def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
     newest = list_checkpoints(written)[0]
     (newest / "manifest.json").write_text("[" * 100_000)
