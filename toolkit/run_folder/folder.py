@@ -31,13 +31,13 @@ SPARE = 8192
 
 
 class Inside:
-    """A path inside a run's folder, as an attribute of `Folder`."""
+    """A path inside a run's folder, as an attribute of `Folder`: of the class, relative."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, folder: Folder, _: type[Folder]) -> Path:
-        return folder.path / self.name
+    def __get__(self, folder: Folder | None, _: type[Folder]) -> Path:
+        return folder.path / self.name if folder else Path(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
