@@ -317,8 +317,9 @@ def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> 
     starter.kill()
     starter.wait()
     say("last words")
-    for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
+    for rank in ranks:
         rank.kill()
+    for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
         rank.communicate()
         words = ["first", "last"] if rank is not starter else ["first"]
         assert log.read_text().splitlines() == [f"{word} words of {number}" for word in words]
