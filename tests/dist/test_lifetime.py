@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -296,6 +297,10 @@ for line in sys.stdin:
 """
 
 
+def logged(log: Path, line: str) -> bool:
+    return log.exists() and line in log.read_text()
+
+
 def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> None:
     """It outlives the rank that started it, keeps their streams apart, and ends with the last of them."""
     logs = [tmp_path / f"{rank}.log" for rank in range(4)]
@@ -307,9 +312,7 @@ def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> 
                 assert rank.stdin is not None
                 rank.stdin.write(f"{words} of {number}\n")
                 rank.stdin.flush()
-                until(
-                    lambda log=log, line=f"{words} of {number}\n": log.exists() and line in log.read_text(), 60, words
-                )  # type: ignore[misc]
+                until(partial(logged, log, f"{words} of {number}\n"), 60, words)
 
     say("first words")
     [redaction] = redacting(*ranks)

@@ -66,6 +66,21 @@ def test_numbers_that_are_not_finite_end_the_run_with_the_weights_of_the_step_be
         assert result["same"], cell
 
 
+def test_a_checkpoint_holds_no_later_step(model: Path, tmp_path: Path) -> None:
+    """Where the numbers of a step may be read while the next one is computed, as on CUDA."""
+    program = "from toolkit import finetune; from toolkit.training.rank_run import RankRun; "
+    program += "RankRun.may_read_late = lambda run, step: True; finetune.main()"
+    (tmp_path / "data.txt").write_text("some words to train on, " * 400)
+    flags = {"model": model, "data": tmp_path / "data.txt", "run-dir": tmp_path / "run", "sharding": "none"}
+    flags |= {"steps": 5, "save-every": 2, "keep": 3, "micro-batch": 1, "seq-len": 16}
+    words = ["--no-save", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+    python("-c", program, *words, code=0)
+    manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/checkpoints/*/manifest.json"))]
+    assert [(manifest["step"], manifest["counters"]["steps"]) for manifest in manifests] == [(2, 2), (4, 4), (5, 5)]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events] == [1, 2, 3, 4, 5]
+
+
 def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> None:
     able = "fp16" in hardware().device.dtypes
     for sharding, result in found["scaling"].items():

@@ -195,12 +195,25 @@ def test_the_config_files_are_what_their_strategies_generate() -> None:
 
 @pytest.mark.parametrize("name", catalog())
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "bf16_pure"])
-def test_a_config_file_says_what_its_strategy_says(name: str, precision: str) -> None:
+def test_accelerate_launch_sets_in_a_worker_what_the_strategy_says(
+    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands import launch
+
+    environ: dict[str, str] = {"WORLD_SIZE": "1" if name == "none" else "4"}
+    monkeypatch.setattr(
+        launch, "simple_launcher", lambda a: environ.update(launch.prepare_simple_launcher_cmd_env(a)[1])
+    )
+    monkeypatch.setattr(launch, "multi_gpu_launcher", lambda a: environ.update(launch.prepare_multi_gpu_env(a)))
+    monkeypatch.setattr(launch, "deepspeed_launcher", lambda a: environ.update(launch.prepare_deepspeed_cmd_env(a)[1]))
     strategy = dataclasses.replace(catalog()[name], precision=precision)
     engine = engine_of(strategy)
-    bound = engine.from_yaml(engine.to_yaml(strategy, 4, 1))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(engine.to_yaml(strategy, int(environ["WORLD_SIZE"]), 1)))
+    launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
+    bound = engine.from_env(environ)
     assert bound is not None
-    # DtypeReport that Accelerate cannot spell are written "no", which binds nothing.
+    # Precisions that Accelerate cannot spell are written "no", which binds nothing.
     assert ("precision" in bound) == (precision == "bf16")
     assert Strategy(**{**bound, "precision": precision}) == strategy
 

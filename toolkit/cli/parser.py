@@ -8,11 +8,11 @@ from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
 from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, timeline
-from toolkit.cli.results import compare, export, report
-from toolkit.cli.run_commands import launch, resume, runs, stop, train, watch
-from toolkit.config.flags import Parser, add_flags
+from toolkit.cli.run_commands import compare, export, launch, report, resume, runs, stop, train, watch
+from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import StrategyError
 
 RANKS = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
 """The result of `engines.job.default_ranks`, for help."""
@@ -40,6 +40,9 @@ MODEL = _argument(
 )
 REMOTE_CODE = _argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
 HARDWARE = _argument("--hardware", metavar="NAME", help="such as '8x H100-80GB' or '2x cpu' (default: this machine)")
+HOST_MEMORY = _argument(
+    "--host-memory", metavar="SIZE", help="memory of a node's host, such as 60GiB (default: as --hardware has it)"
+)
 MACHINES = _argument(
     "--hardware", metavar="NAME", help="as '8x H100-80GB'; 'any x H100-80GB': one or more (default: this machine)"
 )
@@ -52,10 +55,33 @@ ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without p
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
 TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
 RANKS_HERE = _argument("--processes", type=int, help=f"ranks on this machine ({RANKS})")
+DEEPSPEED_FILE = _path(
+    "--deepspeed-config", metavar="FILE", help='take the fields of a DeepSpeed file; "auto" in it is left to the flags'
+)
 RUN = _path("run", metavar="RUN", help="the run's folder")
 COMPARED_RUN = _path("--run", metavar="RUN", help="folder of a run to compare with")
 RUN_DIR = _path("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
 TARGET_DIGEST = _argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. Fields of `--deepspeed-config` become flags.
+
+    Raises:
+        StrategyError: for a flag that contradicts the file.
+    """
+    flags = build_parser().parse_args(arguments)
+    if path := getattr(flags, "deepspeed_config", None):
+        from toolkit.engines.deepspeed.user_config import read_config
+
+        for name, value in read_config(path, flags.processes).items():
+            if getattr(flags, name) not in (None, value):
+                given = f"{flag(name)} {getattr(flags, name)}"
+                raise StrategyError(
+                    f"{given} contradicts {path}, which sets {value}. Change one, or leave the flag out."
+                )
+            setattr(flags, name, value)
+    return flags
 
 
 def build_parser() -> Parser:
@@ -84,12 +110,14 @@ def build_parser() -> Parser:
         "--against", metavar="FIELDS", help="compare with: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'"
     )
     forecasting = [MODEL, REMOTE_CODE, HARDWARE, TOTAL_RANKS]
-    add(forecast, [*forecasting, ONE_DOCUMENT, UNQUANTIZED, against], Strategy, TrainConfig)
+    add(
+        forecast, [*forecasting, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, UNQUANTIZED, against], Strategy, TrainConfig
+    )
     add(timeline, [*forecasting, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
     add(precisions, [*forecasting, COMPARED_RUN], Strategy)
     global_batch = _argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
     best = _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command")
-    planning = [MODEL, REMOTE_CODE, MACHINES, global_batch, ONE_DOCUMENT, UNQUANTIZED, best, *BUDGET]
+    planning = [MODEL, REMOTE_CODE, MACHINES, HOST_MEMORY, global_batch, ONE_DOCUMENT, UNQUANTIZED, best, *BUDGET]
     add(plan, planning, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     config_flags = [
         _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
@@ -101,7 +129,7 @@ def build_parser() -> Parser:
     ]
     add(config, config_flags, Strategy)
     goes_on = _switch("--resume", "continue the run in --run-dir, if there is one")
-    add(train, [RANKS_HERE, RUN_DIR, goes_on], RunConfig, Strategy, TrainConfig, RestartPolicy)
+    add(train, [RANKS_HERE, RUN_DIR, goes_on, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
     again = [
         RUN,
         _argument("--processes", type=int, help="ranks on this machine (default: as many as before)"),

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from toolkit.config.flags import differing, from_dict, section, spell, to_flags
@@ -100,19 +101,19 @@ def read_record(path: str | Path) -> Record:
         memory=read_memory(folder, about),
         status=status,
         words=redact(words),
-        then="" if status in ("finished", "running") else redact(_last_beats(folder)),
+        then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
     )
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of the median step after the fifth."""
-    return _median([event["seconds"] for event in steps[WARM:] or steps])
+    return float(median(event["seconds"] for event in steps[WARM:] or steps))
 
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
     rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
-    return _median(rates) if rates else None
+    return float(median(rates)) if rates else None
 
 
 def pace(event: Mapping[str, Any]) -> float | None:
@@ -128,13 +129,7 @@ def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> s
     return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
 
 
-def _median(values: Sequence[float]) -> float:
-    from statistics import median
-
-    return float(median(values))
-
-
-def _last_beats(folder: Folder) -> str:
+def _how_to_resume(folder: Folder) -> str:
     try:
         return resume_hint(folder)
     except StrategyError as error:
