@@ -234,18 +234,6 @@ def claim(path: str | Path, *, resume: bool, token: str, wait: float) -> Folder:
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
 
 
-def open_readonly(path: str | Path) -> Folder:
-    """Open a run's folder for reading, also while a process holds it.
-
-    Raises:
-        RunError: where it holds no run.
-    """
-    folder = run_paths(path)
-    if not folder.run_json.is_file():
-        raise no_run(folder.path)
-    return folder
-
-
 def run_paths(path: str | Path) -> Folder:
     """Return the paths of a run that may not have begun."""
     return Folder(path=expand_user(path), token="", created=False, lock=-1)
