@@ -65,7 +65,11 @@ def measure(kind: str, control: str, values: tuple[Any, Any], moves: int) -> dic
 def measure_live(moves: int) -> dict[str, Any]:
     """The seconds in which the page of a running run is made again: a loss of 2,000 steps, the memory of 8 ranks."""
     steps = [{"step": step, "loss": 8 - step / 1000 + step % 13 / 100} for step in range(1, 2001)]
-    sizes: dict[str, Any] = {"bytes_per_rank": (60 * 2**30,) * 8, "forecast_bytes": 62 * 2**30, "limit_bytes": 80 * 2**30}
+    sizes: dict[str, Any] = {
+        "bytes_per_rank": (60 * 2**30,) * 8,
+        "forecast_bytes": 62 * 2**30,
+        "limit_bytes": 80 * 2**30,
+    }
     progress = Progress(step=2000, steps=4000, loss=6.0, bytes_are="allocated", **sizes)
     timed = time_calls(lambda _: portable(page("run", "running", progress, steps, "")), moves)
     size = len(portable(page("run", "running", progress, steps, "")))
