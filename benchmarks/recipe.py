@@ -47,12 +47,11 @@ class Rank:
     schedule: Any
     start: int
 
-    def policy(self, writer: CheckpointWriter | None, run_config: RunConfig, *, steps: int) -> CheckpointPolicy:
-        """Return what decides after each step whether a checkpoint is due. `steps`: number of the last."""
+    def policy(self, writer: CheckpointWriter | None) -> CheckpointPolicy:
+        """Return what decides after each step whether a checkpoint is due."""
         from toolkit.training.checkpoint_policy import CheckpointPolicy
 
-        run = self.run
-        return CheckpointPolicy(writer, run_config, run.window, run.folder, run.stop, run.beat, steps=steps, attempt=0)
+        return CheckpointPolicy(self.run, writer)
 
     def writer(self) -> CheckpointWriter:
         """Return what writes the checkpoints."""
@@ -69,7 +68,7 @@ class Rank:
         """Train as the recipe does. The caller gives each step to the policy."""
         from toolkit.training.loop import train
 
-        log = self.run.step_log(self.prepared)
+        log = self.run.step_log()
         for step in train(
             self.prepared,
             self.loader,

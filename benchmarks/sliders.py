@@ -22,8 +22,8 @@ from machine import about, parse, parser, write_results
 import toolkit as tk
 from toolkit.core.display import Table
 from toolkit.core.drawing import portable
-from toolkit.launcher.progress import Progress
 from toolkit.launcher.views import page
+from toolkit.run_folder.status import Progress
 
 MOVED: dict[str, dict[str, tuple[Any, Any]]] = {
     "memory": {"devices": (8, 16), "micro_batch": (2, 4), "sharding": ("zero3", "fsdp"), "seq_len": (512, 1024)},

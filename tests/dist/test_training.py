@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from programs import python
 
 from toolkit.devices.machine import hardware
 
@@ -26,10 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("training") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    command += ["--rdzv_endpoint", "localhost:0", str(WORKER), str(model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    python(*command, "--rdzv_endpoint", "localhost:0", WORKER, model, out, code=0)
     result: dict[str, Any] = json.loads(out.read_text())
     return {**result, "out": out.parent, "model": model}
 
@@ -67,6 +64,21 @@ def test_numbers_that_are_not_finite_end_the_run_with_the_weights_of_the_step_be
         assert "Weights are those of step 2" in result["said"], cell
         assert "sample-3" in result["said"], cell
         assert result["same"], cell
+
+
+def test_a_checkpoint_holds_no_later_step(model: Path, tmp_path: Path) -> None:
+    """Where the numbers of a step may be read while the next one is computed, as on CUDA."""
+    program = "from toolkit import finetune; from toolkit.training.rank_run import RankRun; "
+    program += "RankRun.may_read_late = lambda run, step: True; finetune.main()"
+    (tmp_path / "data.txt").write_text("some words to train on, " * 400)
+    flags = {"model": model, "data": tmp_path / "data.txt", "run-dir": tmp_path / "run", "sharding": "none"}
+    flags |= {"steps": 5, "save-every": 2, "keep": 3, "micro-batch": 1, "seq-len": 16}
+    words = ["--no-save", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+    python("-c", program, *words, code=0)
+    manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/checkpoints/*/manifest.json"))]
+    assert [(manifest["step"], manifest["counters"]["steps"]) for manifest in manifests] == [(2, 2), (4, 4), (5, 5)]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events] == [1, 2, 3, 4, 5]
 
 
 def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> None:

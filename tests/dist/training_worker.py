@@ -150,7 +150,8 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
     """What each engine saves loads in plain libraries; the test opens it again."""
     from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
-    from toolkit.training.loop import evaluate, train
+    from toolkit.training.evaluation import evaluate
+    from toolkit.training.loop import train
 
     found: dict[str, Any] = {}
     cells = [("ddp", "none"), ("zero1", "none"), ("zero3", "none"), ("fsdp", "none"), ("fsdp_grad_op", "none")]

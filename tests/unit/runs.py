@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoints.manifest import FORMAT, Manifest
+from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -125,6 +127,16 @@ def write(
         if memory:
             atomic_io.write_json(run.memory, memory)
     return run
+
+
+def manifest(**changes: Any) -> Manifest:
+    """The manifest of a checkpoint of one rank, with one tensor in one file."""
+    known = {
+        "format": FORMAT, "step": 4, "parallelism": vars(Parallelism()), "global_batch": 1, "strategy": {}, "train_config": {},
+        "counters": {"steps": 4}, "schedule": {}, "tensors": {"a": {"weight": {"shape": [4], "dtype": "float32"}}},
+        "identity": {}, "versions": {}, "written": "", "files": {"rank-00000.safetensors": {"sha256": "0" * 64, "bytes": 1}},
+    }  # fmt: skip
+    return Manifest(**{**known, **changes})
 
 
 class Page(HTMLParser):

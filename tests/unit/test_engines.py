@@ -109,17 +109,6 @@ def test_accounts_are_the_textbook_bytes(
     assert held.optimizer == optimizer * elements
 
 
-def test_the_zero_papers_figure(make_spec: object) -> None:
-    # Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 GPUs, K = 12; it counts gradients too, 2 bytes a parameter.
-    spec = make_spec(rows=7_500_000_000 // 4 // 1000, hidden=1000)  # type: ignore[operator]
-    gradients = {"zero1": 2, "zero2": 2 / 64, "zero3": 2 / 64}
-    for sharding, gigabytes in (("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
-        asked = job(sharding, spec, 64, GPU, precision="bf16")
-        held = engine_of(asked.strategy).expected_state(asked)
-        total = held.parameters + held.master + (held.optimizer or 0) + gradients[sharding] * 7.5e9
-        assert total / 1e9 == pytest.approx(gigabytes, abs=0.06)
-
-
 def test_qlora_freezes_half_a_byte_a_weight_and_trains_the_adapter(spec: ModelSpec) -> None:
     asked = job("ddp", spec, adapter="qlora", precision="bf16")
     held = engine_of(asked.strategy).expected_state(asked)
@@ -206,12 +195,25 @@ def test_the_config_files_are_what_their_strategies_generate() -> None:
 
 @pytest.mark.parametrize("name", catalog())
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "bf16_pure"])
-def test_a_config_file_says_what_its_strategy_says(name: str, precision: str) -> None:
+def test_accelerate_launch_sets_in_a_worker_what_the_strategy_says(
+    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands import launch
+
+    environ: dict[str, str] = {"WORLD_SIZE": "1" if name == "none" else "4"}
+    monkeypatch.setattr(
+        launch, "simple_launcher", lambda a: environ.update(launch.prepare_simple_launcher_cmd_env(a)[1])
+    )
+    monkeypatch.setattr(launch, "multi_gpu_launcher", lambda a: environ.update(launch.prepare_multi_gpu_env(a)))
+    monkeypatch.setattr(launch, "deepspeed_launcher", lambda a: environ.update(launch.prepare_deepspeed_cmd_env(a)[1]))
     strategy = dataclasses.replace(catalog()[name], precision=precision)
     engine = engine_of(strategy)
-    bound = engine.from_yaml(engine.to_yaml(strategy, 4, 1))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(engine.to_yaml(strategy, int(environ["WORLD_SIZE"]), 1)))
+    launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
+    bound = engine.from_env(environ)
     assert bound is not None
-    # DtypeReport that Accelerate cannot spell are written "no", which binds nothing.
+    # Precisions that Accelerate cannot spell are written "no", which binds nothing.
     assert ("precision" in bound) == (precision == "bf16")
     assert Strategy(**{**bound, "precision": precision}) == strategy
 

@@ -6,14 +6,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 from ipywidgets.widgets.widget import _instances
+from programs import until
 from runs import event, write
 
 from toolkit.core.atomic_io import append_line
@@ -40,13 +40,6 @@ def run(tmp_path: Path, shown: CapturedIO) -> Iterator[Run]:
         yield Run(tmp_path, process=process)
         process.kill()
     until(lambda: not followers(tmp_path))
-
-
-def until(preflight: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not preflight():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.01)
 
 
 def followers(folder: Path) -> list[threading.Thread]:

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import python
 
 from toolkit import measurement
 from toolkit.core.units import MiB
@@ -142,9 +140,8 @@ print(json.dumps(said))
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
     """What a script prints as JSON, in a process of its own. It must say nothing else, on either stream."""
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
-    assert (done.returncode, done.stderr) == (0, "")
+    done = python("-c", script, *arguments, code=0)
+    assert done.stderr == ""
     said: dict[str, Any] = json.loads(done.stdout)
     return said
 

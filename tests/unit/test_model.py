@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from programs import environment, python
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
@@ -466,11 +464,9 @@ from toolkit.models import describe
 print(describe("somebody/tiny").source)
 assert not {"torch", "transformers"} & set(sys.modules)
 """
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, check=True, capture_output=True, text=True)
-    cached, bare, absent = done.stdout.splitlines()
-    done = subprocess.run([sys.executable, "-c", again], env=environ, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "somebody/tiny"
+    environ = environment(HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    cached, bare, absent = python("-c", script, env=environ, code=0).stdout.splitlines()
+    assert python("-c", again, env=environ, code=0).stdout.strip() == "somebody/tiny"
     assert cached == f"somebody/tiny Qwen3ForCausalLM bfloat16 {len(local_weights(saved))}"
     assert bare.startswith(
         "somebody/bare Qwen3ForCausalLM None refused: model 'somebody/bare' is not in the local cache"

@@ -267,13 +267,6 @@ def test_a_loss_that_was_not_finite(tmp_path: Path) -> None:
     Page(found.page())
 
 
-def test_a_torn_last_line_does_not_count(tmp_path: Path) -> None:
-    run = runs.write(tmp_path / "run", STEPS[:3])
-    with run.events.open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert tk.report(run.path).run.done == 3
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [

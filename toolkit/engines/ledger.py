@@ -15,7 +15,7 @@ class Ledger:
         self.shared = shared
         self.host = self.host_peak = 0
         """The host's memory of one rank, if its device has its own."""
-        self.alone = self.alone_peak = 0
+        self.rank0_bytes = self.rank0_peak = 0
         """The additional host memory of rank 0."""
         self.held: Counter[str] = Counter()
         self.total = 0
@@ -68,8 +68,8 @@ class Ledger:
 
     def rank0_host(self, size: int) -> None:
         """Hold bytes in the host's memory on rank 0 alone, which reads or writes for all ranks."""
-        self.alone += size
-        self.alone_peak = max(self.alone, self.alone_peak)
+        self.rank0_bytes += size
+        self.rank0_peak = max(self.rank0_bytes, self.rank0_peak)
 
     def _look(self, more: int, part: str, logits: int = 0) -> None:
         total = self.total + more

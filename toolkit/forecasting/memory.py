@@ -14,6 +14,7 @@ from toolkit.engines.adapters import require_adapter
 from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import checkpoint_bytes, parameters_of
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.forecasting.segments import split_segments
@@ -118,7 +119,9 @@ def replay(
         if index and trace.others:
             own = trace.others[index - 1]
             own_step = whole_step(job, own)
-        engine.simulate_step(job, own, own_step, ledgers[-1], rank=rank, checkpoints=checkpoints)
+        engine.simulate_step(
+            Simulation(job=job, trace=own, step=own_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints)
+        )
         _simulate_save(ledgers[-1], job, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
 

@@ -180,7 +180,7 @@ def _limit(job: Job, machine: Hardware) -> int:
 def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
     """Return a node's need; rank 0's own is added to all ranks', as if both peaked at once."""
     ranks = ceil_div(job.ranks, machine.nodes)
-    return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.alone_peak
+    return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.rank0_peak
 
 
 def _uncertainties(job: Job) -> tuple[str, ...]:

@@ -13,13 +13,12 @@ from toolkit.config.flags import differing, from_dict, section, spell, to_flags
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import check_fields, read_events, read_json
-from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.atomic_io import read_events
+from toolkit.core.errors import StrategyError
 from toolkit.core.redaction import redact, redact_all
-from toolkit.run_folder.folder import Folder, first_error, open_readonly
-from toolkit.run_folder.heartbeat import read_beats
+from toolkit.run_folder.folder import Folder, open_readonly
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import held_by_others
+from toolkit.run_folder.status import read_memory, read_outcome
 from toolkit.training.resumption import resume_hint
 
 WARM = 5
@@ -92,14 +91,14 @@ def read_record(path: str | Path) -> Record:
     folder = open_readonly(path)
     about = redact_all(read_run_json(folder.path))
     events = redact_all(read_events(folder.events))
-    status, words = ended(folder, about)
+    status, words = read_outcome(folder, about)
     return Record(
         path=folder.path,
         about=about,
         steps=tuple(event for event in events if "loss" in event),
         evaluations=tuple(event for event in events if "eval_loss" in event),
         checkpoints=tuple(redact_all(read_events(folder.published))),
-        memory=memory_of(folder, about),
+        memory=read_memory(folder, about),
         status=status,
         words=redact(words),
         then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
@@ -128,63 +127,6 @@ def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> s
         return f"tk.launch({target['name']}, tk.Strategy({arguments}), processes={ranks})"
     words = [*to_flags(strategy), target["name"], *target["arguments"]]
     return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
-
-
-def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return this attempt's `memory.json`; until a resumed run finishes again, the file is an older attempt's.
-
-    Raises:
-        RunError: where it cannot be read.
-    """
-    try:
-        if folder.memory.stat().st_mtime < _started(about):
-            return None
-        record: dict[str, Any] = redact_all(read_json(folder.memory))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{folder.memory} cannot be read: {error}. Repair or remove it.") from error
-    return record
-
-
-def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the status of a run that has begun, in a word, and its message."""
-    beats = sorted(read_beats(folder.logs).values(), key=lambda beat: beat.rank)
-    locations = [f"Rank {beat.rank} was {beat.where}." for beat in beats]
-    if about.get("finished"):
-        return "finished", f"It finished at {about['finished']}."
-    if held_by_others(folder.path):
-        return "running", " ".join(["It goes on.", *locations])
-    if (message := _supervisor_message(folder, about)) is not None:
-        return message
-    raised = folder.errors()
-    if (rank := first_error(raised)) is not None:
-        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
-    if beats and all(beat.phase == "ended" for beat in beats):
-        return "stopped", "It was stopped by a user."
-    killed = "Its processes are gone and left no word: they were killed, or the machine went down."
-    return "failed", " ".join([killed, *locations[:1]])
-
-
-def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the supervisor's message of this attempt, not of an older one."""
-    try:
-        end = read_json(folder.end)
-        check_fields(end, {"how": str, "message": str, "attempt": int})
-        # Not by times: a clock may be set back.
-        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _started(about: Mapping[str, Any]) -> float:
-    """Return when the last attempt began, in seconds since 1970; 0 if unknown."""
-    from datetime import datetime
-
-    try:
-        return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
-    except (ValueError, LookupError, TypeError):
-        return 0.0
 
 
 def _how_to_resume(folder: Folder) -> str:

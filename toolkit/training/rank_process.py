@@ -15,7 +15,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
-from toolkit.core.process_lifecycle import tee_output
+from toolkit.core.rank_output import tee_output
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
@@ -53,7 +53,7 @@ def run_rank(train_rank: Callable[[RankRun], int], arguments: Sequence[str] | No
     except ToolkitError as error:
         return _print_error(rank, error)
     with folder:
-        tee_output(folder.log(rank), rank=rank, supervised=supervised())
+        tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
         with folder.room_for_error(rank):
             return _run_recorded(train_rank, flags, folder, rank)
 

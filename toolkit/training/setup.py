@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.flags import flag, from_dict
-from toolkit.config.strategy import Strategy
+from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.devices.machine import Hardware, hardware
@@ -182,9 +182,7 @@ def agree(
     else:
         fields = dict(requested or {})
     if "sharding" in fields:
-        fields["sharding"] = from_dict(
-            Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}
-        ).sharding
+        fields["sharding"] = sharding_word(fields["sharding"])
     if bound is None:
         bound = launched(environ, fields.get("sharding"), fields.get("tp"))
     for name, value in fields.items():
