@@ -186,7 +186,7 @@ def test_long_lines_are_thinned_and_keep_their_ends() -> None:
 def test_what_is_written_into_a_picture_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a secret that would be cut to the length of a label."""
     monkeypatch.setenv("HF_TOKEN", "s3cretNobodyKnows")
-    row = Bar(label="<b> & a rather long label s3cretNobodyKnows", parts={"<script>": MiB})
+    row = Bar(label="<b> & a rather long label s3cretNobodyKnows", parts={"<script>": MiB, '" id="1': MiB})
     svg = bars([row], title="<script>alert(1)</script>", limit_label="s3cretNobodyKnows", limit=MiB)
     assert "<script" not in svg
     assert "s3cret" not in svg
@@ -204,7 +204,7 @@ def test_equal_pictures_are_equal_text() -> None:
 
     before = dict(matplotlib.rcParams)
     add()
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "other", "text.usetex": True}):
+    with matplotlib.rc_context({"svg.fonttype": "path", "savefig.bbox": "tight", "text.usetex": True}):
         threads = [threading.Thread(target=add) for _ in range(3)]
         for thread in threads:
             thread.start()

@@ -171,7 +171,12 @@ def _stack(axes: Any, number: int, parts: Mapping[str, float], spell: Callable[[
     start = 0.0
     for part, size in parts.items():
         shade, words, wide = colour(part), spell(size), max(size - pixel, pixel / 2)
-        look: dict[str, Any] = {"fc": shade, "lw": 0, "clip_on": False, "gid": f"hover:{part}: {words}"}
+        look: dict[str, Any] = {
+            "fc": shade,
+            "lw": 0,
+            "clip_on": False,
+            "gid": f"hover:{part}: {words}".replace('"', "'"),
+        }
         axes.add_patch(Rectangle((start, number + 0.12), wide, 0.76, **look))
         if size / pixel > len(words) * 6.2 + 8:
             middle = start + size / 2
