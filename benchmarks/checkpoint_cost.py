@@ -88,7 +88,7 @@ def blocks(this: Rank, block: int, plan: list[bool]) -> dict[str, Any]:
     keepers = {saved: this.policy(saver if saved else None) for saved in (True, False)}
     marks: list[float] = []
     seconds, first = [], 0.0
-    hashed, written = clocked(checkpoint_writer, "sha256_of"), clocked(checkpoint_writer, "write_tensors")
+    hashed, written = clocked(checkpoint_writer, "sha256_of"), clocked(checkpoint_writer, "save_tensors")
     computed = clocked(checkpoint_writer.CheckpointWriter, "_write", time.thread_time)
     for step in this.steps(keepers[True]):
         seconds.append(step.seconds)

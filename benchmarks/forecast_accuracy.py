@@ -1,7 +1,8 @@
 """What `tk.forecast` says beside what real runs take: the allocator's peak of the fullest rank, over a grid of strategies.
 
     python benchmarks/forecast_accuracy.py                  # 300 runs; on two cores about two hours
-    python benchmarks/forecast_accuracy.py --runs 400 # those that the results hold are not run again
+    python benchmarks/forecast_accuracy.py --runs 400       # those that the results hold are not run again
+    python benchmarks/forecast_accuracy.py --recent --runs 28  # families of 2024 to 2026, results of their own
     python benchmarks/forecast_accuracy.py --smoke          # whether it still runs: one run of one family
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
@@ -30,7 +31,7 @@ from queue import SimpleQueue
 from threading import Lock, Semaphore
 from typing import Any
 
-from families import AXES, FAMILIES, SHAPES, STEPS, VOCABULARY, Case, checkpoint, possible, spread
+from families import AXES, FAMILIES, RECENT, SHAPES, STEPS, VOCABULARY, Case, checkpoint, possible, spread
 from forking import Ranks, server
 from machine import NO_COMMIT, about, commit, parse, parser, write_results
 
@@ -171,9 +172,9 @@ def others(rows: Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]
     return [row for name, row in known.items() if name not in done]
 
 
-def measured_before(results: Path) -> dict[str, dict[str, Any]]:
+def measured_before(path: Path) -> dict[str, dict[str, Any]]:
     """Runs of the results that lie there, where versions and machine are the same; `--again` measures them again."""
-    path, now = results / "forecast_accuracy.json", about()
+    now = about()
     if not path.exists():
         return {}
     found = json.loads(path.read_text())
@@ -357,6 +358,7 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
+    made.add_argument("--recent", action="store_true", help="the families of 2024 to 2026")
     made.add_argument("--again", action="store_true", help="measure also what the results hold already")
     made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
     arguments = parse(made, runs=1)
@@ -367,12 +369,14 @@ def main() -> None:
             print(ANSWER + json.dumps(answer), flush=True)
         return
     work.mkdir(parents=True, exist_ok=True)
-    able, refused = possible(specs(work, (str(SMOKE["family"]),) if arguments.smoke else FAMILIES))
+    families = RECENT if arguments.recent else FAMILIES
+    able, refused = possible(specs(work, (str(SMOKE["family"]),) if arguments.smoke else families))
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
-    rows, known = [], measured_before(arguments.results)
+    name = "forecast_accuracy_recent" if arguments.recent else "forecast_accuracy"
+    rows, known = [], measured_before(arguments.results / f"{name}.json")
     taken = {} if arguments.again else known
     for number, row in enumerate(
         all_measured(work, apart(work, chosen), taken, 1 if arguments.smoke else CORES), start=1
@@ -386,7 +390,7 @@ def main() -> None:
             measured_at = {"commit": ", ".join(sorted({row.get("commit", NO_COMMIT) for row in runs}))}
             found = {**about(), **measured_at, "seed": arguments.seed, "refused": refused, "runs": runs}
             text = "\n\n".join(map(Table.text, shown))
-            write_results(arguments.results, "forecast_accuracy", "Forecasts beside real runs", found, text)
+            write_results(arguments.results, name, "Forecasts beside real runs", found, text)
     print("\n\n".join(map(Table.text, tables(rows, refused, arguments.seed))))
 
 

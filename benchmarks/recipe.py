@@ -93,7 +93,7 @@ def rank(
     import toolkit as tk
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.heartbeat import Beat
-    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.loop import make_optimizer, make_schedule
     from toolkit.training.rank_run import RankRun
 
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -106,7 +106,7 @@ def rank(
             accelerator = run.make_accelerator()
             model, tokenizer = tk.load(accelerator)
             optimizer = make_optimizer(model, run.job.train_config)
-            schedule = warmup_cosine(optimizer, run.job.train_config)
+            schedule = make_schedule(optimizer, run.job.train_config)
             loader = run.preflight.batches(number, start=start, workers=run_config.workers)
             model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, loader, schedule)
             prepared = tk.prepared(accelerator, (model, optimizer))

@@ -337,13 +337,13 @@ Table(
 
 # %%
 from toolkit.checkpoints import CheckpointWriter, identify
-from toolkit.training.loop import make_optimizer, warmup_cosine
+from toolkit.training.loop import make_optimizer, make_schedule
 
 loop_one = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
 accelerator = tk.accelerator(plain, loop_one, spec)
 model, tokenizer = tk.load(accelerator)
 optimizer = make_optimizer(model, loop_one)
-schedule = warmup_cosine(optimizer, loop_one)
+schedule = make_schedule(optimizer, loop_one)
 model, optimizer, schedule = tk.prepare(accelerator, model, optimizer, schedule)
 ours = tk.prepared(accelerator, (model, optimizer))
 saver = CheckpointWriter(ours, schedule, Path("checkpoints"), identify(spec, plain, "no data"), versions={})

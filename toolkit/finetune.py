@@ -16,7 +16,7 @@ from typing import Any
 import toolkit as tk
 from toolkit.core.errors import NotFinite
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import make_optimizer, warmup_cosine
+from toolkit.training.loop import make_optimizer, make_schedule
 from toolkit.training.rank_process import run_rank
 from toolkit.training.rank_run import RankRun
 
@@ -30,7 +30,7 @@ def train_rank(run: RankRun) -> int:
     train_config = tk.job(accelerator).train_config
     model, tokenizer = tk.load(accelerator, allow_unquantized=run.config.allow_unquantized)
     optimizer = make_optimizer(model, train_config, fused=accelerator.scaler is None)
-    schedule = warmup_cosine(optimizer, train_config)
+    schedule = make_schedule(optimizer, train_config)
     model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, run.batches(), schedule)
     prepared = tk.prepared(accelerator, (model, optimizer))
     run.restore(prepared, schedule)

@@ -371,7 +371,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     lines = [(step, evaluated) for step in range(1, steps + 1) for evaluated in (False, True)]
     assert evaluations() == lines[: 2 * cut - 1]
     assert list_checkpoints(run / "checkpoints")[0].name == f"step-{cut:08d}"
-    for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
+    for name in ("data: 1 file (text.jsonl)", "eval_data: 1 file (held.jsonl)"):
         assert f"\n{name}; left out: README.md\n" in out
     assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
         "read once by all processes"

@@ -42,6 +42,7 @@ def expected() -> Forecast:
         phases={"load": 20 * MiB, "forward": 110 * MiB, "backward": 130 * MiB},
         host_bytes=260 * MiB,
         checkpoint_bytes=70 * MiB,
+        checkpoint_stall_seconds=0.1,
         operations=10**9,
         communication_bytes=30 * MiB,
         timing=None,

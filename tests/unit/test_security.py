@@ -481,7 +481,7 @@ def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
         '{{ raise_exception.__globals__["__builtins__"]["eval"]("' + wanted + '") }}',
     ):
         encoder = Encoder(tokenizer=tokenizer, eos=1, mask_prompts=False, template=template)
-        document = Document(kind="messages", content={"messages": messages}, where="chat.jsonl, line 1", size=1)
+        document = Document(kind="messages", content={"messages": messages}, where="chat.jsonl, line 1")
         with pytest.raises(DataError, match=r"chat\.jsonl, line 1: the chat template refuses .*unsafe"):
             list(encoder.encode([document]))
     assert not (tmp_path / "canary").exists()
@@ -606,7 +606,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
         ({"run_config": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
         ({"run_config": {"run": "x"}}, "no field 'run'"),
         ({"run_config": {"model": None}}, "model None: expected str"),
-        ({"strategy": {"sharding": 1}}, "sharding 1: expected str"),
+        ({"strategy": {"sharding": 1}}, "sharding 1 is unknown"),
         ({"train_config": {"steps": True}}, "steps True: expected int"),
         ({"run_config": {"trust_remote_code": "a" * 40}}, f"give --trust-remote-code {'a' * 40} again"),
         (

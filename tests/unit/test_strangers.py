@@ -40,7 +40,7 @@ from toolkit.launcher.failures import failure
 from toolkit.launcher.run_processes import supervises
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
-from toolkit.models import describe, local_weights
+from toolkit.models import describe, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder, run_lock
 
@@ -383,14 +383,12 @@ def test_no_code_hides_behind_a_link_to_a_folder(here: Path) -> None:
     ],
 )
 def test_tensors_that_overlap(tensors: dict[str, list[int]], size: int, here: Path) -> None:
-    from toolkit.models import checkpoint_dtype
-
     header = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in tensors.items()}
     text = json.dumps(header).encode()
     (here / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
-    assert local_weights(here)
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32}))
     with pytest.raises(ModelError, match="is not a complete safetensors file"):
-        checkpoint_dtype(here)
+        require_weights(describe(here))
 
 
 @pytest.mark.parametrize(
@@ -678,10 +676,12 @@ def test_no_text_takes_the_redactor_long(part: str) -> None:
 
 
 def test_no_cell_ends_a_cards_block(here: Path) -> None:
-    from toolkit.exporters.model_card import write_card
+    from toolkit.exporters.model_card import finish_export
+    from toolkit.exporters.results import Checked
 
     rows = {"data": "```\n# A heading of a stranger's\n<script>"}
-    write_card(here, describe(), what="model", trained="none", rows=rows, notes=[], error=None)
+    checked = Checked(what="model", tensors={}, error=None)
+    finish_export(here, describe(), checked, trained="none", rows=rows, folder=here)
     lines = (here / "README.md").read_text().splitlines()
     fence = next(line.removesuffix("text") for line in lines if line.endswith("`text"))
     assert len(fence) > 3

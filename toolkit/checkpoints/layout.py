@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import Optimizer
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF, dtype_name
+from toolkit.core.units import BYTES_OF, ceil_div, dtype_name
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Box, Shard, box_elements, box_shape
@@ -168,10 +168,14 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[t
             yield WEIGHT if shard.kind in (PARAMETER, MASTER) else shard.kind, shard
 
 
-def lay_out(prepared: Prepared) -> Layout:
+def lay_out(prepared: Prepared, most: int) -> Layout:
     """Divide trained tensors and buffers among the ranks: each region is written once, in about equal shares.
 
     Buffers are written by the first rank that holds them, since nothing keeps them equal on all ranks. A collective.
+
+    Args:
+        prepared: model and optimizer.
+        most: bytes of the largest item; a larger share becomes several items.
 
     Raises:
         StrategyError: for an optimizer that keeps other states than the job's, or states that no other layout could read.
@@ -192,7 +196,7 @@ def lay_out(prepared: Prepared) -> Layout:
             if region.length and not (region.kind == BUFFER and region in holders):
                 holders.setdefault(region, []).append(rank)
     return Layout(
-        mine=tuple(_shares(by_region, holders, prepared.accelerator.process_index)),
+        mine=tuple(_items(by_region, holders, prepared.accelerator.process_index, most)),
         tensors=tensors,
         total_bytes=sum(region.length * BYTES_OF[tensors[region.name][region.kind]["dtype"]] for region in holders),
         model=prepared.accelerator.unwrap_model(prepared.model),
@@ -214,13 +218,14 @@ def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
         )
 
 
-def _shares(
-    tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int
+def _items(
+    tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int, most: int
 ) -> Iterator[WriteItem]:
-    """Yield this rank's share of each region that it holds. The larger shares rotate over the ranks."""
+    """Yield this rank's share of each region that it holds, in items. The larger shares rotate over the ranks."""
     for at, (region, ranks) in enumerate(holders.items()):
         if rank in ranks:
             item = WriteItem(region, tensors[region].view(region.stored_shape))
             share = item.divide((ranks.index(rank) + at) % len(ranks), len(ranks))
             if share is not None:
-                yield share
+                count = ceil_div(share.tensor.nbytes, most)
+                yield from filter(None, (share.divide(index, count) for index in range(count)))

@@ -9,10 +9,11 @@ from typing import Any
 
 from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, timeline
 from toolkit.cli.run_commands import compare, export, launch, report, resume, runs, stop, train, watch
-from toolkit.config.flags import Parser, add_flags
+from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import StrategyError
 from toolkit.launcher import RestartPolicy
 
 RANKS = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
@@ -41,6 +42,9 @@ MODEL = _argument(
 )
 REMOTE_CODE = _argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
 HARDWARE = _argument("--hardware", metavar="NAME", help="such as '8x H100-80GB' or '2x cpu' (default: this machine)")
+HOST_MEMORY = _argument(
+    "--host-memory", metavar="SIZE", help="memory of a node's host, such as 60GiB (default: as --hardware has it)"
+)
 MACHINES = _argument(
     "--hardware", metavar="NAME", help="as '8x H100-80GB'; 'any x H100-80GB': one or more (default: this machine)"
 )
@@ -53,6 +57,9 @@ ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without p
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
 TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
 RANKS_HERE = _argument("--processes", type=int, help=f"ranks on this machine ({RANKS})")
+DEEPSPEED_FILE = _path(
+    "--deepspeed-config", metavar="FILE", help='take the fields of a DeepSpeed file; "auto" in it is left to the flags'
+)
 RUN = _path("run", metavar="RUN", help="the run's folder")
 COMPARED_RUN = _path("--run", metavar="RUN", help="folder of a run to compare with")
 RUN_DIR = _path("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
@@ -67,6 +74,7 @@ PLANNING = (
     MODEL,
     REMOTE_CODE,
     MACHINES,
+    HOST_MEMORY,
     _argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks"),
     ONE_DOCUMENT,
     UNQUANTIZED,
@@ -109,6 +117,26 @@ EXPORT = (
 )
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. Fields of `--deepspeed-config` become flags.
+
+    Raises:
+        StrategyError: for a flag that contradicts the file.
+    """
+    flags = build_parser().parse_args(arguments)
+    if path := getattr(flags, "deepspeed_config", None):
+        from toolkit.engines.deepspeed.user_config import read_config
+
+        for name, value in read_config(path, flags.processes).items():
+            if getattr(flags, name) not in (None, value):
+                given = f"{flag(name)} {getattr(flags, name)}"
+                raise StrategyError(
+                    f"{given} contradicts {path}, which sets {value}. Change one, or leave the flag out."
+                )
+            setattr(flags, name, value)
+    return flags
+
+
 def build_parser() -> Parser:
     """Return the parser of `toolkit`, with a parser for each verb."""
     parser = Parser(prog="toolkit", description="One word switches how a model is trained.")
@@ -128,12 +156,14 @@ def build_parser() -> Parser:
 
     add(doctor, [_switch("--compile", "compile DeepSpeed's operators now")])
     add(describe, [MODEL, REMOTE_CODE])
-    add(forecast, [*FORECASTING, ONE_DOCUMENT, UNQUANTIZED, AGAINST], Strategy, TrainConfig)
+    add(
+        forecast, [*FORECASTING, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, UNQUANTIZED, AGAINST], Strategy, TrainConfig
+    )
     add(timeline, [*FORECASTING, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
     add(precisions, [*FORECASTING, COMPARED_RUN], Strategy)
     add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     add(config, CONFIG, Strategy)
-    add(train, [RANKS_HERE, RUN_DIR, CONTINUE], RunConfig, Strategy, TrainConfig, RestartPolicy)
+    add(train, [RANKS_HERE, RUN_DIR, CONTINUE, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
     resumed = add(resume, RESUME, RunConfig, Strategy, TrainConfig, default="as the run was")
     add_flags(resumed, RestartPolicy)
     add(launch, LAUNCH, Strategy)

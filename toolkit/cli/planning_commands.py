@@ -40,6 +40,7 @@ def describe(flags: argparse.Namespace) -> Result:
 
 def forecast(flags: argparse.Namespace) -> Result:
     """Forecast memory and speed before a launch."""
+    from toolkit.devices.machine import hardware
     from toolkit.forecasting import forecast
     from toolkit.forecasting.diffs import diff_forecasts
     from toolkit.forecasting.memory_advice import changed
@@ -49,11 +50,12 @@ def forecast(flags: argparse.Namespace) -> Result:
     strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
     options["ranks"] = flags.processes
+    machine = hardware(flags.hardware, flags.host_memory)
     if not flags.against:
-        return forecast(spec, strategy, flags.hardware, train_config, **options)
+        return forecast(spec, strategy, machine, train_config, **options)
     change = read_assignments(flags.against, Strategy, TrainConfig, alone="sharding")
     both = ((strategy, train_config), changed(strategy, train_config, change))
-    return diff_forecasts(*(forecast(spec, one, flags.hardware, batch, **options, advice=False) for one, batch in both))
+    return diff_forecasts(*(forecast(spec, one, machine, batch, **options, advice=False) for one, batch in both))
 
 
 def timeline(flags: argparse.Namespace) -> Result:
@@ -90,6 +92,7 @@ def precisions(flags: argparse.Namespace) -> Result:
 def plan(flags: argparse.Namespace) -> Result:
     """Rank the strategies that fit a model, a machine and a global batch."""
     from toolkit.config.run_config import EMBEDDED
+    from toolkit.devices.machine import hardware
     from toolkit.forecasting import plan
     from toolkit.models import describe
 
@@ -102,7 +105,7 @@ def plan(flags: argparse.Namespace) -> Result:
         vary.append("hardware")
     result = plan(
         describe(flags.model, trust_remote_code=flags.trust_remote_code),
-        machine,
+        hardware(machine, flags.host_memory),
         global_batch=flags.global_batch,
         strategy=from_dict(Strategy, {name: value for name, value in fields.items() if name not in vary}),
         vary=vary,

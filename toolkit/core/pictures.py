@@ -181,7 +181,12 @@ def _drawn(
     whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, **look)
     whole.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue()
-    body = svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")]
+    body = re.sub(r">\s+<", "><", svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")])
     body = re.sub(r'<g id="hover:([^"]*)">', r"<g><title>\1</title>", body)  # a tooltip
-    body = re.sub(r' id="[^"]*"| transform="rotate\(-?0 [^"]*\)"|font-family: [^;"]*(; )?|\s*\n\s*', "", body)
-    return re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0]), body)
+    return re.sub(r"<[^>]*>", lambda match: _plain(match[0]), body)
+
+
+def _plain(tag: str) -> str:
+    """Return a tag of matplotlib's without its id and font, with numbers of one decimal."""
+    tag = re.sub(r' id="[^"]*"| transform="rotate\(-?0 [^"]*\)"|font-family: [^;"]*(; )?|\s*\n', "", tag)
+    return re.sub(r"(\.\d)\d+", r"\1", tag)

@@ -42,6 +42,7 @@ CARDS = {
     "T4": GPUSpec(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
     "V100-16GB": GPUSpec(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge", 83),
     "V100-32GB": GPUSpec(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge", 83),
+    "TITAN-RTX": GPUSpec(23.62, (7, 5), 130.5, 16.3, 672, 16, 16, 1.2, 32, "a workstation"),
     "RTX-3090": GPUSpec(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
     "RTX-4090": GPUSpec(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
     "RTX-5090": GPUSpec(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
@@ -57,13 +58,14 @@ CARDS = {
 }
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
 and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
-product (Turing, Volta, GA102, Ada and Blackwell architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of
-the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs. Fastest products:
-T4, Jia et al. 2019 (arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090,
-github.com/xzwgit/gpu-flops-bench; A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200
-computes with the H100's chip. Hopper's sustained share: by the two runs of 96 H100 that
-github.com/foundation-model-stack/fms-fsdp publishes; the B200's is taken as the same. The T4's,
-by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
+product (Turing: of the TITAN RTX the full TU102, without its NVLink bridge; Volta, GA102, Ada and Blackwell
+architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instinct MI300X; of the A10G, AWS's.
+Network and host memory: of the machine named, divided by its GPUs. Fastest products: T4, Jia et al. 2019
+(arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench;
+A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's
+chip. Hopper's sustained share: by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes;
+the B200's is taken as the same. The T4's, by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as
+little power, is taken as the same."""
 
 
 def card_key(name: str, word: str) -> str:

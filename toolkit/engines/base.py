@@ -111,6 +111,10 @@ class Engine:
         """Return the Strategy fields that `accelerate launch --config_file` sets in a worker; None for another engine's."""
         return None
 
+    def train_config_from_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return the TrainConfig fields that `accelerate launch --config_file` sets in a worker."""
+        return {}
+
     # Forecast ---------------------------------------------------------------------------------------------------------
 
     def simulated_ranks(self, job: Job) -> Sequence[int]:

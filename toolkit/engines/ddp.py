@@ -12,7 +12,7 @@ from toolkit.core.units import BYTES_OF, MiB, dtype_name
 from toolkit.engines.base import Engine, read_precision
 from toolkit.engines.job import Job, advice_without_scaling
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.optimizer_step import write_counters
+from toolkit.engines.optimizer_step import loss_scaler, write_counters
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
 from toolkit.engines.simulation import Simulation
@@ -63,7 +63,11 @@ class DDP(Engine):
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],
-            "kwargs_handlers": [*handlers(timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            "kwargs_handlers": [
+                *handlers(timeout),
+                *loss_scaler(job),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job)),
+            ],
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -169,6 +173,12 @@ class DDP(Engine):
             if not last:
                 loss.backward()
         prepared.optimizer.zero_grad()
+
+
+def _bucket_size(job: Job) -> dict[str, float]:
+    """Return DDP's name and unit of a bucket's size; nothing where it is left to DDP."""
+    elements = job.strategy.bucket_elements
+    return {} if elements is None else {"bucket_cap_mb": elements * BYTES_OF[job.weight_dtype] / MiB}
 
 
 class _Gradients:

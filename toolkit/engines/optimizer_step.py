@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.core.phases import phase
 from toolkit.core.units import dtype_name
+from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StepResult
 from toolkit.engines.states import set_steps, steps_of
 
@@ -123,6 +124,15 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:
     kinds = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
     return "+".join(sorted(map(dtype_name, kinds)))
+
+
+def loss_scaler(job: Job) -> list[Any]:
+    """Return Accelerate's handler with the job's loss scale; none without scaling."""
+    from accelerate.utils import GradScalerKwargs
+
+    config = job.train_config
+    options = {"init_scale": config.loss_scale, "growth_interval": config.loss_scale_window}
+    return [GradScalerKwargs(**options)] if job.precision.scaled else []
 
 
 def read_counters(prepared: Prepared) -> Counters:

@@ -12,7 +12,14 @@ from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.states import State, checkpoint_bytes, packed_names, parameters_of, trained_elements
+from toolkit.engines.states import (
+    SNAPSHOT_CHUNK,
+    State,
+    checkpoint_bytes,
+    packed_names,
+    parameters_of,
+    trained_elements,
+)
 from toolkit.engines.traces import Segment, Trace
 
 BLOCK, GROUP = 64, 256
@@ -75,15 +82,15 @@ class Simulation:
     def hold_moments(self) -> None:
         """Hold the moments: before the first step if checkpoints need their layout, else from the first step on.
 
-        A checkpoint's own buffers come with them.
+        The buffers of a checkpoint's snapshot come with them, but for offloaded states: those are written from their own memory.
         """
         if not self.checkpoints:
             self.ledger.enter("step")
         self.keep("optimizer", self.state.optimizer or 0)
-        if self.checkpoints and not self.ledger.shared:
-            # A snapshot's buffer, pinned, of a power of two (aten/src/ATen/core/CachingHostAllocator.h).
-            buffer = checkpoint_bytes(self.job) // self.job.ranks
-            self.ledger.offload("workspace", 1 << max(0, buffer - 1).bit_length())
+        if self.checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
+            # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
+            chunks, rest = divmod(checkpoint_bytes(self.job) // self.job.ranks, SNAPSHOT_CHUNK)
+            self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
 
     def walk(self, moves: Moves) -> None:
         """Walk through the different micro-batches of a step, forward and backward, until the optimizer's step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.units import BYTES_OF, ceil_div, dtype_name
+from toolkit.core.units import BYTES_OF, GiB, ceil_div, dtype_name
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
 from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
@@ -86,6 +86,10 @@ def buffer_shards(model: torch.nn.Module) -> Iterator[Shard]:
 def packed_shape(elements: int, size: int) -> tuple[int, int]:
     """Return the shape of 4-bit weights: a column of storage elements of `size` bytes each."""
     return ceil_div(ceil_div(elements, 2), size), 1
+
+
+SNAPSHOT_CHUNK = GiB
+"""Bytes of the largest buffer of a checkpoint's snapshot, and of the largest tensor in its files."""
 
 
 def trained_elements(job: Job) -> int:

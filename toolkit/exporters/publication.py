@@ -11,7 +11,6 @@ from pathlib import Path
 
 from toolkit.core.atomic_io import sync_folder
 from toolkit.core.errors import RunError
-from toolkit.core.units import format_bytes
 
 
 def check_target(folder: Path, source: Path) -> None:
@@ -34,20 +33,6 @@ def check_target(folder: Path, source: Path) -> None:
         resolved = resolved.parent
     if folder.resolve().is_relative_to(resolved):
         raise RunError(f"{folder} lies among the checkpoints in {resolved}. Choose another place with -o.")
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """Refuse to begin what does not fit on the disk.
-
-    Raises:
-        RunError: with the bytes that are needed and free.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunError(
-            f"the disk of {folder.parent} is too full for the export: {format_bytes(needed)} ({needed:,} bytes) are "
-            f"needed, {format_bytes(free)} ({free:,} bytes) are free. Make room, or export to another disk."
-        )
 
 
 @contextlib.contextmanager

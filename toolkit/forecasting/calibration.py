@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.core.errors import RunError
 from toolkit.forecasting.timing import Timing
@@ -21,86 +21,55 @@ WINDOW = 3
 """Steps that the memory window slows, and that allocate first; they do not count for speed if there are others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """The corrections of one run."""
+def calibrated(forecast: F, path: Path) -> F:
+    """Correct a forecast by a finished run: more bytes become workspace, fewer come off the largest part.
 
-    run: Path
-    more_bytes: int
-    """The run's peak above its forecast: what no trace contains."""
-    device: str
-    """`cpu` or `cuda`."""
-    card_gib: float | None
-    """Memory by the catalog, which tells its cards apart (speeds are mended); None of a device that it does not know."""
-    reserved_ratio: float | None
-    """Reserved over allocated, at the most of each; None on CPU."""
-    operations_per_second: float
-    """Of a rank, over the whole step."""
-    slower: float | None
-    """How many times its own forecast a step took; None where that knew of no speed."""
-
-
-def read_run(path: Path) -> Calibration:
-    """Read a run's `memory.json`, `events.jsonl` and `run.json`.
+    Args:
+        forecast: of any request on that kind of device.
+        path: the run's folder, with `memory.json`, `events.jsonl` and `run.json`.
 
     Raises:
-        RunError: for a folder without a finished run, and for one that measured nothing or was not forecast.
+        RunError: for a folder without a finished run, for a run that measured nothing or was not forecast, and for one on
+            another kind of device.
     """
     with open_finished_run(path) as (_, memory, steps):
-        forecast, measured = memory["forecast"], memory["measured"]
-        if not forecast or not measured:
+        expected, measured = memory["forecast"], memory["measured"]
+        if not expected or not measured:
             why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
             raise RunError(f"Cannot calibrate with {path}: {why}. Name a run that has both in its memory.json.")
         if not steps:
             raise RunError(
                 f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run."
             )
+        _check_device(forecast, expected["hardware"]["device"], path)
+        more = measured["peak_bytes"] - expected["device"]["peak_bytes"]
+        fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
+        reserved = (fullest.get("reserved_bytes") or 0) / fullest["peak_bytes"]
         seconds = [event["seconds"] for event in steps]
-        worst = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
-        reserved = worst.get("reserved_bytes")
-        took, expected = statistics.median(seconds[WINDOW:] or seconds), forecast["step_seconds"]
-        return Calibration(
-            run=path,
-            more_bytes=measured["peak_bytes"] - forecast["device"]["peak_bytes"],
-            device=forecast["hardware"]["device"]["kind"],
-            card_gib=card["gib"] if (card := forecast["hardware"]["device"]["card"]) else None,
-            reserved_ratio=reserved / worst["peak_bytes"] if reserved else None,
-            operations_per_second=forecast["operations"] / took,
-            slower=took / expected if expected else None,
-        )
-
-
-def calibrated(forecast: F, lesson: Calibration) -> F:
-    """Correct the forecast by a run: what it took more is workspace, what it took less comes off the largest part.
-
-    Raises:
-        RunError: for a run on another kind of device.
-    """
-    device = forecast.hardware.device
-    if (device.kind, device.card and device.card.gib) != (lesson.device, lesson.card_gib):
-        raise RunError(f"{lesson.run} ran on another kind of device than {device.name}. Name a run on that kind.")
-    more = lesson.more_bytes
+        took = statistics.median(seconds[WINDOW:] or seconds)
+        speed = expected["operations"] / took
+        slower = took / expected["step_seconds"] if expected["step_seconds"] else None
     peak = forecast.peak_bytes + more
     part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
-    parts = {**forecast.parts, part: forecast.parts[part] + more}
-    if forecast.timing is not None and lesson.slower is not None:
-        seconds = forecast.timing.step_seconds * lesson.slower
-    else:
-        seconds = forecast.operations / lesson.operations_per_second
+    timing = forecast.timing
+    step_seconds = timing.step_seconds * slower if timing and slower else forecast.operations / speed
+    mfu = timing.mfu * timing.step_seconds / step_seconds if timing and timing.mfu is not None else None
     tokens = forecast.job.global_batch * forecast.train_config.seq_len
-    mfu = forecast.timing.mfu if forecast.timing else None
-    if mfu is not None and forecast.timing is not None:
-        mfu *= forecast.timing.step_seconds / seconds
     return dataclasses.replace(
         forecast,
         peak_bytes=peak,
-        parts=parts,
+        parts={**forecast.parts, part: forecast.parts[part] + more},
         phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
-        reserved_bytes=round(peak * lesson.reserved_ratio) if lesson.reserved_ratio else None,
-        timing=Timing(step_seconds=seconds, tokens_per_second=tokens / seconds, mfu=mfu),
+        reserved_bytes=round(peak * reserved) or None,
+        timing=Timing(step_seconds=step_seconds, tokens_per_second=tokens / step_seconds, mfu=mfu),
         change=None,
         changed_bytes=None,
-        unknown=(
-            f"Corrected by {lesson.run}: {more:+,} bytes, {lesson.operations_per_second:.3g} operations/s a rank.",
-        ),
+        unknown=(f"Corrected by {path}: {more:+,} bytes, {speed:.3g} operations/s a rank.",),
     )
+
+
+def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> None:
+    """Compare devices by kind and memory: the catalog may have corrected a card's speeds since."""
+    own = forecast.hardware.device
+    if (own.kind, own.card and own.card.gib) != (device["kind"], device["card"] and device["card"]["gib"]):
+        raise RunError(f"{path} ran on another kind of device than {own.name}. Name a run on that kind.")

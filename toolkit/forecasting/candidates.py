@@ -1,25 +1,24 @@
-"""A plan's candidates: every strategy and micro-batch that a machine and a global batch allow, each with its forecast."""
+"""`Candidate`: a strategy and its batch with their forecast, hours and cost, or the reason for a rejection."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from toolkit.config.strategy import SHARDINGS, Strategy
+from toolkit.config.flags import spell
+from toolkit.config.run_config import RunConfig
+from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import StrategyError, ToolkitError
-from toolkit.core.units import format_bytes
-from toolkit.devices.machine import Hardware
-from toolkit.engines.job import resolve
-from toolkit.forecasting.prediction import forecast_job, permanent_bytes
+from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.forecasting.result import Forecast
-from toolkit.models import ModelSpec
 
 MARGIN = 0.95
-"""The largest share of a rank's memory for a plan: fragmentation and unknowns take the rest."""
+"""The largest share of a rank's memory for a plan: unknowns take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +28,37 @@ class Candidate:
     strategy: Strategy
     train_config: TrainConfig
     forecast: Forecast | None
-    reason: str
+    reason: str = ""
     """Why it is rejected, in a sentence; empty where it is not."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the plan's request that it changes, and their new values; `hardware`: the machine's name."""
+    tokens: float | None = None
+    """Tokens of the whole training, for hours."""
+    price: float | None = None
+    """Of a device for an hour, for costs."""
+
+    @property
+    def flags(self) -> str:
+        """The change as flags."""
+        return shlex.join(spell(self.change))
+
+    @property
+    def checkpoint_share(self) -> float:
+        """The share of the time in which steps wait for checkpoints."""
+        if self.forecast is None:
+            return 0.0
+        return self.forecast.checkpoint_stall_seconds / RunConfig().save_seconds
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of a training on `tokens`, with its checkpoints; None without tokens or a known speed."""
+        speed = self.forecast.tokens_per_second if self.forecast else None
+        return self.tokens / speed / 3600 * (1 + self.checkpoint_share) if self.tokens and speed else None
+
+    @property
+    def cost(self) -> float | None:
+        """The price of these hours on all devices; None where either is not known."""
+        return self.hours * self.price * self.forecast.ranks if self.forecast and self.hours and self.price else None
 
     @property
     def reason_group(self) -> str:
@@ -45,132 +73,58 @@ class Candidate:
         return f"Less than 5% of the {format_bytes(forecast.limit_bytes)} of a rank are left."
 
     @property
-    def need(self) -> int:
-        """The bytes that decide: of the host where that is the reason, else of a rank; 0 without a forecast."""
+    def shortfall(self) -> tuple[float, int]:
+        """The largest need, of a rank or a node's host: as a share of what there is, and its bytes; infinite without a forecast."""
         forecast = self.forecast
         if forecast is None:
-            return 0
-        host_decides = forecast.host_lacks and forecast.peak_bytes <= forecast.limit_bytes
-        return forecast.host_bytes if host_decides else forecast.peak_bytes
+            return math.inf, 0
+        needs = [(forecast.peak_bytes, forecast.limit_bytes)]
+        if forecast.host_lacks:
+            needs.append((forecast.host_bytes, forecast.hardware.host_free_bytes))
+        return max((need / max(1, limit), need) for need, limit in needs)
 
     @property
-    def shortfall(self) -> float:
-        """The largest need of what there is, on a rank and on a node's host; infinite without a forecast."""
-        forecast = self.forecast
-        if forecast is None:
-            return math.inf
-        device = forecast.peak_bytes / max(1, forecast.limit_bytes)
-        host = forecast.host_bytes / max(1, forecast.hardware.host_free_bytes)
-        return max(device, host) if forecast.host_lacks else device
+    def cells(self) -> dict[str, str]:
+        """Column of a table → text."""
+        strategy, train_config, forecast = self.strategy, self.train_config, self.forecast
+        speed, seconds = (forecast.tokens_per_second, forecast.step_seconds) if forecast else (None, None)
+        return {
+            "change": self.flags,
+            "sharding": strategy.sharding,
+            "offload": strategy.offload,
+            "recompute": strategy.activation_checkpointing,
+            "batch": f"{train_config.micro_batch} x {train_config.accumulation}",
+            "tokens/s": f"{speed:,.0f}" if speed else "–",
+            "step": format_step_seconds(seconds) if seconds else "–",
+            "hours": f"{self.hours:,.1f}" if self.hours else "–",
+            "cost": f"{self.cost:,.2f}" if self.cost else "–",
+            "peak": format_bytes(forecast.peak_bytes) if forecast else "–",
+            "why": f"needs {format_bytes(self.shortfall[1])}" if forecast else self.reason,
+        }
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Sharding, offload, activation checkpointing and batch, for a table."""
-        strategy, train_config = self.strategy, self.train_config
-        batch = f"{train_config.micro_batch} x {train_config.accumulation}"
-        return strategy.sharding, strategy.offload, strategy.activation_checkpointing, batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """A question for a plan: a model, a machine, a global batch, and the fields that stay as they are."""
-
-    spec: ModelSpec
-    strategy: Strategy
-    train_config: TrainConfig
-    machine: Hardware
-    global_batch: int
-    one_document: bool = False
-
-    @property
-    def data_ranks(self) -> int:
-        """The ranks that read different rows."""
-        return max(1, self.machine.ranks // (self.strategy.tp * self.strategy.cp * self.strategy.pp))
-
-    def run(self) -> tuple[list[Candidate], list[Candidate]]:
-        """Return those that fit, ranked by tokens/s and then by memory, and the rejected ones."""
-        ranked: list[Candidate] = []
-        rejected: list[Candidate] = []
-        share = self.global_batch // self.data_ranks
-        for strategy in self._strategies():
-            for train_config in _micro_batches(self.train_config, share):
-                candidate = self._candidate(strategy, train_config)
-                (rejected if candidate.reason else ranked).append(candidate)
-                if candidate.forecast is not None and candidate.reason:
-                    break  # a larger micro-batch takes more still
-        return sorted(ranked, key=_rank_key), rejected
-
-    def fastest_smallest(self) -> Candidate | None:
-        """Return the fastest that fits of those with the smallest micro-batch and activation checkpointing, if one does."""
-        train_config = next(_micro_batches(self.train_config, self.global_batch // self.data_ranks))
-        ranked = []
-        for strategy in self._strategies(("full",) if self.spec.checkpointed else ("none",)):
-            candidate = self._candidate(strategy, train_config, quick=True)
-            if not candidate.reason:
-                ranked.append(candidate)
-        return min(ranked, key=_rank_key, default=None)
-
-    def _strategies(self, checkpointings: tuple[str, ...] = ("none", "full")) -> Iterator[Strategy]:
-        """Yield every sharding, offload and activation checkpointing that the request leaves open.
-
-        A single rank shards nothing, so there a sharding is a candidate for its offload alone.
-        """
-        alone = self.data_ranks == 1
-        for word, sharding in SHARDINGS.items():
-            replicates = sharding.data_parallel in ("replicate", "hybrid")
-            if replicates if alone else sharding.data_parallel == "none":
-                continue
-            for offload in sharding.offload:
-                if alone and offload == "none" and sharding.data_parallel != "none":
-                    continue
-                for checkpointing in checkpointings:
-                    try:
-                        yield dataclasses.replace(
-                            self.strategy,
-                            sharding=word,
-                            offload=offload,
-                            activation_checkpointing=checkpointing,
-                            dp_replicate=self.machine.nodes if sharding.hybrid else 1,
-                        )
-                    except StrategyError:
-                        continue  # no engine can do it, whatever the model: it is no candidate
-
-    def _candidate(self, strategy: Strategy, train_config: TrainConfig, quick: bool = False) -> Candidate:
-        """Forecast one. `quick`: without a trace where what stays on the device is too much already."""
-        forecast, machine = None, self.machine
-        try:
-            job = resolve(strategy, train_config, self.spec, machine.ranks, machine.device)
-            if quick and job.device.kind == "cuda" and permanent_bytes(job) > job.device.free_bytes:
-                reason = "The parameters and the optimizer's states alone are too large."
-            else:
-                forecast = forecast_job(job, machine, one_document=self.one_document)
-                reason = _rejection(forecast)
-        except ToolkitError as error:
-            reason = str(error)
-        return Candidate(
-            strategy=forecast.strategy if forecast else strategy,
-            train_config=forecast.train_config if forecast else train_config,
-            forecast=forecast,
-            reason=reason,
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast's JSON, hours, cost and the reason."""
+        return {
+            "strategy": dataclasses.asdict(self.strategy),
+            "train_config": dataclasses.asdict(self.train_config),
+            "forecast": self.forecast.to_dict() if self.forecast else None,
+            "hours": self.hours,
+            "cost": self.cost,
+            "reason": self.reason,
+        }
 
 
-def _rejection(forecast: Forecast) -> str:
+def rank_key(candidate: Candidate) -> tuple[float, int]:
+    """Order candidates that fit: the fastest first, then the one that needs least."""
+    assert candidate.forecast is not None, "what fits has a forecast"
+    return -(candidate.forecast.tokens_per_second or 0.0), candidate.forecast.peak_bytes
+
+
+def rejection(forecast: Forecast) -> str:
+    """Return why a plan leaves a forecast out, in a sentence; empty where it does not."""
     if not forecast.fits:
         return forecast.reason
     if forecast.peak_bytes > MARGIN * forecast.limit_bytes:
         need, limit = format_bytes(forecast.peak_bytes), format_bytes(forecast.limit_bytes)
         return f"It needs {need} of {limit}: less than 5% are left."
     return ""
-
-
-def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfig]:
-    """Yield micro-batches that divide a rank's share, the smallest first."""
-    for micro in (size for size in range(1, share + 1) if share % size == 0):
-        yield dataclasses.replace(train_config, micro_batch=micro, accumulation=share // micro)
-
-
-def _rank_key(candidate: Candidate) -> tuple[float, int]:
-    assert candidate.forecast is not None
-    timing = candidate.forecast.timing
-    return (-timing.tokens_per_second if timing else 0.0, candidate.forecast.peak_bytes)

@@ -7,38 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 WIDE = (
-    *(
-        "acos",
-        "asin",
-        "cosh",
-        "erfinv",
-        "exp",
-        "expm1",
-        "log",
-        "log10",
-        "log2",
-        "log1p",
-        "reciprocal",
-        "rsqrt",
-        "sinh",
-        "tan",
-    ),
-    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
-    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "logsumexp", "dist", "cdist", "cosine_similarity"),
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm "
+    "logsumexp dist cdist cosine_similarity"
 )
 """ATen/autocast_mode.h `AT_FORALL_FP32`, of it what stands in models' forwards: arguments are cast to fp32."""
 
-SUMS = (
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "sum",
-    "sum.dim_IntList",
-)
+SUMS = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
 """`AT_FORALL_FP32_SET_OPT_DTYPE`: computed in fp32 where the call names no dtype."""
 
 
@@ -53,7 +28,7 @@ def cuda_casts() -> Iterator[None]:
     key = "AutocastCPU"
     with torch.library._scoped_library("aten", "IMPL", key) as library:
         for names, kernel in ((WIDE, _wide_kernel), (SUMS, _sum)):
-            for name in names:
+            for name in names.split():
                 if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
                     packet, _, overload = name.partition(".")
                     library.impl(name, kernel(getattr(getattr(torch.ops.aten, packet), overload or "default")))
@@ -61,11 +36,11 @@ def cuda_casts() -> Iterator[None]:
 
 
 def _wide_kernel(operator: Any) -> Callable[..., Any]:
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_leaves, tree_map
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if _is_fake((args, kwargs)):
-            args, kwargs = tree_map(_to_wide, (args, kwargs))
+        if any(map(_is_fake, tree_leaves((args, kwargs)))):
+            args, kwargs = tree_map(lambda value: value.float() if _is_half(value) else value, (args, kwargs))
         with _no_autocast():
             return operator(*args, **kwargs)
 
@@ -82,7 +57,7 @@ def _sum(operator: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = args[2] if len(args) > 2 and fused_kernel else kwargs.get("dtype")
         with _no_autocast():
-            if not _is_fake(args[:1]) or not _to_half(args[0]):
+            if not _is_fake(args[0]) or not _is_half(args[0]):
                 return operator(*args, **kwargs)
             if fused_kernel and args[0].dtype == torch.float16 and dtype in (None, torch.float32):
                 return fused_kernel(args[0], args[1], True)
@@ -94,22 +69,17 @@ def _sum(operator: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _is_fake(values: Any) -> bool:
+def _is_fake(value: Any) -> bool:
     """Return whether a value is fake: a thread that trains meanwhile keeps its own casts."""
     from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._pytree import tree_leaves
 
-    return any(isinstance(value, FakeTensor) for value in tree_leaves(values))
+    return isinstance(value, FakeTensor)
 
 
-def _to_half(value: Any) -> bool:
+def _is_half(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _to_wide(value: Any) -> Any:
-    return value.float() if _to_half(value) else value
 
 
 def _no_autocast() -> Any:

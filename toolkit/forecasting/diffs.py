@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from toolkit.core.display import Result, Table
 from toolkit.core.drawing import Bar, bars
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.engines.ledger import PARTS
-from toolkit.forecasting import Forecast
 from toolkit.forecasting.reasons import explain
+from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import collectives
+
+SPELL: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "seconds": format_step_seconds,
+    "operations": "{:.3g}".format,
+    "tokens/s": "{:,.0f}".format,
+}
+"""Unit → how a value is written."""
+
+FIGURES: dict[str, tuple[str, Callable[[Forecast], float | None]]] = {
+    "peak": ("bytes", lambda forecast: forecast.peak_bytes),
+    **{
+        f"{part} at the peak": ("bytes", partial(lambda part, forecast: forecast.parts.get(part), part))
+        for part in PARTS
+    },
+    "sent in a step": ("bytes", lambda forecast: forecast.communication_bytes),
+    "host memory of a node": ("bytes", lambda forecast: forecast.host_bytes),
+    "operations of a step": ("operations", lambda forecast: forecast.operations),
+    "time of a step": ("seconds", lambda forecast: forecast.step_seconds),
+    "tokens/s, all ranks": ("tokens/s", lambda forecast: forecast.tokens_per_second),
+    "a checkpoint": ("bytes", lambda forecast: forecast.checkpoint_bytes),
+}
+"""Figure → its unit, and its value in a forecast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +56,11 @@ class Difference:
         """The second as a multiple of the first."""
         return self.other / self.one if self.one and self.other is not None else None
 
-    def spell(self, value: float | None) -> str:
-        """Return a value with its unit."""
-        if value is None:
-            return "–"
-        if self.unit == "bytes":
-            return format_bytes(value)
-        if self.unit == "seconds":
-            return format_step_seconds(value)
-        return f"{value:.3g}" if self.unit == "operations" else f"{value:,.0f}"
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Both with their unit, and the ratio, for a table."""
+        values = ("–" if value is None else SPELL[self.unit](value) for value in (self.one, self.other))
+        return self.what, *values, "–" if self.ratio is None else f"{self.ratio:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +80,15 @@ class ForecastDiff(Result):
     @property
     def reason(self) -> str:
         """Both in a sentence."""
+        both = list(zip((self.one, self.other), self.labels, strict=True))
         sentences = [
             f"{label} needs {format_bytes(forecast.peak_bytes)} and {'fits' if forecast.fits else 'does not fit'}"
-            for label, forecast in zip(self.labels, (self.one, self.other), strict=True)
+            for forecast, label in both
         ]
-        times = [forecast.timing.step_seconds for forecast in (self.one, self.other) if forecast.timing]
+        times = [(forecast.step_seconds, label) for forecast, label in both if forecast.step_seconds]
         pace = ""
         if len(times) == 2:
-            quick, slow = sorted(zip(times, self.labels, strict=True))
+            quick, slow = sorted(times)
             equal = slow[0] < 1.01 * quick[0]
             pace = " Both are as fast." if equal else f" {quick[1]} is {slow[0] / quick[0]:.2f} times as fast."
         return f"{'; '.join(sentences)}.{pace}"
@@ -92,35 +113,30 @@ class ForecastDiff(Result):
             Bar(label=f"{label}, {forecast.peak_phase}", parts={part: forecast.parts.get(part, 0) for part in PARTS})
             for label, forecast in both
         ]
-        sent = [Bar(label=label, parts=_sent_bytes(forecast)) for label, forecast in both]
-        same = self.one.limit_bytes == self.other.limit_bytes
-        limit: dict[str, Any] = {"limit": self.one.limit_bytes, "limit_label": "a rank has"} if same else {}
-        pictures = [bars(peaks, title=f"{self.one.model}: highest need of a rank, by part", **limit)]
-        return (
-            [*pictures, bars(sent, title="Bytes that a rank sends in a step")]
-            if any(sum(bar.parts.values()) for bar in sent)
-            else pictures
-        )
+        limit = self.one.limit_bytes if self.one.limit_bytes == self.other.limit_bytes else None
+        title = f"{self.one.model}: highest need of a rank, by part"
+        pictures = [bars(peaks, title=title, limit=limit, limit_label="a rank has")]
+        if self.one.communication_bytes or self.other.communication_bytes:
+            sent = [Bar(label=label, parts=_sent_bytes(forecast)) for label, forecast in both]
+            pictures.append(bars(sent, title="Bytes that a rank sends in a step"))
+        return pictures
 
     def tables(self) -> list[Table]:
-        """Return the different fields, the figures, and why they differ."""
-        fields = [(name, *(str(value) for value in values)) for name, values in self.fields.items()]
-        rows = [
-            (
-                difference.what,
-                difference.spell(difference.one),
-                difference.spell(difference.other),
-                "–" if difference.ratio is None else f"{difference.ratio:.2f}",
-            )
-            for difference in self.differences
-        ]
+        """Return why they differ, the different fields, and the figures."""
         title = f"{self.one.model}: {self.labels[0]} against {self.labels[1]}"
-        first = [Table(title=title, columns=("field", *self.labels), rows=fields)] if fields else []
-        figures = Table(
-            title="" if first else title, columns=("a rank", *self.labels, "ratio"), rows=rows, notes=(self.reason,)
-        )
-        why = [Table(title="Why they differ", columns=("what", "because"), rows=self.why)] if self.why else []
-        return [*why, *first, figures]
+        fields = [(name, *map(str, values)) for name, values in self.fields.items()]
+        figures = [difference.cells for difference in self.differences]
+        tables = [
+            Table(title="Why they differ", columns=("what", "because"), rows=self.why),
+            Table(title=title, columns=("field", *self.labels), rows=fields),
+            Table(
+                title="" if fields else title,
+                columns=("a rank", *self.labels, "ratio"),
+                rows=figures,
+                notes=(self.reason,),
+            ),
+        ]
+        return [table for table in tables if table.rows]
 
 
 def _sent_bytes(forecast: Forecast) -> dict[str, float]:
@@ -147,7 +163,11 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
         other=other,
         labels=labels,
         fields=fields,
-        differences=tuple(_differences(one, other)),
+        differences=tuple(
+            Difference(what=what, one=value(one), other=value(other), unit=unit)
+            for what, (unit, value) in FIGURES.items()
+            if value(one) or value(other)
+        ),
         why=tuple(explain(one, other, labels)),
     )
 
@@ -169,24 +189,3 @@ def _label(forecast: Forecast, fields: Mapping[str, tuple[Any, Any]], place: int
         if name not in ("dp_replicate", "lr")
     ]
     return forecast.strategy.label if "sharding" in fields or not words else ", ".join(words[:2])
-
-
-def _differences(one: Forecast, other: Forecast) -> Iterator[Difference]:
-    def row(what: str, first: float | None, second: float | None, unit: str = "bytes") -> Difference:
-        return Difference(what=what, one=first, other=second, unit=unit)
-
-    yield row("peak", one.peak_bytes, other.peak_bytes)
-    for part in PARTS:
-        first, second = one.parts.get(part, 0), other.parts.get(part, 0)
-        if first or second:
-            yield row(f"{part} at the peak", first, second)
-    yield row("sent in a step", one.communication_bytes, other.communication_bytes)
-    yield row("host memory of a node", one.host_bytes, other.host_bytes)
-    yield row("operations of a step", one.operations, other.operations, "operations")
-    times = [forecast.timing for forecast in (one, other)]
-    if any(times):
-        seconds = [timing.step_seconds if timing else None for timing in times]
-        pace = [timing.tokens_per_second if timing else None for timing in times]
-        yield row("time of a step", seconds[0], seconds[1], "seconds")
-        yield row("tokens/s, all ranks", pace[0], pace[1], "tokens/s")
-    yield row("a checkpoint", one.checkpoint_bytes, other.checkpoint_bytes)

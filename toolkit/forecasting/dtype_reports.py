@@ -1,9 +1,9 @@
-"""`precisions()` → `DtypeReport`: the dtypes of all states at each stage of a run, engine by engine."""
+"""`dtype_report()` → `DtypeReport`: the dtypes of all states at each stage of a run, engine by engine."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from toolkit.engines.adapters import read_dtype
 from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.states import optimizer_bytes, parameters_of
-from toolkit.forecasting.finished_run import FinishedRun, read_finished_run
+from toolkit.forecasting.finished_run import read_finished_run
 from toolkit.forecasting.prediction import resolve_request
 from toolkit.models import ModelSpec
 
@@ -91,16 +91,10 @@ class DtypeReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return each column, its dtypes as stage → part → dtype."""
-        columns = []
-        for column in self.columns:
-            nested = {name: _nested(getattr(column, name)) for name in ("dtypes", "measured")}
-            plain = {
-                **vars(column),
-                "strategy": dataclasses.asdict(column.strategy),
-                "element_bytes": dict(column.element_bytes),
-            }
-            columns.append({**plain, **nested})
-        return {**vars(self), "columns": columns}
+        values = dataclasses.asdict(self)
+        for column in values["columns"]:
+            column |= {name: _nested(column[name]) for name in ("dtypes", "measured")}
+        return values
 
     def pictures(self) -> Sequence[str]:
         """Return a picture of the bytes for each trained weight."""
@@ -111,31 +105,26 @@ class DtypeReport(Result):
     def tables(self) -> list[Table]:
         """Return dtypes by stage, then how weights are read and cast."""
         able = [column for column in self.columns if not column.refused]
-        refused = [(column.label, column.refused) for column in self.columns if column.refused]
-        places = sorted(
-            dict.fromkeys(place for column in able for place in column.dtypes), key=lambda place: STAGES.index(place[0])
-        )
-        columns: list[str] = []
-        for column in able:
-            columns += [column.label, f"{column.label}, measured"] if column.measured else [column.label]
-        rows = [[f"{stage}: {what}", *_cells(able, (stage, what))] for stage, what in places]
-        title = f"{self.model} in {self.precision} on {self.device}: dtypes, stage by stage"
-        ways = [(column.label, column.loading, column.computing) for column in able]
-        found = [
-            Table(title=title, columns=("stage", *columns), rows=rows, notes=(self.reason,)),
-            Table(
-                title="Reading and casting", columns=("sharding", "weights are read", "the forward computes"), rows=ways
-            ),
-        ]
-        cannot = Table(title=f"Cannot run in {self.precision} here", columns=("sharding", "why"), rows=refused)
-        return [*(found if able else []), *([cannot] if refused else [])]
-
-
-def _cells(able: Iterable[DtypeColumn], place: Place) -> Iterator[str]:
-    for column in able:
-        yield column.dtypes.get(place, "–")
-        if column.measured:
-            yield column.measured.get(place, "–")
+        tables = []
+        if able:
+            views = {column.label: column.dtypes for column in able}
+            views |= {f"{column.label}, measured": column.measured for column in able if column.measured}
+            places = dict.fromkeys(place for column in able for place in column.dtypes)
+            rows = [
+                (f"{place[0]}: {place[1]}", *(dtypes.get(place, "–") for dtypes in views.values()))
+                for place in sorted(places, key=lambda place: STAGES.index(place[0]))
+            ]
+            title = f"{self.model} in {self.precision} on {self.device}: dtypes, stage by stage"
+            casts = [(column.label, column.loading, column.computing) for column in able]
+            headers = ("sharding", "weights are read", "the forward computes")
+            tables = [
+                Table(title=title, columns=("stage", *views), rows=rows, notes=(self.reason,)),
+                Table(title="Reading and casting", columns=headers, rows=casts),
+            ]
+        if refused := [(column.label, column.refused) for column in self.columns if column.refused]:
+            title = f"Cannot run in {self.precision} here"
+            tables.append(Table(title=title, columns=("sharding", "why"), rows=refused))
+        return tables
 
 
 def _nested(places: Mapping[Place, str]) -> dict[str, dict[str, str]]:
@@ -169,17 +158,13 @@ def dtype_report(
         RunError: for a folder without an audited run.
     """
     finished = read_finished_run(run) if run is not None else None
+    chosen = list(strategies or [Strategy(sharding=word) for word in usual_shardings()])
     if finished is not None:
-        model = finished.model if model is None else model
-        if on is None:
-            on, ranks = finished.hardware, finished.ranks if ranks is None else ranks
-        strategies = [
-            finished.strategy,
-            *(column for column in strategies or () if column.sharding != finished.strategy.sharding),
-        ]
-    chosen = strategies or [Strategy(sharding=word) for word in usual_shardings()]
+        more = [strategy for strategy in strategies or () if strategy.sharding != finished.strategy.sharding]
+        chosen = [finished.strategy, *more]
+        ranks = finished.ranks if ranks is None and on is None else ranks
     # Dtypes do not depend on the number of ranks; with one device, sharding is forecast for two.
-    job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1)
+    job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1, run=finished)
     count = ranks if ranks is not None else max(2, machine.ranks)
     columns = []
     for strategy in chosen:
@@ -189,7 +174,8 @@ def dtype_report(
         except StrategyError as error:
             column = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
         if finished is not None and strategy is finished.strategy:
-            column = dataclasses.replace(column, measured=_measured(finished))
+            measured = _at_stages(finished.dtypes, _weights(strategy))
+            column = dataclasses.replace(column, measured=measured)
         columns.append(column)
     words = list(dict.fromkeys(column.strategy.precision for column in columns))
     assert job.spec is not None
@@ -202,56 +188,52 @@ def dtype_report(
     )
 
 
+LEDGER = {
+    "trainable": ("preparation", "weights"),
+    "frozen": ("preparation", "frozen weights"),
+    "master": ("preparation", "master copy"),
+    "gradients": ("compute", "gradients, added up"),
+    "reduce": ("reduction", "gradients, between ranks"),
+    "optimizer": ("optimizer", "moments"),
+}
+"""Names in an engine's account, or in a run's audit → their place."""
+
+PER_WEIGHT = {"parameters": "trainable", "master": "master", "gradients": "gradients"}
+"""Parts of a picture → names in an engine's account. The moments are several."""
+
+
+def _at_stages(account: Mapping[str, str], weights: str) -> dict[Place, str]:
+    places = {**LEDGER, "trainable": ("preparation", weights)}
+    return {place: account[name] for name, place in places.items() if name in account}
+
+
+def _weights(strategy: Strategy) -> str:
+    return "weights" if strategy.adapter == "none" else "the adapter's weights"
+
+
 def _column(job: Job) -> DtypeColumn:
     engine = engine_of(job.strategy)
-    state_dtypes = engine.expected_state(job).dtypes
-    stepped = state_dtypes.get("master", state_dtypes["trainable"])
-    adapter = job.strategy.adapter != "none"
-    weights = "the adapter's weights" if adapter else "weights"
-    dtypes: dict[Place, str] = {("loading", weights): kept_dtype(job) if adapter else read_dtype(job)}
-    if adapter:
-        dtypes["loading", "frozen weights"] = dtypes["preparation", "frozen weights"] = _frozen(job)
-    dtypes["preparation", weights] = state_dtypes["trainable"]
-    if "master" in state_dtypes:
-        dtypes["preparation", "master copy"] = state_dtypes["master"]
+    account, weights = engine.expected_state(job).dtypes, _weights(job.strategy)
+    stepped = account.get("master", account["trainable"])
+    dtypes: dict[Place, str] = {("loading", weights): read_dtype(job)}
+    if job.strategy.adapter != "none":
+        frozen = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
+        if job.strategy.adapter == "qlora":
+            frozen = f"4 bits in {frozen}"
+        dtypes = {("loading", weights): kept_dtype(job), ("loading", "frozen weights"): frozen}
+        account = {**account, "frozen": frozen}
     dtypes["compute", "forward"] = job.compute_dtype
-    dtypes["compute", "gradients, added up"] = state_dtypes["gradients"]
-    if "reduce" in state_dtypes:
-        dtypes["reduction", "gradients, between ranks"] = state_dtypes["reduce"]
-    dtypes["optimizer", "weights that are stepped"] = stepped
-    dtypes["optimizer", "moments"] = state_dtypes["optimizer"]
-    dtypes["checkpoint", "weights"], dtypes["checkpoint", "moments"] = stepped, state_dtypes["optimizer"]
-    sizes = {part: float(BYTES_OF[state_dtypes[name]]) for part, name in PER_WEIGHT.items() if name in state_dtypes}
+    dtypes["optimizer", "weights that are stepped"] = dtypes["checkpoint", "weights"] = stepped
+    dtypes["checkpoint", "moments"] = account["optimizer"]
     scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
     return DtypeColumn(
         strategy=job.strategy,
         ranks=job.ranks,
-        dtypes=dtypes,
+        dtypes=dtypes | _at_stages(account, weights),
         loading=engine.loading_note(job),
         computing=engine.compute_note(job) + scaled,
-        element_bytes={**sizes, "optimizer": float(optimizer_bytes(job, 1))},
+        element_bytes={
+            **{part: float(BYTES_OF[account[name]]) for part, name in PER_WEIGHT.items() if name in account},
+            "optimizer": float(optimizer_bytes(job, 1)),
+        },
     )
-
-
-PER_WEIGHT = {"parameters": "trainable", "master": "master", "gradients": "gradients", "optimizer": "optimizer"}
-"""Parts of a picture → names in an engine's ledger. Of moments there are two."""
-
-
-def _frozen(job: Job) -> str:
-    """Return the dtypes of frozen weights; of packed ones the storage dtype."""
-    kinds = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
-    return f"4 bits in {kinds}" if job.strategy.adapter == "qlora" else kinds
-
-
-def _measured(finished: FinishedRun) -> dict[Place, str]:
-    """Return the dtypes that a run's audit measured."""
-    weights = "weights" if finished.strategy.adapter == "none" else "the adapter's weights"
-    places = {
-        "trainable": ("preparation", weights),
-        "frozen": ("preparation", "frozen weights"),
-        "master": ("preparation", "master copy"),
-        "gradients": ("compute", "gradients, added up"),
-        "reduce": ("reduction", "gradients, between ranks"),
-        "optimizer": ("optimizer", "moments"),
-    }
-    return {place: finished.dtypes[name] for name, place in places.items() if name in finished.dtypes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -40,23 +41,19 @@ def patched(config: TraceConfig) -> Iterator[None]:
     from torch.nn import functional
     from transformers import masking_utils
 
+    kernels: list[tuple[Any, str, Callable[..., Any]]] = [(functional, "grouped_mm", _grouped_mm)]
+    if config.device == "cuda":
+        kernels.append((functional, "scaled_dot_product_attention", partial(_attention, config.flash)))
+    if config.adapter is not None and config.adapter.kind == "qlora":
+        import_bitsandbytes()
+        kernels.append((importlib.import_module("bitsandbytes"), "matmul_4bit", _fake_product))
+    if not config.masked:
+        kernels.append((masking_utils, "find_packed_sequence_indices", lambda positions: None))
     with _ONE_AT_A_TIME, ExitStack() as replaced:
-        replaced.enter_context(_fake_operator(functional, "grouped_mm", _grouped_mm))
-        if config.device == "cuda":
-            replaced.enter_context(
-                _fake_operator(functional, "scaled_dot_product_attention", partial(_attention, config.flash))
-            )
-            if config.autocast:
-                replaced.enter_context(cuda_casts())
-        if config.adapter is not None and config.adapter.kind == "qlora":
-            import_bitsandbytes()
-            import bitsandbytes
-
-            replaced.enter_context(_fake_operator(bitsandbytes, "matmul_4bit", _fake_product))
-        if not config.masked:
-            replaced.enter_context(
-                _fake_operator(masking_utils, "find_packed_sequence_indices", lambda positions: None)
-            )
+        for module, name, ours in kernels:
+            replaced.enter_context(_fake_operator(module, name, ours))
+        if config.device == "cuda" and config.autocast:
+            replaced.enter_context(cuda_casts())
         yield
 
 

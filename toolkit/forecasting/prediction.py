@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from toolkit.config.strategy import Strategy
@@ -18,10 +19,11 @@ from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
+from toolkit.forecasting.finished_run import FinishedRun
 from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
-from toolkit.forecasting.timing import communication, operations, step_time
+from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
 from toolkit.models import ModelSpec, describe
 
 
@@ -72,8 +74,9 @@ def resolve_request(
     train_config: TrainConfig | None = None,
     *,
     ranks: int | None = None,
+    run: FinishedRun | None = None,
 ) -> tuple[Job, Hardware]:
-    """Resolve the arguments of `forecast` to a job and a machine.
+    """Resolve the arguments of `forecast` to a job and a machine. What is not given is the run's own.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do.
@@ -83,6 +86,11 @@ def resolve_request(
         raise StrategyError(
             f"on: a {type(on).__name__}, expected a machine or its name. Give train_config=TrainConfig(…) by name."
         )
+    if run is not None:
+        model = run.model if model is None else model
+        strategy, train_config = strategy or run.strategy, train_config or run.train_config
+        if on is None:
+            on, ranks = run.hardware, run.ranks if ranks is None else ranks
     spec = model if isinstance(model, ModelSpec) else describe(model)
     machine = on if isinstance(on, Hardware) else hardware(on)
     strategy = strategy or Strategy()
@@ -95,18 +103,19 @@ def resolve_request(
 def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
     """Add the smallest change that fits: single ones first, then several together."""
     assert job.spec is not None
-    for change, strategy, train_config in _smaller_requests(forecast):
+    for change in _smaller_requests(forecast):
         try:
+            strategy, train_config = changed(forecast.strategy, forecast.train_config, change)
             other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
             if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
-            changed = forecast_job(other, forecast.hardware, one_document=one_document)
+            smaller = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
             continue
-        if changed.fits:
-            return dataclasses.replace(forecast, change=change, changed_bytes=changed.peak_bytes)
+        if smaller.fits:
+            return dataclasses.replace(forecast, change=change, changed_bytes=smaller.peak_bytes)
     return forecast
 
 
@@ -116,30 +125,22 @@ def permanent_bytes(job: Job) -> int:
     return state.parameters + state.master + (state.optimizer or 0)
 
 
-def _smaller_requests(forecast: Forecast) -> Iterator[tuple[dict[str, Any], Strategy, TrainConfig]]:
-    """Yield changes of the engine and the batch, single ones and then combined; then such as make another training."""
+def _smaller_requests(forecast: Forecast) -> list[dict[str, Any]]:
+    """Return changes of the engine and the batch, single ones and then combined; then such as make another training."""
     in_a_step = forecast.peak_phase in ("forward", "backward", "step")
-
-    def able(
-        strategy: Strategy, train_config: TrainConfig
-    ) -> Iterator[tuple[Mapping[str, Any], Strategy, TrainConfig]]:
-        for change in changes(
-            strategy, train_config, in_a_step=in_a_step, on_cpu=forecast.hardware.device.kind == "cpu"
-        ):
-            try:
-                yield change, *changed(strategy, train_config, change)
-            except StrategyError:
-                continue
-
-    requests = [(dict(one), first, second) for one, first, second in able(forecast.strategy, forecast.train_config)]
+    on_cpu = forecast.hardware.device.kind == "cpu"
+    requests = list(changes(forecast.strategy, forecast.train_config, in_a_step=in_a_step, on_cpu=on_cpu))
     total: dict[str, Any] = {}
-    strategy, train_config = forecast.strategy, forecast.train_config
-    while (step := next(able(strategy, train_config), None)) is not None:
-        change, strategy, train_config = step
-        total |= change
-        requests.append((dict(total), strategy, train_config))
-    for other_training in (False, True):
-        yield from (request for request in requests if bool(NEW_RUN & request[0].keys()) == other_training)
+    smaller: tuple[Strategy, TrainConfig] | None = forecast.strategy, forecast.train_config
+    while smaller is not None:
+        steps, smaller = changes(*smaller, in_a_step=in_a_step, on_cpu=on_cpu), None
+        for step in steps:
+            with contextlib.suppress(StrategyError):
+                smaller = changed(forecast.strategy, forecast.train_config, total | step)
+                total |= step
+                requests.append(dict(total))
+                break
+    return sorted(requests, key=lambda change: bool(NEW_RUN & change.keys()))
 
 
 def forecast_job(
@@ -164,6 +165,7 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         phases=dict(ledger.phases),
         host_bytes=_host(job, machine, ledger),
         checkpoint_bytes=checkpoint_bytes(job),
+        checkpoint_stall_seconds=checkpoint_stall(job, machine),
         operations=operations(job, step),
         communication_bytes=communication(job),
         timing=step_time(job, machine, step),

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from toolkit.core.units import BYTES_OF, format_bytes, format_count, format_step_seconds
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, on_device
 from toolkit.engines.states import optimizer_bytes, parameters_of
-from toolkit.forecasting import Forecast
+from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import collectives, offloads
 
 EQUAL = 0.01
 """Differences up to this share of the larger value are none."""
 
+STATES = {"parameters": "the parameters", "master": "the master copy", "optimizer": "the moments"}
+"""Parts that stay between steps, in words; the others exist within a step."""
+
+WORDS = {**STATES, "activations": "the activations", "logits": "the logits", "gradients": "the gradients"}
+
+SETTINGS = {
+    "micro_batch": "takes {0} sequences at once, not {1}",
+    "seq_len": "takes sequences of {0} tokens, not {1}",
+    "attention": "computes attention by {0}, not {1}",
+    "precision": "computes in {0}, not {1}",
+    "activation_checkpointing": "{2} each layer in the backward",
+}
+"""Fields on which activations and logits depend; {0}: the value of the side that holds less, {1}: the other's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One of the two, and what its engine says of it."""
+    """One of the two forecasts, and its engine's account of the states."""
 
     label: str
     forecast: Forecast
@@ -28,50 +43,50 @@ class _Side:
     def job(self) -> Job:
         return self.forecast.job
 
-    @property
-    def state_memory(self) -> StateMemory:
+    @cached_property
+    def state(self) -> StateMemory:
         return engine_of(self.job.strategy).expected_state(self.job)
 
-    @property
-    def device_memory(self) -> StateMemory:
-        return on_device(self.job, self.state_memory)
-
-    @property
+    @cached_property
     def trained(self) -> int:
-        """Return the trained elements over all ranks."""
+        """The trained elements over all ranks."""
         return sum(state.elements for state in parameters_of(self.job) if state.trainable)
 
-    def whole(self, part: str) -> int:
-        """Return the bytes of an unsharded state in the engine's dtype."""
-        dtypes = self.state_memory.dtypes
-        frozen = sum(state.bytes for state in parameters_of(self.job) if not state.trainable)
-        if part == "parameters":
-            return self.trained * BYTES_OF[dtypes["trainable"]] + frozen
-        if part == "optimizer":
-            return optimizer_bytes(self.job, self.trained)
-        return self.trained * BYTES_OF[dtypes[part]] if part in dtypes else 0
-
     def size(self, part: str) -> int:
-        return int(getattr(self.device_memory, part) or 0)
+        """Return the bytes on the device: of a state between steps, of another part at the peak."""
+        if part in STATES:
+            return getattr(on_device(self.job, self.state), part) or 0
+        return self.forecast.parts.get(part, 0)
 
-    def sharded(self, part: str) -> bool:
-        return int(getattr(self.state_memory, part) or 0) < 0.95 * self.whole(part)
+    def dtype(self, part: str) -> str:
+        """Return the dtype of most of a part; empty where it has none."""
+        frozen = [state for state in parameters_of(self.job) if not state.trainable]
+        if part == "parameters" and frozen and self.job.strategy.adapter != "none":
+            return max(frozen, key=lambda state: state.elements).dtype
+        return self.state.dtypes.get("trainable" if part == "parameters" else part, "")
 
-    def offloaded(self, part: str) -> bool:
-        return bool(getattr(self.state_memory, part)) and not getattr(self.device_memory, part)
+    def shard_size(self, part: str) -> int:
+        """Return the ranks that share a state or the gradients."""
+        if part == "gradients":
+            sharded = any("reduce-scattered" in transfer.what for transfer in collectives(self.job))
+        else:
+            whole = optimizer_bytes(self.job, self.trained)
+            if part != "optimizer":
+                name = "trainable" if part == "parameters" else part
+                whole = self.trained * BYTES_OF[self.state.dtypes[name]]
+            if part == "parameters":
+                whole += sum(state.bytes for state in parameters_of(self.job) if not state.trainable)
+            sharded = (getattr(self.state, part) or 0) < 0.95 * whole
+        return self.job.parallelism.shard_size if sharded else 1
 
 
 def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield reasons: parameters, masters, moments, transient memory, communication, time."""
+    """Yield reasons: states, memory within a step, communication, time."""
     sides = _Side(label=labels[0], forecast=first), _Side(label=labels[1], forecast=second)
-    for part, words in (("parameters", "the parameters"), ("master", "the master copy"), ("optimizer", "the moments")):
-        for sentence in _explain_state(sides, part, words):
-            yield part, sentence
-    yield from _explain_transient(sides)
-    for sentence in _explain_communication(sides):
-        yield "communication", sentence
-    for sentence in _explain_time(sides):
-        yield "time", sentence
+    for part in (*WORDS, "buffers"):
+        yield from ((part, sentence) for sentence in _explain_part(sides, part))
+    yield from (("communication", sentence) for sentence in _explain_communication(sides))
+    yield from (("time", sentence) for sentence in _explain_time(sides))
     if first.peak_phase != second.peak_phase:
         yield (
             "peak",
@@ -80,7 +95,13 @@ def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Itera
         )
 
 
-def _order_sides(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tuple[_Side, _Side, float, float] | None:
+def why_faster(first: Forecast, second: Forecast, labels: tuple[str, str]) -> str:
+    """Return why one step takes longer, in a sentence; empty where both take as long."""
+    sides = _Side(label=labels[0], forecast=first), _Side(label=labels[1], forecast=second)
+    return next(_explain_time(sides), "")
+
+
+def _in_order(sides: Sequence[_Side], sizes: Sequence[float]) -> tuple[_Side, _Side, float, float] | None:
     """Return the lesser and the greater side, and both sizes; None where they are equal."""
     if abs(sizes[0] - sizes[1]) <= EQUAL * max(sizes):
         return None
@@ -88,109 +109,65 @@ def _order_sides(sides: tuple[_Side, _Side], sizes: tuple[float, float]) -> tupl
     return sides[few], sides[many], sizes[few], sizes[many]
 
 
-def _explain_state(sides: tuple[_Side, _Side], part: str, words: str) -> Iterator[str]:
-    """Explain a state that stays between steps."""
-    pair = _order_sides(sides, (sides[0].size(part), sides[1].size(part)))
+def _explain_part(sides: Sequence[_Side], part: str) -> Iterator[str]:
+    pair = _in_order(sides, [side.size(part) for side in sides])
     if pair is None:
         return
     less, more, few, many = pair
-    if part == "master" and part not in less.state_memory.dtypes:
-        dtype = more.state_memory.dtypes[part]
+    if part not in STATES and many < EQUAL * max(side.forecast.peak_bytes for side in sides):
+        return
+    if part == "master" and not less.dtype(part):
         yield (
-            f"{more.label} keeps a second copy of its trained weights, in {dtype}, from which it steps: "
+            f"{more.label} keeps a second copy of its trained weights, in {more.dtype(part)}, from which it steps: "
             f"{format_bytes(many)}. {less.label} steps the parameters themselves."
         )
         return
-    verbs = list(_verbs(less, more, part, words)) or [f"holds less of {words}"]
-    yield f"{less.label} {' and '.join(verbs)}: {format_bytes(few)} of a rank instead of {format_bytes(many)}."
+    if part in ("activations", "logits"):
+        causes = list(_setting_causes(less, more))
+    else:
+        causes = list(_state_causes(less, more, part)) if part in WORDS else []
+    verbs = " and ".join(causes) or f"holds less of {WORDS.get(part, f'the {part}')}"
+    moment = "of a rank" if part in STATES else "at its peak"
+    yield f"{less.label} {verbs}: {format_bytes(few)} {moment} instead of {format_bytes(many)}."
 
 
-def _verbs(less: _Side, more: _Side, part: str, words: str) -> Iterator[str]:
-    """Return what makes a state smaller."""
-    if less.offloaded(part) and not more.offloaded(part):
+def _state_causes(less: _Side, more: _Side, part: str) -> Iterator[str]:
+    """Yield what makes a state or the gradients smaller, each as a verb with its object."""
+    words = WORDS[part]
+    if part in STATES and not less.size(part):
         yield f"keeps {words} in the host's memory"
         return
-    if less.sharded(part) and not more.sharded(part):
-        yield f"shards {words} over {less.job.parallelism.shard_size} ranks"
-    elif less.sharded(part) and less.job.parallelism.shard_size > more.job.parallelism.shard_size:
-        yield f"shards {words} over {less.job.parallelism.shard_size} ranks, not {more.job.parallelism.shard_size}"
+    ranks, others = less.shard_size(part), more.shard_size(part)
+    if ranks > others:
+        yield f"shards {words} over {ranks} ranks{f', not {others}' if others > 1 else ''}"
     if less.trained < more.trained and part != "parameters":
         share = f"{format_count(less.trained)} weights, not {format_count(more.trained)}"
         yield f"trains {share}, so {words} are of those alone"
+    dtypes = less.dtype(part), more.dtype(part)
     if part == "parameters" and less.job.strategy.quantized and not more.job.strategy.quantized:
-        yield "packs frozen weights into 4 bits"
-        return
-    name = "trainable" if part == "parameters" else part
-    mine, theirs = less.state_memory.dtypes.get(name), more.state_memory.dtypes.get(name)
-    if mine and theirs and BYTES_OF[mine] < BYTES_OF[theirs]:
-        yield f"holds {words} in {mine}, not {theirs}"
-    elif part == "parameters" and less.job.strategy.adapter != "none" and more.job.strategy.adapter == "none":
-        frozen = {state.dtype for state in parameters_of(less.job) if not state.trainable}
-        if min(BYTES_OF[name] for name in frozen) < BYTES_OF[theirs or "float32"]:
-            yield f"holds frozen weights in {', '.join(sorted(frozen))}"
+        yield "packs frozen weights into fewer bits"
+    elif all(dtypes) and BYTES_OF[dtypes[0]] < BYTES_OF[dtypes[1]]:
+        yield f"holds {words} in {dtypes[0]}, not {dtypes[1]}"
 
 
-CAUSES = {
-    "micro_batch": "takes {value} sequences at once, not {others}",
-    "seq_len": "takes sequences of {value} tokens, not {others}",
-    "activation_checkpointing": "{checkpoints}",
-    "attention": "computes attention by {value}, not {others}",
-    "precision": "computes in {value}, not {others}",
-}
-"""Fields that change a step's transient memory."""
+def _setting_causes(less: _Side, more: _Side) -> Iterator[str]:
+    """Yield the settings that make activations smaller."""
+    fields = [{**vars(side.job.strategy), **vars(side.job.train_config)} for side in (less, more)]
+    verb = "recomputes" if fields[0]["activation_checkpointing"] == "full" else "does not recompute"
+    for name, words in SETTINGS.items():
+        if fields[0][name] != fields[1][name]:
+            yield words.format(fields[0][name], fields[1][name], verb)
 
 
-def _explain_transient(sides: tuple[_Side, _Side]) -> Iterator[tuple[str, str]]:
-    """Explain the memory that a step allocates and frees, by part, at the two peaks."""
-    for part in ("activations", "logits", "gradients", "buffers"):
-        pair = _order_sides(sides, (sides[0].forecast.parts.get(part, 0), sides[1].forecast.parts.get(part, 0)))
-        if pair is None or pair[3] < EQUAL * max(side.forecast.peak_bytes for side in sides):
-            continue
-        less, more, few, many = pair
-        causes = list(_activation_causes(less, more)) if part in ("activations", "logits") else []
-        if part == "gradients" and less.trained < more.trained:
-            causes.append(f"has gradients of {format_count(less.trained)} weights, not {format_count(more.trained)}")
-        elif part == "gradients" and _reduce_scatters(less) and not _reduce_scatters(more):
-            causes.append(f"keeps of each gradient only its shard, over {less.job.parallelism.shard_size} ranks")
-        less_bytes, more_bytes = format_bytes(few), format_bytes(many)
-        if part == "buffers":
-            whither = "to gather into and to send from"
-            sentence = f"{more.label} has {more_bytes} in buffers at its peak, {whither}; {less.label} {less_bytes}."
-        elif causes:
-            sentence = (
-                f"{less.label} {' and '.join(causes)}: {less_bytes} of {part} at its peak instead of {more_bytes}."
-            )
-        elif not few:
-            sentence = f"At its highest moment {less.label} has no {part}; {more.label} holds {more_bytes}."
-        else:
-            sentence = f"At their peaks {less.label} holds {less_bytes} of {part}, {more.label} {more_bytes}."
-        yield part, sentence
-
-
-def _reduce_scatters(side: _Side) -> bool:
-    return any("reduce-scattered" in sent.what for sent in collectives(side.job))
-
-
-def _activation_causes(less: _Side, more: _Side) -> Iterator[str]:
-    """Return the fields that make activations smaller."""
-    for name, words in CAUSES.items():
-        owner = "train_config" if hasattr(less.job.train_config, name) else "strategy"
-        value, others = getattr(getattr(less.job, owner), name), getattr(getattr(more.job, owner), name)
-        if value != others:
-            effect = "recomputes each layer in the backward instead of keeping its activations"
-            other = "keeps each layer's activations instead of recomputing them"
-            yield words.format(value=value, others=others, checkpoints=effect if value == "full" else other)
-
-
-def _explain_communication(sides: tuple[_Side, _Side]) -> Iterator[str]:
+def _explain_communication(sides: Sequence[_Side]) -> Iterator[str]:
     """Explain communication among the ranks, and with the host."""
-    pair = _order_sides(sides, (sides[0].forecast.communication_bytes, sides[1].forecast.communication_bytes))
+    pair = _in_order(sides, [side.forecast.communication_bytes for side in sides])
     if pair is not None:
         yield " ".join(f"{side.label} sends {_list_transfers(side)}." for side in pair[:2])
     for side, opposite in (sides, sides[::-1]):
         if (moved := offloads(side.job)) and not offloads(opposite.job):
-            total = sum(sent.size * sent.times for sent in moved)
-            yield f"{side.label} moves {format_bytes(total)} between device and host in a step, {opposite.label} nothing."
+            total = format_bytes(sum(transfer.size * transfer.times for transfer in moved))
+            yield f"{side.label} moves {total} between device and host in a step, {opposite.label} nothing."
 
 
 def _list_transfers(side: _Side) -> str:
@@ -203,27 +180,27 @@ def _list_transfers(side: _Side) -> str:
     return f"{total} in a step: {'; '.join(sent)}" if sent else "nothing"
 
 
-def _explain_time(sides: tuple[_Side, _Side]) -> Iterator[str]:
+def _explain_time(sides: Sequence[_Side]) -> Iterator[str]:
     """Explain a longer step: more computation, more communication, less overlap."""
-    timings = [side.forecast.timing for side in sides]
-    if timings[0] is None or timings[1] is None:
-        return
-    pair = _order_sides(sides, (timings[0].step_seconds, timings[1].step_seconds))
+    seconds = [side.forecast.step_seconds for side in sides]
+    pair = _in_order(sides, [time for time in seconds if time]) if all(seconds) else None
     if pair is None:
         return
     less, more, few, many = pair
-    why = []
-    if more.forecast.operations > (1 + EQUAL) * less.forecast.operations:
-        why.append(f"it computes {more.forecast.operations / less.forecast.operations - 1:.0%} more")
-    if more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes:
-        why.append("it sends more")
-    stepped = [int(side.state_memory.optimizer or 0) for side in (less, more)]
-    if stepped[1] > (1 + EQUAL) * stepped[0]:
-        why.append(f"its optimizer steps {stepped[1] / max(1, stepped[0]):.1f} times as much on each rank")
-    if more.job.strategy.offload != "none" and less.job.strategy.offload == "none":
-        why.append("its optimizer steps on the host")
-    bare = [sum(s.size * s.times for s in collectives(side.job) if s.overlaps == "nothing") for side in (less, more)]
-    if bare[1] > bare[0]:
-        why.append(f"{format_bytes(bare[1])} of what it sends nothing hides")
+    ratio = more.forecast.operations / less.forecast.operations
+    stepped = (more.state.optimizer or 0) / max(1, less.state.optimizer or 0)
+    exposed = [
+        sum(transfer.size * transfer.times for transfer in collectives(side.job) if transfer.overlaps == "nothing")
+        for side in (less, more)
+    ]
+    offload = more.job.strategy.offload != "none" and less.job.strategy.offload == "none"
+    causes = {
+        f"it computes {ratio - 1:.0%} more": ratio > 1 + EQUAL,
+        "it sends more": more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes,
+        f"its optimizer steps {stepped:.1f} times as much on each rank": stepped > 1 + EQUAL,
+        "its optimizer steps on the host": offload,
+        f"{format_bytes(exposed[1])} of what it sends nothing hides": exposed[1] > exposed[0],
+    }
+    why = ", and ".join(cause for cause, holds in causes.items() if holds)
     sentence = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"
-    yield f"{sentence}: {', and '.join(why)}." if why else f"{sentence}."
+    yield f"{sentence}: {why}." if why else f"{sentence}."

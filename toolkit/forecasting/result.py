@@ -18,7 +18,7 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
-from toolkit.forecasting.calibration import calibrated, read_run
+from toolkit.forecasting.calibration import calibrated
 from toolkit.forecasting.timing import Timing
 
 
@@ -40,6 +40,8 @@ class Forecast(Result):
     host_bytes: int
     """The highest need of a node's host: of all its ranks, and of rank 0's additional memory."""
     checkpoint_bytes: int
+    checkpoint_stall_seconds: float
+    """How long the steps wait for a checkpoint; for offloaded states, until these are written."""
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""
     communication_bytes: int
@@ -77,6 +79,16 @@ class Forecast(Result):
     def ranks(self) -> int:
         """Processes in all."""
         return self.job.ranks
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The time of a step; None for a device with unknown speed."""
+        return self.timing.step_seconds if self.timing else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks; None for a device with unknown speed."""
+        return self.timing.tokens_per_second if self.timing else None
 
     @property
     def fits(self) -> bool:
@@ -118,7 +130,7 @@ class Forecast(Result):
             RunError: for a folder without a finished run, for one that measured nothing or was not forecast, and for one on
                 another kind of device.
         """
-        return calibrated(self, read_run(Path(run)))
+        return calibrated(self, Path(run))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shell's JSON: sizes in bytes."""
@@ -145,6 +157,7 @@ class Forecast(Result):
             "nvme": {"peak_bytes": 0},
             **(dataclasses.asdict(self.timing) if self.timing else unknown),
             "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "operations": self.operations,
             "communication_bytes": self.communication_bytes,
             "unknown": list(self.unknown),
@@ -165,29 +178,27 @@ class Forecast(Result):
         return f"{'It fits.' if self.fits else 'It does not fit.'} {self.reason}"
 
     def tables(self) -> list[Table]:
-        """Return the peak by part, and the highest total of each phase."""
+        """Return the peak by part, the highest total of each phase, and a step's figures."""
         parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
         phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
         where = f"{self.ranks} x {self.hardware.device.name}"
         title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
+        fused = self.fused_bytes if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes else None
+        mfu = self.timing.mfu if self.timing else None
+        figures = {
+            "time": self.step_seconds and format_step_seconds(self.step_seconds),
+            "tokens/s": self.tokens_per_second and f"{self.tokens_per_second:,.0f}",
+            "MFU": mfu and f"{mfu:.0%}",
+            "peak with a fused loss": fused and format_bytes(fused),
+            "host memory of a node": format_bytes(self.host_bytes),
+            "operations of a rank": f"{self.operations:.3g}",
+            "sent by a rank": format_bytes(self.communication_bytes),
+            "a checkpoint": format_bytes(self.checkpoint_bytes),
+            "steps wait for it": format_step_seconds(self.checkpoint_stall_seconds),
+        }
+        rows = [(name, figure) for name, figure in figures.items() if figure]
         return [
             Table(title=title, columns=("part", "bytes"), rows=[*parts, ("all", format_bytes(self.peak_bytes))]),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
-            Table(title="A step", columns=("figure", "value"), rows=self._figures(), notes=self.unknown),
+            Table(title="A step", columns=("figure", "value"), rows=rows, notes=self.unknown),
         ]
-
-    def _figures(self) -> list[tuple[str, str]]:
-        figures = [
-            ("host memory of a node", format_bytes(self.host_bytes)),
-            ("operations of a rank", f"{self.operations:.3g}"),
-            ("sent by a rank", format_bytes(self.communication_bytes)),
-            ("a checkpoint", format_bytes(self.checkpoint_bytes)),
-        ]
-        if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes:
-            figures.insert(0, ("peak with a fused loss", format_bytes(self.fused_bytes)))
-        if self.timing is not None:
-            if self.timing.mfu is not None:
-                figures.insert(0, ("MFU", f"{self.timing.mfu:.0%}"))
-            figures.insert(0, ("tokens/s", f"{self.timing.tokens_per_second:,.0f}"))
-            figures.insert(0, ("time", format_step_seconds(self.timing.step_seconds)))
-        return figures

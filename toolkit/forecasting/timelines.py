@@ -63,10 +63,10 @@ class Timeline(Result):
         """Return the forecast's JSON, parts by phase, and what was measured."""
         return {
             "forecast": self.forecast.to_dict(),
-            "phases": {phase: dict(parts) for phase, parts in self.parts.items()},
+            "phases": self.parts,
             "run": self.run,
-            "measured": dict(self.measured) if self.measured else None,
-            "notes": list(self.notes),
+            "measured": self.measured,
+            "notes": self.notes,
         }
 
     def pictures(self) -> Sequence[str]:
@@ -117,20 +117,23 @@ class Timeline(Result):
     def tables(self) -> list[Table]:
         """Return by phase the forecast by part, the measured bytes, and their ratio."""
         used = [part for part in PARTS if any(parts.get(part) for parts in self.parts.values())]
-        measured_columns = ("measured", "forecast x") if self.measured else ()
         rows = []
         for phase, parts in self.parts.items():
-            row = [phase, *(format_bytes(parts[part]) if parts.get(part) else "–" for part in used)]
-            row.append(format_bytes(sum(parts.values())))
+            total = sum(parts.values())
+            row = [phase, *(_cell(parts.get(part)) for part in used), format_bytes(total)]
             if self.measured:
                 size = self.measured.get(phase)
-                row += [format_bytes(size), f"{sum(parts.values()) / size:.2f}"] if size else ["–", "–"]
+                row += [_cell(size), f"{total / size:.2f}" if size else "–"]
             rows.append(row)
         forecast = self.forecast
         where = f"{forecast.ranks} x {forecast.hardware.device.name}"
         title = f"{forecast.model}, sharding {forecast.strategy.label}, {where}: by phase"
-        columns = ("phase", *used, "all", *measured_columns)
+        columns = ("phase", *used, "all", *(("measured", "forecast x") if self.measured else ()))
         return [Table(title=title, columns=columns, rows=rows, notes=(self.reason, *self.notes))]
+
+
+def _cell(size: int | None) -> str:
+    return format_bytes(size) if size else "–"
 
 
 def timeline(
@@ -159,14 +162,9 @@ def timeline(
         RunError: for a folder without a run that measured anything.
     """
     finished = read_finished_run(run) if run is not None else None
-    if finished is not None:
-        if finished.phases is None:
-            raise RunError(f"{run} measured nothing: {finished.why}. Name a run with a measured peak.")
-        model = finished.model if model is None else model
-        strategy, train_config = strategy or finished.strategy, train_config or finished.train_config
-        if on is None:
-            on, ranks = finished.hardware, finished.ranks if ranks is None else ranks
-    job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
+    if finished is not None and finished.phases is None:
+        raise RunError(f"{run} measured nothing: {finished.why}. Name a run with a measured peak.")
+    job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks, run=finished)
     trace = traced(job, masked=not one_document, others=True)
     step = whole_step(job, trace)
     ledger = replay(job, trace, step, checkpoints=finished.checkpoints if finished else True, kind=LedgerHistory)

@@ -121,10 +121,11 @@ def _trace_in_child(
 
 
 def _decode_trace(values: Mapping[str, Any]) -> Trace:
-    stacks = tuple(
-        LayerStack(name=stack["name"], kinds=tuple(stack["kinds"]), kept=tuple(stack["kept"]))
-        for stack in values["stacks"]
-    )
-    events = tuple((what, size, name) for what, size, name in values["events"])
+    """Decode JSON, which has lists for tuples."""
+    stacks = [{**stack, "kinds": tuple(stack["kinds"]), "kept": tuple(stack["kept"])} for stack in values["stacks"]]
     embedding, norm, head = values["ends"]
-    return Trace(stacks=stacks, events=events, ends=(embedding, norm, head))
+    return Trace(
+        stacks=tuple(LayerStack(**stack) for stack in stacks),
+        events=tuple((what, size, name) for what, size, name in values["events"]),
+        ends=(embedding, norm, head),
+    )

@@ -70,7 +70,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
                 tracker.know(local(tensor))
             if config.tp > 1:  # what DTensor's sharding propagation computes once, it keeps
                 with patched(config):
-                    _step(model, inputs, spec, config, _Silent())
+                    _step(model, inputs, spec, config, parts.tracker(None, device=config.device))
                 model.zero_grad()
             _watch(model, stacks, tracker)
             with patched(config), tracker:
@@ -98,13 +98,6 @@ class _Whole:
     def allocate(self, model: Any) -> None:
         """Replace tensors on the meta device by fake ones."""
         model.to_empty(device="cpu")
-
-
-class _Silent:
-    """A tracker for a step that is not traced."""
-
-    def mark(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
 
 
 def _split(config: TraceConfig) -> contextlib.AbstractContextManager[Any]:
@@ -160,9 +153,7 @@ def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> d
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 
-def _step(
-    model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker | _Silent
-) -> None:
+def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker) -> None:
     """Run `Engine.forward_backward`'s step; like Accelerate, cast what a forward under autocast returns to fp32."""
     import torch
 

@@ -46,6 +46,8 @@ class Progress:
     """The forecast's peak of a rank."""
     limit_bytes: int | None = None
     """The memory of a rank."""
+    stall_seconds: float | None = None
+    """How long the steps have waited for checkpoints, in all; None before the first."""
 
     def _figures(self) -> list[tuple[str, str]]:
         """Return the known figures, each with its label."""
@@ -69,20 +71,23 @@ class Progress:
         sizes = [(f"memory of rank {rank}", size) for rank, size in enumerate(self.bytes_per_rank)]
         sizes += [("forecast peak of a rank", self.forecast_bytes or 0), ("limit of a rank", self.limit_bytes or 0)]
         rows = [*self._figures(), *((label, format_bytes(size)) for label, size in sizes if size)]
+        if self.stall_seconds is not None:
+            rows.append(("waited for checkpoints", format_seconds(self.stall_seconds)))
         return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
 
 
 class Tail:
-    """The steps of an `events.jsonl` that grows: each look reads only new lines. The file of a resumed run is read again."""
+    """The events of a file that grows: each look reads only new lines. The file of a resumed run is read again."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, key: str) -> None:
+        """Take the file, and the field that an event has to have."""
+        self.path, self.key = path, key
         self.steps: list[dict[str, Any]] = []
         self._read, self._file = 0, 0
         self._one = threading.Lock()
 
     def look(self) -> list[dict[str, Any]]:
-        """Return all lines with a step so far. Several views of a run may read at once."""
+        """Return all events so far. Several views of a run may read at once."""
         with self._one, contextlib.suppress(OSError), open_regular(self.path) as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self._file or stat.st_size < self._read:
@@ -93,15 +98,15 @@ class Tail:
                 self._read += len(line)
                 with contextlib.suppress(ValueError):
                     event = parse_event(line)
-                    if "loss" in event:
+                    if self.key in event:
                         self.steps.append(event)
         return self.steps
 
 
 @lru_cache(maxsize=256)
-def tail_of(path: Path) -> Tail:
-    """Return the run's only reader."""
-    return Tail(path)
+def tail_of(path: Path, key: str = "loss") -> Tail:
+    """Return the only reader of a run's `events.jsonl`, or with the key `checkpoint` of its `checkpoints.jsonl`."""
+    return Tail(path, key)
 
 
 def rank_bytes(event: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -112,12 +117,13 @@ def rank_bytes(event: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Read the progress from `run.json` and `events.jsonl`, as far as they exist."""
+    """Read the progress from `run.json`, `events.jsonl` and `checkpoints.jsonl`, as far as they exist."""
     record: dict[str, Any] = {}
     with contextlib.suppress(RunError):
         record = read_run_json(folder)
     device = (record.get("forecast") or {}).get("device")
     steps = tail_of(folder / "events.jsonl").look()
+    stalls = [event.get("stall_seconds", 0.0) for event in tail_of(folder / "checkpoints.jsonl", "checkpoint").look()]
     last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
     total = _count(record.get("train_config"), "steps") or int(
         last.get("steps", 0)
@@ -136,6 +142,7 @@ def read_progress(folder: Path) -> Progress:
         bytes_are=bytes_are,
         forecast_bytes=_count(device, "peak_bytes"),
         limit_bytes=_count(device, "limit_bytes"),
+        stall_seconds=sum(stalls) if stalls else None,
     )
 
 

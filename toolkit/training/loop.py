@@ -59,7 +59,7 @@ class Step:
 
 
 def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: bool = True) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters, with torch's defaults.
+    """Return the optimizer of the trained parameters.
 
     Args:
         model: with all its parameters.
@@ -72,23 +72,22 @@ def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: 
     assert train_config.lr is not None, "a resolved TrainConfig has a learning rate"
     groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
     optimizer_class = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
-    parameters = [{"params": group} for group in groups]
-    optimizer: torch.optim.Optimizer = optimizer_class(parameters, lr=train_config.lr, fused=fused or None)
+    optimizer: torch.optim.Optimizer = optimizer_class(
+        [{"params": group} for group in groups],
+        lr=train_config.lr,
+        betas=(train_config.beta1, train_config.beta2),
+        eps=train_config.eps,
+        weight_decay=train_config.weight_decay,
+        fused=fused or None,
+    )
     return optimizer
 
 
-def warmup_cosine(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -> LambdaLR:
-    """Return a linear rise over `warmup` steps to `lr`, then a cosine that would reach 0 one step after the last."""
+def make_schedule(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -> LambdaLR:
+    """Return the scheduler of `TrainConfig`: a rise over `warmup` steps to `lr`, then its curve, down to `min_lr`."""
     from torch.optim.lr_scheduler import LambdaLR
 
-    warmup, steps = train_config.warmup, train_config.steps
-
-    def factor(done: int) -> float:
-        if done < warmup:
-            return (done + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1, steps - warmup)))
-
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, train_config.rate_factor)
 
 
 def train(

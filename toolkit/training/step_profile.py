@@ -26,7 +26,7 @@ from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
 from toolkit.measurement.window import STEPS
 from toolkit.training.loading import load
-from toolkit.training.loop import Step, make_optimizer, train, warmup_cosine
+from toolkit.training.loop import Step, make_optimizer, make_schedule, train
 from toolkit.training.preflight import Preflight, run_preflight, with_forecast
 from toolkit.training.preparation import Audit, audit, prepare, prepared
 from toolkit.training.setup import accelerator, seed_everything
@@ -206,7 +206,7 @@ def _prepare(preflight: Preflight, run_config: RunConfig) -> tuple[Prepared, Any
     seed_everything(rank)
     model, _ = load(rank, allow_unquantized=run_config.allow_unquantized)
     optimizer = make_optimizer(model, job.train_config, fused=rank.scaler is None)
-    schedule = warmup_cosine(optimizer, job.train_config)
+    schedule = make_schedule(optimizer, job.train_config)
     loader = preflight.batches(0, workers=run_config.workers)
     model, optimizer, loader, schedule = prepare(rank, model, optimizer, loader, schedule)
     return prepared(rank, (model, optimizer)), loader, schedule

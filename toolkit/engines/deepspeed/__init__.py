@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.units import round_up
 from toolkit.devices.machine import Device
@@ -19,6 +21,7 @@ from toolkit.engines.deepspeed.simulation import (
     ZeroForecast,
 )
 from toolkit.engines.deepspeed.state import ZeroState
+from toolkit.engines.deepspeed.user_config import read_environment
 from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
 from toolkit.engines.simulation import streams
@@ -71,6 +74,9 @@ class DeepSpeed(ZeroForecast, ZeroState):
             "bf16": {"enabled": job.precision.accelerate == "bf16", "check_grad_overflow": True},
             "fp16": {"enabled": job.precision.scaled},
         }
+        if job.precision.scaled:
+            power = int(math.log2(train_config.loss_scale))
+            config["fp16"] |= {"initial_scale_power": power, "loss_scale_window": train_config.loss_scale_window}
         if job.precision.mixed:
             # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
             config["communication_data_type"] = "fp32"
@@ -148,21 +154,23 @@ class DeepSpeed(ZeroForecast, ZeroState):
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the fields of `ACCELERATE_DEEPSPEED_*`.
 
+        A file of one's own (`deepspeed_config_file`) comes in their place.
+
         Raises:
-            StrategyError: for a DeepSpeed configuration file of one's own, which says more than a Strategy can.
+            StrategyError: for a file with a key that the toolkit would not follow.
         """
         if environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
-        own = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        if own.lower() != "none":
-            raise StrategyError(
-                f"deepspeed_config_file {own!r}: the toolkit makes DeepSpeed's configuration from the Strategy. "
-                "Remove it from the Accelerate config file and say zero_stage and the offload devices there."
-            )
+        if own := read_environment(environ, Strategy):
+            return {**read_precision(environ), **own}
         stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         offload = "optimizer" if environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == "cpu" else "none"
         offload = "cpu" if environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE") == "cpu" else offload
         return {"sharding": f"zero{stage}", "offload": offload} | read_precision(environ)
+
+    def train_config_from_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields of a file of one's own."""
+        return read_environment(environ, TrainConfig)
 
     def compute_note(self, job: Job) -> str:
         """Return the note that DeepSpeed casts the weights before the first step, without autocast."""
@@ -208,17 +216,19 @@ def _grad_accum_dtype(job: Job) -> str:
 def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[str, Any]:
     stage = stage_of(strategy)
     square = max(spec.hidden**2, FLOOR) if spec else 0
+    overlaps = stage == 3 and device.kind == "cuda"
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
-        "overlap_comm": stage == 3 and device.kind == "cuda",
-        "reduce_bucket_size": square or "auto",
+        "overlap_comm": strategy.overlap_comm == "on" if strategy.overlap_comm != "auto" else overlaps,
+        "reduce_bucket_size": strategy.bucket_elements or square or "auto",
     }
+    gathered = strategy.gather_bucket_elements
     if stage < 3:
-        zero["allgather_bucket_size"] = round_up(square, 2) or int(5e8)
+        zero["allgather_bucket_size"] = gathered or round_up(square, 2) or int(5e8)
     else:
         zero |= {
-            "stage3_prefetch_bucket_size": int(0.9 * square) or "auto",
+            "stage3_prefetch_bucket_size": gathered or int(0.9 * square) or "auto",
             "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
             "stage3_gather_16bit_weights_on_model_save": False,
         }

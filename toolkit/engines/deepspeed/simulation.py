@@ -85,8 +85,9 @@ class ZeroForecast(Engine):
         trained = trained_elements(job)
         reduced = share * trained * BYTES_OF[job.precision.reduce]
         if stage < 3:
+            during = "backward" if job.settings["zero_optimization"]["overlap_comm"] else "nothing"
             sent = [
-                Transfer(reduced, 1 if stage == 1 else micro, "nothing", "ring", "gradients, reduce-scattered"),
+                Transfer(reduced, 1 if stage == 1 else micro, during, "ring", "gradients, reduce-scattered"),
                 Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
                 through_buckets(job),
             ]
@@ -145,7 +146,10 @@ class _Buckets:
         job, ledger = self._job, self._ledger
         self._early = stage_of(job.strategy) == 2
         """Whether gradients are reduced as they come; else when the backward has ended."""
-        self._room = job.settings["zero_optimization"]["reduce_bucket_size"]
+        zero = job.settings["zero_optimization"]
+        self._room = zero["reduce_bucket_size"]
+        self._buffers = 2 if zero["overlap_comm"] else 1
+        """A second one is filled while the first is reduced (`setup_buckets`)."""
         self._size = BYTES_OF[job.compute_dtype]
         self._fp32 = _adds_on_device(job)
 
@@ -184,13 +188,13 @@ class _Buckets:
     def _release(self) -> None:
         if self._bucket is not None:
             self._bucket = None
-            self._ledger.hold("buffers", -self._room * self._size)
+            self._ledger.hold("buffers", -self._buffers * self._room * self._size)
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
         if self._bucket is None:
             self._bucket = []
-            self._ledger.hold("buffers", self._room * self._size)
+            self._ledger.hold("buffers", self._buffers * self._room * self._size)
         elements = self._elements[name]
         if self._filled + elements > self._room:
             self._flush()

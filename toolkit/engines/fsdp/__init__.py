@@ -13,6 +13,7 @@ from toolkit.engines.fsdp.simulation import (
 )
 from toolkit.engines.fsdp.state import FSDPState
 from toolkit.engines.job import Job, advice_without_scaling
+from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.simulation import streams
 from toolkit.engines.timeouts import handlers
 
@@ -83,7 +84,7 @@ class FSDP(FSDPForecast, FSDPState):
         kwargs: dict[str, Any] = {
             "fsdp_plugin": chosen,
             "mixed_precision": job.precision.accelerate if job.precision.mixed else "no",
-            "kwargs_handlers": handlers(timeout),
+            "kwargs_handlers": [*handlers(timeout), *loss_scaler(job)],
         }
         if ours["replicate"] > 1:
             kwargs["parallelism_config"] = ParallelismConfig(
