@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from programs import python
 
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.units import GiB
@@ -263,7 +263,4 @@ def _say(script: str, *paths: Path) -> str:
     """What a script prints in a process of its own, with these folders first on its path."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, *filter(None, sys.path)]))}
     head = "from toolkit.devices.machine import hardware, torch_build\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + script], env=environ, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    return python("-c", head + script, env=environ, code=0).stdout.strip()
