@@ -254,6 +254,15 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert cgroup_memory(tmp_path, tmp_path / "absent") == []
 
 
+def test_host_memory_describes_the_machine() -> None:
+    named = hardware("2x TITAN-RTX", "60GiB")
+    assert (named.host_bytes, named.host_free_bytes, named.notes) == (60 * GiB, 60 * GiB, ())
+    assert "assumed" in str(hardware("2x TITAN-RTX"))
+    assert hardware("2x cpu", "60 GB").device.free_bytes == 60 * 10**9
+    with pytest.raises(ToolkitError, match="host_memory 'much': expected a size such as 60GiB"):
+        hardware("T4", "much")
+
+
 def test_devices_are_equal_where_their_fields_are() -> None:
     assert hardware("T4") == hardware("t4")
     assert isinstance(hardware("T4"), Hardware)
