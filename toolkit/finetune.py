@@ -73,7 +73,7 @@ def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, s
     except NotFinite as error:
         policy.save_before_failing(done, error)
         raise
-    return done if policy.stop_requested(prepared) else None
+    return done if policy.stop_requested() else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -61,7 +61,7 @@ def export_peak(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import engine_weights, save
 
-    engine_weights.CHUNK = 64 * 1024
+    engine_weights.SEND_CHUNK = 64 * 1024
     train_config = TrainConfig(micro_batch=1, seq_len=SEQ_LEN, lr=1e-3)
     ours, _, tokenizer = ranks.build(cell.get("folder", folder), train_config, **cell["strategy"])
     peak = measurement.peak_memory(lambda: save(ours, tokenizer, Path(cell["into"])), "cpu")
@@ -71,7 +71,7 @@ def export_peak(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         "peaks": gather_object([peak]),
         "largest": 4 * largest,
         "whole": 4 * spec.elements,
-        "sent": engine_weights.CHUNK,
+        "sent": engine_weights.SEND_CHUNK,
     }
 
 
@@ -101,6 +101,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     saver = (
         CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
     )
+    if saver and cell["strategy"].get("offload", "none") != "none":  # as on a GPU machine: written in place
+        saver.stays = lambda item: item.region.kind != "buffer"  # type: ignore[method-assign]
     if saver and start in cell["saves"]:
         save(saver, start)
     resumed = start > 0

@@ -16,7 +16,7 @@ from programs import python, until
 
 import toolkit as tk
 from toolkit.core.errors import RunError
-from toolkit.launcher.run_processes import run_processes
+from toolkit.launcher.processes import run_processes
 
 pytestmark = pytest.mark.dist
 

@@ -101,7 +101,7 @@ class Running:
 
     def strike(self, do: Callable[[Running], None]) -> None:
         """Once it is ready."""
-        until(self.preflight, 200, self.name)
+        until(self.preflight, 400, self.name)
         family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         do(self)
         self.out, self.err = self.process.communicate(timeout=150)

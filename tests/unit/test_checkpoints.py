@@ -302,10 +302,10 @@ def test_behind_a_ranks_note_the_folder_may_be_published_at_once(
 
 def test_a_rank_that_writes_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no file of rank\(s\) 1, 2 in .* after 0.1 s"):
-        await_ranks(tmp_path / "partial", range(1, 3), 0.1)
+        await_ranks(tmp_path / "partial", range(1, 3), 0.1, "json")
     (tmp_path / "rank-00001.failed").write_text("its disk is broken")
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part of .*: its disk is broken"):
-        await_ranks(tmp_path, range(1, 2), 0.1)
+        await_ranks(tmp_path, range(1, 2), 0.1, "json")
 
 
 def test_a_rank_that_takes_long_to_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(tmp_path: Path, monkeypat
 
     other = threading.Thread(target=write)
     other.start()
-    await_ranks(tmp_path, range(1, 2), 1.0)
+    await_ranks(tmp_path, range(1, 2), 1.0, "json")
     other.join()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00001.json"]
 
@@ -406,16 +406,6 @@ def test_another_runs_checkpoint_is_refused(
         restore(run["ours"], run["schedule"], found, other)
 
 
-def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    manifest = read_manifest(newest)
-    for name in ("../rank-00000.safetensors", "/etc/passwd", "a/../../b", "", "manifest.json"):
-        crafted = dataclasses.replace(manifest, files={name: {"sha256": "0", "bytes": 1}})
-        (newest / "manifest.json").write_bytes(crafted.encode())
-        with pytest.raises(CheckpointError, match="expected rank-00000"):
-            read_manifest(newest)
-
-
 def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
     newest = list_checkpoints(written)[0]
     (newest / "manifest.json").write_text("[" * 100_000)
@@ -454,14 +444,6 @@ def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
     del writer
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_manifest_of_another_format_says_which(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    crafted = dataclasses.replace(read_manifest(newest), format=99)
-    (newest / "manifest.json").write_bytes(crafted.encode())
-    with pytest.raises(CheckpointError, match="of format 99"):
-        read_manifest(newest)
 
 
 def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:

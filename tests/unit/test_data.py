@@ -145,11 +145,6 @@ def test_embedded_tokenizer_is_the_same_to_the_byte(tokenizer_folder: Path, tmp_
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_import_is_light() -> None:
-    heavy = "{'torch', 'numpy', 'transformers', 'tokenizers', 'datasets', 'tqdm', 'filelock'} & set(sys.modules)"
-    assert python(f"import sys, toolkit.data; print({heavy})").stdout == "set()\n"
-
-
 # ---- sources, and what is wrong with them
 
 

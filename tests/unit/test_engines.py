@@ -16,7 +16,7 @@ from ranks import reset
 from toolkit.config.strategy import Strategy, catalog
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
-from toolkit.devices.machine import Device
+from toolkit.devices.machine import Device, hardware
 from toolkit.engines.adapters import adapt
 from toolkit.engines.base import Engine, all_engines, engine_of
 from toolkit.engines.deepspeed import build
@@ -154,8 +154,8 @@ def test_attention_is_the_best_that_takes_the_dtype(
         ("ddp", 2, {"precision": "fp16"}, "Choose precision 'bf16'"),
         ("fsdp", 2, {"precision": "fp16"}, "no loss scaling"),
         ("fsdp", 2, {"offload": "cpu"}, "needs an accelerator"),
-        ("hsdp", 2, {}, "Choose 4 processes"),
-        ("hsdp", 5, {}, "Choose 4 processes"),
+        ("hsdp", 2, {}, "or 4 processes"),
+        ("hsdp", 5, {}, "or 4 processes"),
         ("zero2", 2, {"offload": "optimizer", "precision": "bf16_pure"}, "Choose precision 'bf16'"),
         ("zero2", 2, {"precision": "bf16", "grad_accum_dtype": "fp16"}, "Choose grad_accum_dtype 'fp32' or 'bf16'"),
         ("zero1", 2, {"precision": "bf16", "grad_accum_dtype": "fp32"}, "Choose grad_accum_dtype 'bf16'"),
@@ -408,3 +408,29 @@ def test_locks_of_builds_are_removed_where_no_other_host_can_hold_them(
     ]
     with (tmp_path / "lock").open("w"):  # its process lives
         assert lock_is_left("ext4")
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero2"])
+def test_loss_scale_and_buckets_reach_every_engine(sharding: str) -> None:
+    buckets = {} if sharding == "fsdp" else {"bucket_elements": 1_000_000}
+    strategy = Strategy(sharding=sharding, precision="fp16", **buckets)  # type: ignore[arg-type]
+    step = TrainConfig(loss_scale=1024, loss_scale_window=50)
+    job = resolve(strategy, step, None, 2, hardware("2x T4").device)
+    if sharding == "zero2":
+        assert job.settings["fp16"] == {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 50}
+        assert job.settings["zero_optimization"]["reduce_bucket_size"] == 1_000_000
+        return
+    options = {}
+    for handler in engine_of(strategy).accelerator_kwargs(job)["kwargs_handlers"]:
+        options |= handler.to_kwargs()
+    assert options.items() >= {"init_scale": 1024.0, "growth_interval": 50}.items()
+    assert options.get("bucket_cap_mb") == (None if sharding == "fsdp" else 4e6 / 2**20)
+
+
+def test_a_bucket_that_an_engine_does_not_have_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"'fsdp' takes no bucket_elements.*choose sharding ddp, zero1"):
+        Strategy(sharding="fsdp", bucket_elements=5)
+    with pytest.raises(StrategyError, match="overlap_comm 'on' runs with sharding zero2, zero3"):
+        Strategy(sharding="zero1", overlap_comm="on")
+    with pytest.raises(StrategyError, match=r"min_lr 0\.1 is above lr"):
+        TrainConfig(lr=0.01, min_lr=0.1)

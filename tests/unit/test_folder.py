@@ -193,24 +193,6 @@ def test_events_are_read_and_cut(tmp_path: Path) -> None:
         assert atomic_io.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
 
 
-@pytest.mark.parametrize("line", ["{torn", "[1, 2]", "7"])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    """Only the last one may be torn."""
-    path = tmp_path / "events.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(RunError, match=r"events\.jsonl, line 2: .* Repair or remove"):
-        atomic_io.cut_events(path, 1)
-
-
-def test_a_rank_leaves_its_error(tmp_path: Path) -> None:
-    """For its supervisor."""
-    with folder.enter(tmp_path / "run") as run:
-        run.record_error(1, RunError("the disk is full"))
-        left = json.loads(run.error(1).read_text())
-    assert (left["type"], left["message"], left["pid"]) == ("RunError", "the disk is full", os.getpid())
-    assert time.time() - left["time"] < 60
-
-
 def test_processes_of_one_run_share_the_folder_and_others_do_not(tmp_path: Path) -> None:
     """While one of them lives, the first or not, another run is refused with its pid; then it is let in."""
     path = old_run(tmp_path / "run")

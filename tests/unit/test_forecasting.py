@@ -487,7 +487,7 @@ def test_what_is_offloaded_is_the_hosts() -> None:
         there = forecast(spec, dataclasses.replace(strategy, offload=most), "4x A100-80GB", train_config)
         states = 8 * spec.elements // 4  # both moments, in fp32
         assert there.peak_bytes <= here.peak_bytes - states
-        assert there.host_bytes >= here.host_bytes + 4 * states
+        assert there.host_bytes >= 12 * spec.elements, "masters and moments, which a checkpoint does not copy"
         assert there.parts["optimizer"] == 0
     cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), "2x cpu", train_config)
     assert cpu.host_bytes == 2 * cpu.peak_bytes

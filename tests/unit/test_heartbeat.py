@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -91,13 +90,6 @@ def test_it_beats_by_itself_and_tells_at_once_that_it_listens(tmp_path: Path) ->
         assert not read_beats(tmp_path)[0].listens
         until(lambda: read_beats(tmp_path)[0].time >= first.time + 0.1)
         assert path.stat().st_size == size, "a full disk has room for what is overwritten"
-
-
-def test_what_is_no_heartbeat_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.beat").write_text('{"rank": 0, "pi')
-    (tmp_path / "rank-1.beat").write_text(json.dumps({"rank": 1}))
-    (tmp_path / "rank-2.beat").write_bytes(b"\0" * 256)
-    assert read_beats(tmp_path) == {}
 
 
 def test_a_stopped_process_stops_beating(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from toolkit.core.atomic_io import append_line
 from toolkit.core.errors import RunError
 from toolkit.launcher import Run
 from toolkit.notebook import live
+from toolkit.run_folder.run_lock import SUPERVISOR, sign
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def shown() -> Iterator[CapturedIO]:
 def run(tmp_path: Path, shown: CapturedIO) -> Iterator[Run]:
     write(tmp_path, [event(1), event(2)])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with (tmp_path / "lock").open("a") as lock:
+            sign(lock.fileno(), process.pid, SUPERVISOR)
         yield Run(tmp_path, process=process)
         process.kill()
     until(lambda: not followers(tmp_path))

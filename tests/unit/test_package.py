@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = sorted(found.name for found in pkgutil.walk_packages(toolkit.__path__, "toolkit."))
 HEAVY = (
-    "accelerate bitsandbytes datasets deepspeed huggingface_hub ipywidgets matplotlib numpy pandas peft safetensors tensorboard "
-    "tokenizers torch transformers"
+    "accelerate bitsandbytes datasets deepspeed filelock huggingface_hub ipywidgets matplotlib numpy pandas peft psutil "
+    "pynvml safetensors tensorboard tokenizers torch tqdm transformers"
 )
 
 

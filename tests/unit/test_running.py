@@ -184,16 +184,6 @@ def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch:
         folder.check_new("runs/new")
 
 
-def test_a_run_that_did_not_begin_takes_only_its_own_with_it(tmp_path: Path) -> None:
-    for name, left in (("alone", False), ("mine", True)):
-        with folder.enter(tmp_path / name) as run:
-            atomic_io.write_json(run.run_json, runs.about())
-            if left:
-                (run.path / "model.pt").write_text("hours of work")
-            run.discard()
-            assert run.path.exists() == left
-
-
 def test_what_an_accelerator_left_behind_reaches_no_run() -> None:
     left = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "1", "MASTER_PORT": "1", "TOOLKIT_RUN_DIR": "x"}
     assert without_launchers({**left, "HOME": "/", "HF_HOME": "/cache"}) == {"HOME": "/", "HF_HOME": "/cache"}

@@ -552,7 +552,16 @@ def test_an_adapter_beside_a_models_weights_is_refused(made: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/tmp/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors", "", "x.pkl"]
+    "name",
+    [
+        "../x.safetensors",
+        "/tmp/x.safetensors",
+        "a/../../x.safetensors",
+        "..\\x.safetensors",
+        "",
+        "x.pkl",
+        "manifest.json",
+    ],
 )
 def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     """Though its own sha256 holds: whoever writes a manifest can compute it."""

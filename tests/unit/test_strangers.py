@@ -37,7 +37,7 @@ from toolkit.data.sources import find_source
 from toolkit.exporters.publication import atomic_dir
 from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import failure
-from toolkit.launcher.run_processes import supervises
+from toolkit.launcher.processes import supervises
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
 from toolkit.models import describe, require_weights

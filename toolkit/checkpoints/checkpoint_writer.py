@@ -23,7 +23,6 @@ from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.rank_files import (
     await_ranks,
     check_space,
-    flush,
     is_disk_full,
     no_room_error,
     note,
@@ -103,6 +102,7 @@ class CheckpointWriter:
         _check_schedule(schedule)
         self.main: bool = prepared.accelerator.is_main_process
         self.rank: int = prepared.accelerator.process_index
+        self.ranks = range(prepared.job.ranks)
         self.layout: Layout = lay_out(prepared, SNAPSHOT_CHUNK)
         self._chunks: list[torch.Tensor] = []
         self._in_file = threading.Event()
@@ -134,6 +134,7 @@ class CheckpointWriter:
         self._writer.do(lambda: self._write(step, tensors, about, began, stall))
         if stall is None:
             self._in_file.wait()
+            on_main(self.prepared.accelerator, lambda: None)  # without a time limit, as rank 0 has waited for all
 
     def stays(self, item: WriteItem) -> bool:
         """Return whether an item is written out of its own memory, while the optimizer waits: offloaded states of a GPU.
@@ -246,9 +247,14 @@ class CheckpointWriter:
             partial.mkdir(exist_ok=True)
             with sign_of_life(partial, self.rank):
                 save_tensors(path, tensors)
-                stall = time.perf_counter() - began if stall is None else stall
+                if stall is None:
+                    note(partial, self.rank, "written").touch()
+                    if self.main:
+                        await_ranks(partial, self.ranks, self.patience, "written")
+                    stall = time.perf_counter() - began
                 self._in_file.set()
-                flush(path)
+                sync_folder(path)  # it flushes a file as well
+                sync_folder(partial)
                 file = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
             write_note(note(partial, self.rank, "json"), json.dumps({"name": path.name, **file}))
             if about is not None:
@@ -277,10 +283,10 @@ class CheckpointWriter:
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
         """Wait for every rank's note, write the manifest, give the folder its name, remove the oldest."""
-        ranks = range(self.prepared.job.ranks)
-        await_ranks(partial, ranks, self.patience)
+        await_ranks(partial, self.ranks, self.patience, "json")
         files = {}
-        for rank in ranks:
+        for rank in self.ranks:
+            note(partial, rank, "written").unlink(missing_ok=True)
             done = note(partial, rank, "json")
             file = json.loads(done.read_bytes())
             files[file.pop("name")] = file

@@ -81,9 +81,9 @@ class Region:
         return region
 
     @classmethod
-    def of(cls, kind: str, shard: Shard) -> Region:
+    def of(cls, shard: Shard) -> Region:
         """Return the region that a shard holds."""
-        return cls(kind, shard.name, shard.box, shard.start, shard.tensor.numel())
+        return cls(shard.kind, shard.name, shard.box, shard.start, shard.tensor.numel())
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class WriteItem:
 
     def divide(self, index: int, count: int) -> WriteItem | None:
         """Return the share `index` of `count` about equal ones, or None where too few rows leave nothing for it."""
-        region = self.region
-        if not region.whole:
-            low, high = region.length * index // count, region.length * (index + 1) // count
-            share = dataclasses.replace(region, start=region.start + low, length=high - low)
-            return WriteItem(share, self.tensor[low:high]) if low < high else None
-        if not region.box:
+        region, tensor = self.region, self.tensor
+        if not tensor.dim():
             return self if index == 0 else None
-        dim = _dimension(box_shape(region.box), count)
-        offset, size = region.box[dim]
-        low, high = size * index // count, size * (index + 1) // count
-        box = (*region.box[:dim], (offset + low, high - low), *region.box[dim + 1 :])
-        share = dataclasses.replace(region, box=box, length=box_elements(box))
-        return WriteItem(share, self.tensor.narrow(dim, low, high - low)) if low < high else None
+        dim = _dimension(tensor.shape, count) if region.whole else 0
+        low, high = tensor.shape[dim] * index // count, tensor.shape[dim] * (index + 1) // count
+        if low == high:
+            return None
+        if region.whole:
+            box = (*region.box[:dim], (region.box[dim][0] + low, high - low), *region.box[dim + 1 :])
+            share = dataclasses.replace(region, box=box, length=box_elements(box))
+        else:
+            share = dataclasses.replace(region, start=region.start + low, length=high - low)
+        return WriteItem(share, tensor.narrow(dim, low, high - low))
 
 
 def _dimension(shape: Sequence[int], count: int) -> int:
@@ -150,7 +150,7 @@ class Layout:
             yield item
 
 
-def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[tuple[str, Shard]]:
+def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[Shard]:
     """Yield the shards that a checkpoint holds, each with its kind there: no frozen parameters, no compute copies."""
     module = prepared.accelerator.unwrap_model(prepared.model)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -165,7 +165,7 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[t
     apart = MASTER in kinds
     for shard in shards:
         if not (apart and shard.kind == PARAMETER):
-            yield WEIGHT if shard.kind in (PARAMETER, MASTER) else shard.kind, shard
+            yield dataclasses.replace(shard, kind=WEIGHT) if shard.kind in (PARAMETER, MASTER) else shard
 
 
 def lay_out(prepared: Prepared, most: int) -> Layout:
@@ -184,8 +184,8 @@ def lay_out(prepared: Prepared, most: int) -> Layout:
 
     _check_optimizer(prepared.job.optimizer, prepared.optimizer)
     shards = list(checkpoint_shards(prepared, create=True))
-    by_region = {Region.of(kind, shard): shard.tensor for kind, shard in shards}
-    shapes = {(shard.name, kind): (shard.shape, dtype_name(shard.tensor.dtype)) for kind, shard in shards}
+    by_region = {Region.of(shard): shard.tensor for shard in shards}
+    shapes = {(shard.name, shard.kind): (shard.shape, dtype_name(shard.tensor.dtype)) for shard in shards}
     every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
     holders: dict[Region, list[int]] = {}
     tensors: dict[str, dict[str, dict[str, Any]]] = {}

@@ -109,8 +109,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint} holds no checkpoint: {path} is missing. Name another, or the run's folder."
         )
     try:
-        written = read_limited(path, LIMIT)
-        values = parse_json(written)
+        data = read_limited(path, LIMIT)
+        values = parse_json(data)
         own = values.pop("sha256")
         # Every format has this hash: it distinguishes damage from another format.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
@@ -121,7 +121,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 "Use the version of the toolkit that wrote it."
             )
         manifest = Manifest(**values)
-        if manifest.encode() != written:
+        if manifest.encode() != data:
             raise ValueError("it is not written as the toolkit writes it")
         _check(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.core.atomic_io import sync_folder
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import format_bytes
 from toolkit.engines.timeouts import ticking
@@ -59,15 +58,12 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it the owner's alone
 
 
-def flush(path: Path) -> None:
-    """Flush a file, and its name, to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
-
-
 def note(partial: Path, rank: int, kind: str) -> Path:
-    """Return a rank's note: `json` once its file is written, `failed` with the reason, `alive` while it works."""
+    """Return a rank's note.
+
+    `alive` grows while it works; `written`: its file no longer needs the engine's memory; `json`: its file is on the disk,
+    with its hash; `failed`: the reason.
+    """
     return partial / f"rank-{rank:05d}.{kind}"
 
 
@@ -87,14 +83,14 @@ def sign_of_life(partial: Path, rank: int) -> Iterator[None]:
     path.unlink()
 
 
-def await_ranks(partial: Path, ranks: range, patience: float) -> None:
-    """Wait until every rank has recorded its file, as long as any file in the folder grows: a slow disk is no hung rank.
+def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None:
+    """Wait until every rank has left a note of this kind, as long as any file in the folder grows: a slow disk is no hung rank.
 
     Raises:
         CheckpointError: where a rank could not write, or nothing grows for `patience` seconds.
     """
     before, since = -1, time.monotonic()
-    while missing := [rank for rank in ranks if not note(partial, rank, "json").exists()]:
+    while missing := [rank for rank in ranks if not note(partial, rank, kind).exists()]:
         for rank in missing:
             if (failed := note(partial, rank, "failed")).exists():
                 raise CheckpointError(f"rank {rank} could not write its part of {partial}: {failed.read_text()}")

@@ -146,18 +146,18 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
     assert path is not None, "a manifest lies in a folder"
     check_fits(point, prepared.job, identity)
     module = prepared.accelerator.unwrap_model(prepared.model)
-    shards = [(kind, shard) for kind, shard in checkpoint_shards(prepared, create=True) if kind != BUFFER]
+    shards = [shard for shard in checkpoint_shards(prepared, create=True) if shard.kind != BUFFER]
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if differing := sorted((trained | set(persistent_buffers(module))) ^ set(manifest.tensors)):
         raise CheckpointError(f"{path} and the model differ in trained tensors or buffers, first in {differing[0]}.")
     with opened(path, manifest) as stored:
-        for kind, shard in shards:
-            _check_shape(stored, kind, shard)
-            stored.read(shard.name, kind, parts(shard))
+        for shard in shards:
+            _check_shape(stored, shard)
+            stored.read(shard.name, shard.kind, parts(shard))
         engine_of(prepared.job.strategy).after_restore(prepared, Counters(**manifest.counters))
         # Behind an engine's `after_restore`, which may run the model, and that may change buffers.
         for shard in buffer_shards(module):
-            _check_shape(stored, BUFFER, shard)
+            _check_shape(stored, shard)
             value = stored.whole(shard.name, BUFFER)
             # A difference may be no more than the rounding of the strategy that wrote it.
             if not torch.equal(shard.tensor.to("cpu", value.dtype), value):
@@ -170,10 +170,10 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
     prepared.accelerator.wait_for_everyone()
 
 
-def _check_shape(stored: StoredTensors, kind: str, shard: Shard) -> None:
-    shape = stored.manifest.tensors[shard.name].get(kind, {}).get("shape")
+def _check_shape(stored: StoredTensors, shard: Shard) -> None:
+    shape = stored.manifest.tensors[shard.name].get(shard.kind, {}).get("shape")
     if shape != list(shard.shape):
-        raise CheckpointError(f"{stored.path} has no {kind} of {shard.name} of shape {list(shard.shape)}.")
+        raise CheckpointError(f"{stored.path} has no {shard.kind} of {shard.name} of shape {list(shard.shape)}.")
 
 
 def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:

@@ -154,7 +154,7 @@ def _resume_own(
     from toolkit.launcher.run_handle import Run
     from toolkit.launcher.script_session import run_script
     from toolkit.launcher.trust import check_target
-    from toolkit.run_folder.folder import open_readonly
+    from toolkit.run_folder.folder import run_paths
 
     if unusable := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:
         raise RunError(
@@ -163,7 +163,7 @@ def _resume_own(
     if words := shlex.split(getattr(flags, "target", None) or ""):
         target = _target(words, flags.sha256)
     else:
-        target = check_target(open_readonly(path), target, getattr(flags, "trust_target", None))
+        target = check_target(run_paths(path), target, getattr(flags, "trust_target", None))
     run_script(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
 

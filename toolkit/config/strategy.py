@@ -85,6 +85,7 @@ SHARDINGS: dict[str, Sharding] = {
             shards="nothing, every rank holds all",
             aliases=("NO_SHARD",),
             data_parallel="replicate",
+            buckets=BUCKETS[:1],
             usual=True,
         ),
         _zero(word="zero1", shards="optimizer states", overlap_comm=("auto", "off")),

@@ -78,8 +78,6 @@ def bars(
     right = max(map(len, sums), default=0) * (LETTER + 0.5) + 22
 
     def draw(axes: Any) -> None:
-        from matplotlib.patches import Rectangle
-
         pixel, longest = top / (WIDTH - left - right), int((left - 14) / LETTER)
         labels = [redact(row.label) for row in rows]  # before they are cut
         short = [label if len(label) <= longest else label[: longest - 1] + "…" for label in labels]
@@ -87,31 +85,18 @@ def bars(
         axes.set_yticks([place + 0.5 for place in range(len(rows))], short, size=13, color=INK)
         _mark(axes.xaxis, _ticks(0.0, top, binary=spell is format_bytes), spell)
         for number, (parts, total) in enumerate(zip(sizes, sums, strict=True)):
-            start, end = 0.0, top + (right - 10) * pixel
+            end = top + (right - 10) * pixel
             axes.text(end, number + 0.5, total, ha="right", va="center", size=13, color=INK, weight="bold")
-            for part, size in parts.items():
-                shade, words = colour(part), spell(size)
-                corner, wide = (start, number + 0.12), max(size - pixel, pixel / 2)
-                axes.add_patch(
-                    Rectangle(corner, wide, 0.76, fc=shade, lw=0, clip_on=False, gid=f"hover:{part}: {words}")
-                )
-                if size / pixel > len(words) * 6.2 + 8:
-                    middle = start + size / 2
-                    axes.text(middle, number + 0.5, words, ha="center", va="center", size=11, color=ink_on(shade))
-                start += size
-        ink, place = (
-            LIMIT if limit and highest > limit else INK,
-            limit if limit and near else top,
-        )  # red: it does not fit
-        side = "right" if place > top / 2 else "left"
-        axes.text(place, -0.25, limit_text, ha=side, va="bottom", size=12, color=ink, weight="bold")
-        if near:
-            axes.plot([limit, limit], [-0.1, len(rows)], color=ink, lw=2, ls=(0, (2.5, 1.5)), clip_on=False)
+            _stack(axes, number, parts, spell, pixel)
+        if limit is not None:
+            ink, place = LIMIT if highest > limit else INK, limit if near else top
+            side = "right" if place > top / 2 else "left"
+            axes.text(place, -0.25, limit_text, ha=side, va="bottom", size=12, color=ink, weight="bold")
+            if near:
+                axes.plot([limit, limit], [-0.1, len(rows)], color=ink, lw=2, ls=(0, (2.5, 1.5)), clip_on=False)
 
-    legend = {
-        f"{name} {spell(sizes[0][name])}" if len(rows) == 1 else name: {"color": colour(name), "lw": 12}
-        for name in names
-    }
+    labels = {name: f"{name} {spell(sizes[0][name])}" if len(rows) == 1 else name for name in names}
+    legend = {label: {"color": colour(name), "lw": 12} for name, label in labels.items()}
     heights = (24 if limit_text else 6, 34 * len(rows), 26)
     return picture(title, ". ".join(words) + ".", draw, legend, (left, right), heights)
 
@@ -177,6 +162,26 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
         kept = [*gaps[:1], *finite[-1:]] if gaps else [finite[0], finite[-1]]
         result += sorted(set(kept), key=lambda point: point[0])
     return [*result, points[-1]]
+
+
+def _stack(axes: Any, number: int, parts: Mapping[str, float], spell: Callable[[float], str], pixel: float) -> None:
+    """Draw the parts of a bar from left to right, each with its size where that has room."""
+    from matplotlib.patches import Rectangle
+
+    start = 0.0
+    for part, size in parts.items():
+        shade, words, wide = colour(part), spell(size), max(size - pixel, pixel / 2)
+        look: dict[str, Any] = {
+            "fc": shade,
+            "lw": 0,
+            "clip_on": False,
+            "gid": f"hover:{part}: {words}".replace('"', "'"),
+        }
+        axes.add_patch(Rectangle((start, number + 0.12), wide, 0.76, **look))
+        if size / pixel > len(words) * 6.2 + 8:
+            middle = start + size / 2
+            axes.text(middle, number + 0.5, words, ha="center", va="center", size=11, color=ink_on(shade))
+        start += size
 
 
 def _mark(axis: Any, ticks: Sequence[float], spell: Callable[[float], str]) -> None:

@@ -51,8 +51,17 @@ WIDTH = 760
 """Pixels. A picture shrinks with its place and never grows."""
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,sans-serif"
-SETTINGS = {"svg.fonttype": "none", "font.family": ["DejaVu Sans"], "text.parse_math": False, "text.usetex": False}
+SETTINGS = {
+    "svg.fonttype": "none",
+    "savefig.bbox": None,
+    "font.family": ["DejaVu Sans"],
+    "text.parse_math": False,
+    "text.usetex": False,
+}
 """The settings of matplotlib that no argument replaces: text stays text, measured in the font that matplotlib brings."""
+
+GLYPH = r"Glyph \d+"
+"""A warning about a letter that matplotlib's font lacks: the page's font may have it."""
 
 MISSING = "<p>{}: the picture needs matplotlib. <code>pip install matplotlib</code> installs it.</p>"
 
@@ -131,7 +140,8 @@ def picture(
     with _LOCK:
         before = {name: matplotlib.rcParams[name] for name in SETTINGS}
         matplotlib.rcParams.update(SETTINGS)
-        warnings.filterwarnings("ignore", r"Glyph \d+")  # of a name in another script: the page's font may have it
+        if not any(getattr(message, "pattern", "") == GLYPH for _, message, *_ in warnings.filters):
+            warnings.filterwarnings("ignore", GLYPH)  # a second time, it would let Python repeat a user's warnings
         try:
             body = _drawn(title, draw, legend, columns, sides, heights, height)
         finally:
@@ -171,7 +181,12 @@ def _drawn(
     whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, **look)
     whole.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue()
-    body = svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")]
+    body = re.sub(r">\s+<", "><", svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")])
     body = re.sub(r'<g id="hover:([^"]*)">', r"<g><title>\1</title>", body)  # a tooltip
-    body = re.sub(r' id="[^"]*"| transform="rotate\(-?0 [^"]*\)"|font-family: [^;"]*(; )?|\s*\n\s*', "", body)
-    return re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0]), body)
+    return re.sub(r"<[^>]*>", lambda match: _plain(match[0]), body)
+
+
+def _plain(tag: str) -> str:
+    """Return a tag of matplotlib's without its id and font, with numbers of one decimal."""
+    tag = re.sub(r' id="[^"]*"| transform="rotate\(-?0 [^"]*\)"|font-family: [^;"]*(; )?|\s*\n', "", tag)
+    return re.sub(r"(\.\d)\d+", r"\1", tag)

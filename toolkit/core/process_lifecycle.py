@@ -86,12 +86,12 @@ def _is_launcher(pid: int) -> bool:
     from Python has not, but runs Python and is not process 1.
     """
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return False
     own = sys.orig_argv[1:]
     started = own[own.index("-m") + 1] if "-m" in own[:-1] else next((word for word in own if word[:1] != "-"), "")
-    return started in words or (pid != 1 and "python" in os.path.basename(words[0]))
+    return started in command or (pid != 1 and "python" in os.path.basename(command[0]))
 
 
 def _register_fork_hooks() -> None:

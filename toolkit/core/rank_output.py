@@ -18,6 +18,9 @@ from pathlib import Path
 
 from toolkit.core import redaction
 
+START_SECONDS = 60.0
+"""Time limit for the start of the redacting process."""
+
 LAST_SECONDS = 1.0
 """Time that a rank's end waits for its last lines to be written: a child may hold its streams open."""
 
@@ -73,10 +76,12 @@ def _hand_over(descriptors: Sequence[int], token: str) -> socket.socket:
 
     Raises:
         PermissionError: where another user listens at the run's address.
+        TimeoutError: where the process does not start.
     """
     # A name without a file (Linux's abstract namespace): nothing is left of it when the process has ended.
     address = f"\0accelerate-toolkit-{hashlib.sha256(token.encode()).hexdigest()}"
-    while True:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(address)
@@ -91,6 +96,7 @@ def _hand_over(descriptors: Sequence[int], token: str) -> socket.socket:
             pass  # it ended with its last rank: another one follows
         connection.close()
         time.sleep(0.01)
+    raise TimeoutError(f"the process that writes the ranks' output has not started within {START_SECONDS:.0f} s")
 
 
 def _start_redaction(address: str) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from toolkit.core.errors import ToolkitError, nearest
 from toolkit.core.units import GiB
 
+WORKSTATION = "a workstation"
+
 
 @dataclass(frozen=True)
 class GPUSpec:
@@ -37,15 +39,23 @@ class GPUSpec:
     sustained: float = 0.8
     """The share of the fastest product's speed that a training step's products reach."""
 
+    @property
+    def host_memory(self) -> float:
+        """GB/s that an optimizer on the host reads and writes, all ranks of a node together.
+
+        A third of the peak of two sockets, or of a workstation's four channels of DDR4 (94 GB/s).
+        """
+        return 30 if self.machine == WORKSTATION else 150
+
 
 CARDS = {
     "T4": GPUSpec(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
     "V100-16GB": GPUSpec(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge", 83),
     "V100-32GB": GPUSpec(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge", 83),
-    "TITAN-RTX": GPUSpec(23.62, (7, 5), 130.5, 16.3, 672, 16, 16, 1.2, 32, "a workstation"),
-    "RTX-3090": GPUSpec(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
-    "RTX-4090": GPUSpec(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
-    "RTX-5090": GPUSpec(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
+    "TITAN-RTX": GPUSpec(23.62, (7, 5), 130.5, 16.3, 672, 16, 16, 1.2, 32, WORKSTATION),
+    "RTX-3090": GPUSpec(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, WORKSTATION),
+    "RTX-4090": GPUSpec(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, WORKSTATION, 179.2),
+    "RTX-5090": GPUSpec(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, WORKSTATION, 254),
     "L4": GPUSpec(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge", sustained=0.55),
     "A10G": GPUSpec(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
     "L40S": GPUSpec(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.units import BYTES_OF, GiB, ceil_div, dtype_name
+from toolkit.core.units import BYTES_OF, GiB, MiB, ceil_div, dtype_name
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
 from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
@@ -95,6 +95,10 @@ SNAPSHOT_CHUNK = GiB
 def trained_elements(job: Job) -> int:
     """Return the number of trained elements in the whole model."""
     return sum(state.elements for state in parameters_of(job) if state.trainable)
+
+
+SEND_CHUNK = 4 * MiB
+"""Bytes that a rank sends at once, where rank 0 puts an export's tensors together."""
 
 
 def checkpoint_bytes(job: Job) -> int:

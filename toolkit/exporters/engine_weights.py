@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.checkpoints.layout import Region
-from toolkit.core.units import MiB, dtype_name
+from toolkit.core.units import dtype_name
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
+from toolkit.engines.states import SEND_CHUNK
 
 if TYPE_CHECKING:
     pass
-
-
-CHUNK = 64 * MiB
-"""Bytes that are sent at once."""
 
 
 def is_adapter(module: Any) -> bool:
@@ -45,17 +42,17 @@ class EngineWeights:
         self._mine: dict[tuple[str, str], list[Shard]] = {}
         for shard in engine_of(job.strategy).shards(prepared):
             self._mine.setdefault((shard.name, shard.kind), []).append(shard)
-        regions = {key: [Region.of(key[1], shard) for shard in shards] for key, shards in self._mine.items()}
-        facts = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in self._mine.items()}
-        ranks = gather_object([(regions, facts)])
-        known = {key: value for _, part in ranks for key, value in part.items()}
+        regions = {key: [Region.of(shard) for shard in shards] for key, shards in self._mine.items()}
+        local_facts = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in self._mine.items()}
+        ranks = gather_object([(regions, local_facts)])
+        facts = {key: value for _, part in ranks for key, value in part.items()}
         if is_adapter(module):
             names = [name for name, parameter in parameters.items() if parameter.requires_grad]
         else:
             names = [name for name in parameters if job.spec is None or job.spec.trains(name)]
-        keys = {name: (name, MASTER if (name, MASTER) in known else PARAMETER) for name in names}
+        keys = {name: (name, MASTER if (name, MASTER) in facts else PARAMETER) for name in names}
         if not is_adapter(module):
-            keys |= {name: (name, kind) for name, kind in known if kind == BUFFER}
+            keys |= {name: (name, kind) for name, kind in facts if kind == BUFFER}
         # By tensor: its regions, each with the first rank that holds it and the place among that rank's shards.
         self._senders: dict[str, dict[Region, tuple[int, int]]] = {name: {} for name in keys}
         for name, key in keys.items():
@@ -63,7 +60,7 @@ class EngineWeights:
                 for index, region in enumerate(held.get(key, ())):
                     self._senders[name].setdefault(region, (owner, index))
         self._keys, self._whole = keys, dict[str, torch.Tensor]()
-        self._facts = {name: known[key] for name, key in keys.items()}
+        self._facts = {name: facts[key] for name, key in keys.items()}
         entries = {
             name: Entry(
                 tuple(shape),
@@ -80,7 +77,7 @@ class EngineWeights:
     def gather(self, names: Sequence[str]) -> None:
         """Put these tensors together in rank 0's host memory, in place of those gathered before. A collective.
 
-        Equal regions (replicas) are sent once. A broadcast of `CHUNK` bytes at most on the main group needs no new
+        Equal regions (replicas) are sent once. A broadcast of `SEND_CHUNK` bytes at most on the main group needs no new
         communicator, and no memory beside the tensor that grows with it.
         """
         import torch
@@ -108,7 +105,7 @@ class EngineWeights:
                 yield shard
             return
         flat = None if shard is None else shard.tensor.detach().reshape(-1)
-        step = max(1, CHUNK // dtype.itemsize)
+        step = max(1, SEND_CHUNK // dtype.itemsize)
         for start in range(0, region.length, step):
             length = min(step, region.length - start)
             if flat is None:

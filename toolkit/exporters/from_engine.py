@@ -37,7 +37,7 @@ from toolkit.exporters.results import (
     tolerance_note,
 )
 from toolkit.exporters.state_dict import full_state
-from toolkit.exporters.verification import check_attention, check_files, check_tied, relative_error
+from toolkit.exporters.verification import check_attention, check_files, relative_error
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import quiet_bars
 from toolkit.models.varlen import BOUNDS, document_bounds
@@ -56,12 +56,12 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     Returns:
         On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
     """
-    accelerator, weights = prepared.accelerator, EngineWeights(prepared)
+    accelerator, engine = prepared.accelerator, EngineWeights(prepared)
     writing = _write_adapter if is_adapter(accelerator.unwrap_model(prepared.model)) else _write_model
     with contextlib.ExitStack() as stack:
         draft: list[Path] = []  # rank 0's
         on_main(accelerator, lambda: draft.append(stack.enter_context(atomic_dir(folder, replace=True))))
-        written = writing(prepared, weights, draft)
+        written = writing(prepared, engine, draft)
 
         def finish() -> None:
             if tokenizer is not None:
@@ -72,29 +72,29 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     return written
 
 
-def _write_adapter(prepared: Prepared, weights: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
-    module, names = prepared.accelerator.unwrap_model(prepared.model), list(weights.weights.entries)
-    weights.gather(names)
+def _write_adapter(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
+    module, names = prepared.accelerator.unwrap_model(prepared.model), list(engine.weights.entries)
+    engine.gather(names)
     written: dict[str, SavedTensor] = {}
 
     def write() -> None:
-        written.update(write_adapter(module, {name: weights.weights.tensor(name) for name in names}, draft[0]))
+        written.update(write_adapter(module, {name: engine.weights.tensor(name) for name in names}, draft[0]))
 
     on_main(prepared.accelerator, write)
     return written
 
 
-def _write_model(prepared: Prepared, weights: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
+def _write_model(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
     files: list[ModelFiles] = []  # rank 0's
 
     def begin() -> list[list[str]]:
         with quiet_bars(True, shown=False):
-            files.append(_planned_files(prepared, weights.weights))
+            files.append(_planned_files(prepared, engine.weights))
         files[0].create(draft[0], prepared.job.spec)
         return [files[0].trained_names(group) for group in files[0].groups]
 
     for number, names in enumerate(on_main(prepared.accelerator, begin)):
-        weights.gather(names)
+        engine.gather(names)
         on_main(prepared.accelerator, lambda number=number: files[0].write(files[0].groups[number]))  # type: ignore[misc]
     return files[0].written if files else {}
 
@@ -189,19 +189,17 @@ def _compare(
         return None, (NO_ROOM,)
     if place.type == "cpu" and job.strategy.attention not in ("sdpa", "eager"):
         job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
-    opened = False
+    is_open = False
     try:
         with quiet_bars(True, shown=False):
             model = reopen(job, folder)
-        if job.strategy.adapter == "none":
-            check_tied(model, spec)
-        opened = True
+        is_open = True
         here = to_device(probe, place)
         error = _error(job, model.to(place), here, trained)
     except RunError:
         raise
     except Exception as problem:  # transformers, PEFT and kernels raise exceptions of every type
-        lacks = opened or isinstance(problem, ImportError) or is_out_of_memory(problem)
+        lacks = is_open or isinstance(problem, ImportError) or is_out_of_memory(problem)
         return None, (not_compared(problem, folder, opened=lacks),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == trained_on:

@@ -69,18 +69,18 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
     check_target(folder, source)
-    with opened_source(source) as opened, quiet_bars(True, shown=False):
-        if merge and opened.adapter == "none":
-            raise RunError(f"{opened.path} holds a whole model, and merging is for adapters. Leave --merge out.")
-        spec, trained = _trained_model_spec(opened, model, trust_remote_code), opened.adapter
+    with opened_source(source) as origin, quiet_bars(True, shown=False):
+        if merge and origin.adapter == "none":
+            raise RunError(f"{origin.path} holds a whole model, and merging is for adapters. Leave --merge out.")
+        spec, trained = _trained_model_spec(origin, model, trust_remote_code), origin.adapter
         make = _whole if trained == "none" else _merged if merge else _adapter
         with atomic_dir(folder) as draft:
-            checked = make(opened, spec, PRECISIONS[dtype].compute if dtype else None, draft)
-            rows = manifest_rows(opened.manifest) if opened.manifest else {"checkpoint": opened.weights.kind}
+            checked = make(origin, spec, PRECISIONS[dtype].compute if dtype else None, draft)
+            rows = manifest_rows(origin.manifest) if origin.manifest else {"checkpoint": origin.weights.kind}
             result = finish_export(draft, spec, checked, trained=trained, rows=rows, folder=folder)
-    step = opened.manifest.step if opened.manifest else None
-    notes = (*opened.skipped, *checked.notes)
-    return dataclasses.replace(result, checkpoint=str(opened.path), step=step, notes=notes)
+    step = origin.manifest.step if origin.manifest else None
+    notes = (*origin.skipped, *checked.notes)
+    return dataclasses.replace(result, checkpoint=str(origin.path), step=step, notes=notes)
 
 
 def _trained_model_spec(source: Source, model: str | None, trust: str | None) -> ModelSpec:

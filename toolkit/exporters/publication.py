@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -53,8 +52,8 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         if replace:  # in a run's folder: what lies there is the run's
             _restore_old(old, final)
-            for left in final.parent.glob(f".{final.name}.*.partial"):
-                shutil.rmtree(left, ignore_errors=True)
+            for unfinished in final.parent.glob(f".{final.name}.*.partial"):
+                shutil.rmtree(unfinished, ignore_errors=True)
         draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
         draft.mkdir()
     except OSError as error:
@@ -87,10 +86,6 @@ def _restore_old(old: Path, final: Path) -> None:
 
 def _flush(folder: Path) -> None:
     """Flush a folder and everything in it to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        elif path.is_dir():
-            sync_folder(path)
-    sync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        if path.is_file() or path.is_dir():
+            sync_folder(path)  # it flushes a file as well

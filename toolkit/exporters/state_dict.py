@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.importers import Entry, Weights
+from toolkit.checkpoints.importers import Entry, Weights, safetensors_entries
 from toolkit.core.errors import ModelError, RunError
 from toolkit.core.units import dtype_name
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.hf_loading import auto_class, disk_tensors, without_engine
-from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +39,8 @@ def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: s
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     tied = {group[0]: group for group in spec.tied}
     # Buffers of a script's own, which the model does not know, are left out.
-    extra = {name for name, entry in weights.entries.items() if not entry.trained}
-    wrong = [f"{name} is unknown to it" for name in weights.entries if name not in {*parameters, *buffers, *extra}]
+    unknown = weights.entries.keys() - parameters.keys() - buffers.keys()
+    wrong = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
     entries: dict[str, Entry] = {}
     for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
         meta = parameters[name] if name in parameters else buffers[name]
@@ -94,34 +93,23 @@ class _BaseWeights:
         Raises:
             ModelError: where the source has no weights, or lacks this one.
         """
-        place = self._place(name)
-        if place is not None:
-            file = self._files[place]
-            piece = file.get_slice(place)
-            read, shape, dtype = (
-                partial(file.get_tensor, place),
-                piece.get_shape(),
-                SAFETENSORS_DTYPES[piece.get_dtype()],
-            )
-        elif name in self._state:
-            whole = self._state[name]
-            read, shape, dtype = partial(self._state.__getitem__, name), whole.shape, dtype_name(whole.dtype)
-        else:
+        if (place := self._place(name)) is not None:
+            return dataclasses.replace(self._stored[place], trained=False)
+        if name not in self._state:
             raise ModelError(f"model {self.spec.name!r} has no tensor {name}. Give the model that was trained from.")
-        return Entry(tuple(shape), dtype, read, trained=False)
+        whole = self._state[name]
+        return Entry(tuple(whole.shape), dtype_name(whole.dtype), whole.cpu, trained=False)
 
     @functools.cached_property
-    def _files(self) -> Mapping[str, Any]:
-        from safetensors import safe_open
-
-        files: list[Any] = [safe_open(path, framework="pt") for path in require_weights(self.spec)]
-        return {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dictionary
+    def _stored(self) -> dict[str, Entry]:
+        paths = require_weights(self.spec)
+        return {name: entry for path in paths for name, entry in safetensors_entries(path).items()}
 
     def _place(self, name: str) -> str | None:
         """Return the tensor's name in the files, if these hold it as it is."""
         import torch
 
-        if name in self._files:
+        if name in self._stored:
             return name
         meta: Any = dict(self._model.named_parameters()).get(name)
         if meta is None:
@@ -130,7 +118,7 @@ class _BaseWeights:
             (place, stored), *more = disk_tensors(self._model, {name: torch.empty_like(meta, device="meta")}).items()
         except ValueError:
             return None
-        return place if not more and place in self._files and stored.shape == meta.shape else None
+        return place if not more and place in self._stored and stored.shape == meta.shape else None
 
     @functools.cached_property
     def _state(self) -> Mapping[str, torch.Tensor]:

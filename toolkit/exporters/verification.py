@@ -30,16 +30,16 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    wrong, checked = [], set()
+    wrong, names = [], set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
-                    checked.add(name)
+                    names.add(name)
                     wrong += _tensor_faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
-    wrong = [f"{name} is missing" for name in planned if name not in checked] + wrong
+    wrong = [f"{name} is missing" for name in planned if name not in names] + wrong
     if wrong:
         raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
 
@@ -59,17 +59,6 @@ def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None)
         return []
     finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
     return [f"{name} has other bytes than were trained" if finite else f"{name} is not finite"]
-
-
-def check_tied(model: Any, spec: ModelSpec) -> None:
-    """Check that tied parameters still share one tensor.
-
-    Raises:
-        RunError: naming what does not.
-    """
-    for group in spec.tied:
-        if len({id(model.get_parameter(name)) for name in group}) > 1:
-            raise RunError(f"tied weights came untied: {', '.join(group)}")
 
 
 def compare_whole(spec: ModelSpec, entries: Mapping[str, Entry], folder: Path, dtype: str) -> float | None:
@@ -112,11 +101,10 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
         RunError: for a model that does not open whole, or whose tied weights came untied.
     """
     model = reopen_whole(spec, folder, dtype=dtype, attention=check_attention(spec))
-    check_tied(model, spec)
     expected = {parameter.name: parameter.shape for parameter in spec.parameters}
-    opened = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if opened != expected:
-        raise RunError(f"parameters are others than the model's: {sorted(opened.items() ^ expected.items())[:3]}")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if shapes != expected:
+        raise RunError(f"parameters are others than the model's: {sorted(shapes.items() ^ expected.items())[:3]}")
     return logits(model, spec), {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 

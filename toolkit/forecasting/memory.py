@@ -15,7 +15,7 @@ from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import checkpoint_bytes, parameters_of
+from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
@@ -129,7 +129,7 @@ def replay(
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
 
-    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host.
+    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host, in pieces of `SEND_CHUNK` bytes.
     """
     ledger.enter("save")
     each = BYTES_OF[job.weight_dtype]
@@ -141,6 +141,6 @@ def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
         snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
         ledger.touch("workspace", max(written, snapshot))
     else:
-        ledger.touch("workspace", max(sizes, default=0))
+        ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
         ledger.rank0_host(written)
         ledger.rank0_host(-written)

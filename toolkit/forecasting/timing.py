@@ -24,7 +24,7 @@ Round numbers, chosen by published runs on A100s.
 """
 
 HOST = 150
-"""GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
+"""GB/s that a node without a known card copies in its memory, as `GPUSpec.host_memory` of two sockets."""
 
 DISK = 3
 """GB/s that a node writes to its disk: the sequential writes of one NVMe disk, behind what the page cache takes."""
@@ -76,7 +76,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     if job.strategy.offload == "none":
         optimizer = moved / (card.memory * 1e9 * MEMORY)
     else:
-        optimizer = moved * min(job.ranks, machine.count) / (HOST * 1e9)
+        optimizer = moved * min(job.ranks, machine.count) / (card.host_memory * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
     for transfer in engine.communication(job):
         took[transfer.overlaps] += transfer.size * transfer.times / _bandwidth(transfer.link, job, machine, card)

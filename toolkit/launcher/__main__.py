@@ -15,7 +15,7 @@ from toolkit.core.atomic_io import write_json
 from toolkit.core.errors import RunError
 from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent
 from toolkit.core.rank_output import redact_streams
-from toolkit.launcher.run_processes import is_redaction
+from toolkit.launcher.processes import is_redaction
 from toolkit.run_folder.run_lock import run_token
 
 

@@ -64,12 +64,12 @@ def failure(
     for report in raised.values():
         if report["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
             return OutOfMemory(report["message"])
-    rank, how = _first_failure(raised, failures)
+    rank, exitcode = _first_failure(raised, failures)
     error = raised.get(rank) if rank is not None else None
     if error and (ours := as_raised(error)):
         folder.discard()
         return ours
-    if short := _short_of_memory(folder, rank, how, error, memory_kills):
+    if short := _short_of_memory(folder, rank, exitcode, error, memory_kills):
         return short
     if monitor and _waited_for_another(folder, rank, error, raised):
         # Equally far, it is the one that does not complain.
@@ -80,11 +80,13 @@ def failure(
     if rank is None:
         lines = last_lines(folder.launcher_log)
         return RankDied(f"accelerate launch {_exit_text(code)}, and no rank had failed. {lines}")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if error is None and how == _exit_text(128 + number):
-            return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it.")
-    if error:
-        how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
+    if exitcode in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        return RankDied(f"rank {rank} was stopped by {signal.Signals(exitcode - 128).name}, and the others with it.")
+    how = (
+        _exit_text(exitcode or code)
+        if error is None
+        else f"ended with {error['type']}: {error['message']}".removesuffix(": ")
+    )
     return RankDied(f"rank {rank} {how.removesuffix('.')}. {_where_was(folder, rank)}{end_of_log(folder, rank)}")
 
 
@@ -120,16 +122,15 @@ def _where_was(folder: Folder, rank: int) -> str:
 
 
 def _short_of_memory(
-    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, memory_kills: int
+    folder: Folder, rank: int | None, exitcode: int | None, error: Mapping[str, Any] | None, memory_kills: int
 ) -> OutOfMemory | None:
     """Return the error for a rank, or its child, that the system killed for memory or that aborted without it."""
     beats = read_beats(folder.logs)
-    aborted = rank is not None and error is None and how == _exit_text(-signal.SIGABRT)
-    if rank is not None and aborted and (match := _ABORTED.search(_log_end(folder.log(rank)))):
+    if rank is not None and exitcode == -signal.SIGABRT and (match := _ABORTED.search(_log_end(folder.log(rank)))):
         return OutOfMemory(aborted_for_memory(folder, rank, match["bytes"], beats.get(rank)))
     if not memory_kills:
         return None
-    if how == _exit_text(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
+    if exitcode == -signal.SIGKILL or rank is None or (error and _WORKER_KILLED.search(error["message"])):
         most = max(beats.values(), key=lambda beat: beat.rss, default=None)
         return OutOfMemory(killed_for_memory(folder, rank, most if rank is None else beats.get(rank)))
     return None
@@ -150,8 +151,8 @@ def _waited_for_another(
     return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in messages)
 
 
-def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """Return the rank that failed first, and how.
+def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:
+    """Return the rank that failed first, and its exit code unless it raised.
 
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
@@ -159,13 +160,11 @@ def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, An
     first = first_error(raised)
     stop_codes = (-signal.SIGTERM, -signal.SIGINT)
     silent = [error for error in failures if error["rank"] not in raised and error["exitcode"] not in stop_codes]
-    error = min(silent, key=lambda error: float(error["time"]), default=None)
-    if error is not None and (first is None or error["time"] <= raised[first]["time"] + _SAME_TIME):
-        return error["rank"], _exit_text(error["exitcode"])
-    if first is None and failures:
-        error = min(failures, key=lambda error: float(error["time"]))
-        return error["rank"], _exit_text(error["exitcode"])
-    return first, ""
+    candidates = silent or (failures if first is None else [])
+    died = min(candidates, key=lambda error: float(error["time"]), default=None)
+    if died is not None and (first is None or died["time"] <= raised[first]["time"] + _SAME_TIME):
+        return died["rank"], died["exitcode"]
+    return first, None
 
 
 def _exit_text(code: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from toolkit.launcher.failures import RankHung, end_of_log, hung_error
-from toolkit.launcher.run_processes import lives
+from toolkit.launcher.processes import lives
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
 

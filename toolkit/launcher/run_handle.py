@@ -21,7 +21,7 @@ from toolkit.core.atomic_io import open_regular, read_events
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
-from toolkit.launcher.run_processes import supervises
+from toolkit.launcher.processes import supervises
 from toolkit.launcher.views import page
 from toolkit.reports import Report, report
 from toolkit.run_folder.folder import run_paths

@@ -16,7 +16,7 @@ from toolkit.core.errors import ToolkitError, value_or
 from toolkit.core.process_lifecycle import SAFE_PATH, StopSignal
 from toolkit.launcher.failures import RankHung, as_raised, failure
 from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
-from toolkit.launcher.run_processes import is_redaction, kill_run, run_processes, send
+from toolkit.launcher.processes import is_redaction, kill_run, run_processes, send
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import TOKEN
 from toolkit.training.oom import memory_kills

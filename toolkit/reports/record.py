@@ -16,7 +16,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_events
 from toolkit.core.errors import StrategyError
 from toolkit.core.redaction import redact, redact_all
-from toolkit.run_folder.folder import Folder, open_readonly
+from toolkit.run_folder.folder import Folder, run_paths
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.status import read_memory, read_outcome
 from toolkit.training.resumption import resume_hint
@@ -88,7 +88,7 @@ def read_record(path: str | Path) -> Record:
     Raises:
         RunError: for a folder that holds no run, and a file in it that cannot be read.
     """
-    folder = open_readonly(path)
+    folder = run_paths(path)
     about = redact_all(read_run_json(folder.path))
     events = redact_all(read_events(folder.events))
     status, words = read_outcome(folder, about)

@@ -31,13 +31,13 @@ SPARE = 8192
 
 
 class Inside:
-    """A path inside a run's folder, as an attribute of `Folder`."""
+    """A path inside a run's folder, as an attribute of `Folder`: of the class, relative."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, folder: Folder, _: type[Folder]) -> Path:
-        return folder.path / self.name
+    def __get__(self, folder: Folder | None, _: type[Folder]) -> Path:
+        return folder.path / self.name if folder else Path(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,18 +232,6 @@ def claim(path: str | Path, *, resume: bool, token: str, wait: float) -> Folder:
             raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
         raise
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
-
-
-def open_readonly(path: str | Path) -> Folder:
-    """Open a run's folder for reading, also while a process holds it.
-
-    Raises:
-        RunError: where it holds no run.
-    """
-    folder = run_paths(path)
-    if not folder.run_json.is_file():
-        raise no_run(folder.path)
-    return folder
 
 
 def run_paths(path: str | Path) -> Folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,8 +74,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 ),
                 # Batches are sharded by `data`, whose order does not depend on the number of ranks.
                 dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
-                # A prepared scheduler would otherwise step once for every rank.
-                step_scheduler_with_optimizer=False,
                 **options,
             )
         AcceleratorState._shared_state.setdefault("owners", WeakSet()).add(self)
@@ -125,9 +124,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         engine, strategy = engine_of(self.job.strategy), self.job.strategy
         if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
-        added = [item for item in optimizers if not _contains(item, self._optimizers)]
-        count = len(self._optimizers) + len(added)
-        if added and count > 1 and (self._deepspeed or self.scaler is not None):
+        new = [item for item in optimizers if item not in self._optimizers]
+        count = len(self._optimizers) + len(new)
+        if new and count > 1 and (self._deepspeed or self.scaler is not None):
             what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
             raise StrategyError(
                 f"prepare got {count} optimizers in all, and {what} can step one. Give one optimizer with several parameter "
@@ -145,21 +144,23 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def _prepare_upstream(
         self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None
     ) -> Any:
-        """Call Accelerate's `prepare`; replace `step` of what it adds, and give DeepSpeed's wrapper the optimizer's model."""
-        earlier = [*self._optimizers, *self._schedulers]
+        """Call Accelerate's `prepare`; set up the optimizers and schedulers that it adds."""
+        earlier = list(self._optimizers)
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(engine_of(self.job.strategy).preparing(self.job, model))
             result = super().prepare(*objects, device_placement=placement)
-        for item in (*self._optimizers, *self._schedulers):
-            if not _contains(item, earlier):
-                self._replace_step(item)
+        for optimizer in self._optimizers:
+            if optimizer not in earlier:
+                self._clip_before_step(optimizer)
+        for scheduler in self._schedulers:
+            scheduler.split_batches = True  # otherwise it steps once for every rank
         if self._deepspeed and optimizers:
             # `backward` uses the engine that was made first, which may be a teacher's.
             self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
         elif self._deepspeed:
             # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
-            self._optimizers[:] = [item for item in self._optimizers if _contains(item, earlier)]
+            self._optimizers[:] = [item for item in self._optimizers if item in earlier]
         return result
 
     def _completed_by(self, result: Any) -> Prepared | None:
@@ -169,7 +170,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         optimizer = self._optimizers[-1]
         model = self._model_of(optimizer)
         models, optimizers = models_and_optimizers(result)
-        complete = model is not None and (_contains(model, models) or _contains(optimizer, optimizers))
+        complete = model is not None and (model in models or optimizer in optimizers)
         return Prepared(self.job, model, optimizer, self) if complete else None
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
@@ -181,28 +182,26 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Return the prepared model of an optimizer. DeepSpeed's optimizer holds other tensors than its model."""
         if self._deepspeed:
             return next((engine for engine in self._models if engine.optimizer is optimizer.optimizer), None)
-        stepped = {id(parameter) for parameter in self._parameters_of(optimizer)}
-        return next((model for model in self._prepared if any(id(p) in stepped for p in model.parameters())), None)
+        ids = {id(parameter) for parameter in self._parameters_of(optimizer)}
+        return next((model for model in self._prepared if any(id(p) in ids for p in model.parameters())), None)
 
     def _parameters_of(self, optimizer: Any) -> list[torch.nn.Parameter]:
         """Return the trained parameters that an optimizer steps."""
         if self._deepspeed:
-            stepped = self._model_of(optimizer).parameters()
+            parameters = self._model_of(optimizer).parameters()
         else:
-            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [parameter for parameter in stepped if parameter.requires_grad]
+            parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
-    def _replace_step(self, item: Any) -> None:
-        """Clip before an optimizer's `step`, and step a scheduler with the optimizer only.
+    def _clip_before_step(self, optimizer: Any) -> None:
+        """Replace an optimizer's `step` by one that clips first.
 
         torch's step hooks run after fp16's scaler, which leaves a fused optimizer's gradients scaled. The new `step` is a
         bound method because torch's schedulers wrap an optimizer's `step`, too, and read its `__func__`.
         """
-        import torch
+        upstream: Callable[..., Any] = optimizer.step
 
-        upstream: Callable[..., Any] = item.step
-
-        def step_optimizer(optimizer: Any, closure: Any = None) -> None:
+        def step(optimizer: Any, closure: Any = None) -> None:
             if closure is not None:
                 raise StrategyError(
                     "optimizer.step got a closure, whose gradients can be neither clipped nor checked before the step. "
@@ -215,11 +214,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 self._norms.pop(id(optimizer), None)
                 self._unscaled = self._took_step = False
 
-        def step_scheduler(scheduler: Any, *arguments: Any, **named: Any) -> None:
-            if self.sync_gradients and not any(optimizer.step_was_skipped for optimizer in scheduler.optimizers):
-                upstream(*arguments, **named)
-
-        item.step = MethodType(step_optimizer if isinstance(item, torch.optim.Optimizer) else step_scheduler, item)
+        optimizer.step = MethodType(step, optimizer)
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -268,17 +263,17 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it "
                 f"with {limit:g}."
             )
-        stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
-        meant = [(optimizer, own) for optimizer, own in stepped if own & ids] or stepped
-        trained = {identity for _, own in meant for identity in own}
-        if not trained or trained - ids:
+        owners = {optimizer: {id(p) for p in self._parameters_of(optimizer)} for optimizer in self._optimizers}
+        selection = {optimizer: own for optimizer, own in owners.items() if own & ids} or owners
+        every = set().union(*selection.values())
+        if not every or every - ids:
             raise StrategyError(
-                f"clip_grad_norm_ got {len(trained & ids)} of {len(trained)} trained parameters, and the norm is that of all "
+                f"clip_grad_norm_ got {len(every & ids)} of {len(every)} trained parameters, and the norm is that of all "
                 "that an optimizer steps. Give model.parameters() of the prepared model."
             )
         if not self.sync_gradients:
             return None
-        norms = [norm for optimizer, _ in meant if (norm := self._clip(optimizer)) is not None]
+        norms = [norm for optimizer in selection if (norm := self._clip(optimizer)) is not None]
         if len(norms) < 2:
             return norms[0] if norms else None
         together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -305,9 +300,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return None if norm is None else torch.tensor(float(norm) if norm >= 0 else math.inf, device=self.device)
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
-            stepped = self._parameters_of(optimizer)
-            limit = self.job.train_config.max_grad_norm or math.inf
-            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(stepped, limit)
+            parameters, limit = self._parameters_of(optimizer), self.job.train_config.max_grad_norm or math.inf
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(parameters, limit)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:
@@ -332,10 +326,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             yield
         finally:
             state.sync_gradients = before
-
-
-def _contains(item: object, items: Sequence[object]) -> bool:
-    return any(item is each for each in items)
 
 
 def _is_finite(norm: torch.Tensor | None) -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.core.atomic_io import append_line
 from toolkit.core.errors import CheckpointError, NotFinite
-from toolkit.engines.records import Prepared
 from toolkit.training.global_sums import StepRequest
 from toolkit.training.loop import Step
 from toolkit.training.setup import on_any_rank
@@ -35,9 +34,9 @@ class CheckpointPolicy:
             request |= StepRequest.SAVE
         return request
 
-    def stop_requested(self, prepared: Prepared) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether a signal has reached any rank. A collective."""
-        return on_any_rank(prepared.accelerator, self.run.stop_received())
+        return on_any_rank(self.run.stop_received())
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step by its number."""

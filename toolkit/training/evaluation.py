@@ -36,7 +36,7 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
     prepared.model.eval()
     for number, batch in enumerate(loader):
-        if number % STOP_EVERY == 0 and (stopped := on_any_rank(accelerator, stop())):
+        if number % STOP_EVERY == 0 and (stopped := on_any_rank(stop())):
             break
         batch = shifted(batch, prepared)
         sums[0] += sum(engine.evaluate(prepared, [batch]))
@@ -67,7 +67,7 @@ class Evaluator:
         if not step or not self.due(step):
             return False
         recorded = any(line["step"] == step for line in read_events(self.run.folder.events) if "eval_loss" in line)
-        return not on_any_rank(self.prepared.accelerator, recorded)
+        return not on_any_rank(recorded)
 
     def evaluate(self, step: int) -> bool:
         """Record the mean loss over all rows. Return False where a signal interrupted it. A collective."""

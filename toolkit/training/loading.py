@@ -260,16 +260,16 @@ def _placeholder(module: Any, parameter: Any) -> torch.nn.Parameter:
 def _check(job: Job, model: PreTrainedModel) -> None:
     """Check that the loaded model is the requested one."""
     spec = cast("ModelSpec", job.spec)
-    used = model.config.get_text_config()._attn_implementation
-    if used != ATTENTIONS[job.strategy.attention].transformers:
+    kernel = model.config.get_text_config()._attn_implementation
+    if kernel != ATTENTIONS[job.strategy.attention].transformers:
         raise StrategyMismatch(
-            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
+            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {kernel!r}."
         )
-    left = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
-    if left:
+    whole = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
+    if whole:
         raise ModelError(
-            f"model {spec.name!r}: transformers leaves {len(left)} linear modules of {spec.architecture} unquantized, "
-            f"the first {left[0]}. Choose adapter 'lora'."
+            f"model {spec.name!r}: transformers leaves {len(whole)} linear modules of {spec.architecture} unquantized, "
+            f"the first {whole[0]}. Choose adapter 'lora'."
         )
 
 
@@ -295,15 +295,15 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {computed}")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
-        left = f"{1 - sum(quantized_modules(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"
-        notes.append(f"quantized: {bits}; {left} weights stay unquantized, in {job.compute_dtype}")
+        share = f"{1 - sum(quantized_modules(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"
+        notes.append(f"quantized: {bits}; {share} weights stay unquantized, in {job.compute_dtype}")
     return notes
 
 
 def _adapter_note(job: Job, model: PreTrainedModel) -> str:
     spec = cast("ModelSpec", job.spec)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    share = f"{format_count(trained)} trainable, {trained / (spec.elements + trained):.2%} of all"
+    size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = f"{format_count(size)} trainable, {size / (spec.elements + size):.2%} of all"
     linear = {f"{name}.weight" for name in spec.linears}
     fused = any(parameter.role == "expert" and parameter.name not in linear for parameter in spec.parameters)
     experts = "; fused experts have none" if fused else ""

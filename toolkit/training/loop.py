@@ -63,7 +63,7 @@ def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: 
 
     Args:
         model: with all its parameters.
-        train_config: names the optimizer.
+        train_config: names the optimizer, and its numbers.
         fused: use torch's fused kernels, which need no temporaries. Not under fp16's GradScaler: Accelerate sees a skipped
             step only where it does not call the optimizer.
     """
@@ -87,7 +87,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -
     """Return the scheduler of `TrainConfig`: a rise over `warmup` steps to `lr`, then its curve, down to `min_lr`."""
     from torch.optim.lr_scheduler import LambdaLR
 
-    return LambdaLR(optimizer, train_config.rate_factor)
+    # torch stores the attributes of a bound method's owner with the schedule; a function has none.
+    return LambdaLR(optimizer, lambda done: train_config.rate_factor(done))
 
 
 def train(

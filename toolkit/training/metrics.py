@@ -16,6 +16,7 @@ from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
 from toolkit.training.loop import Step
+from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     from toolkit.training.rank_run import RankRun
@@ -111,11 +112,6 @@ def should_stop() -> bool:
     """
     if RUN_DIR not in os.environ:
         return False
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import reduce
-
     if not _signals.listening:
         _signals.__enter__()
-    signal_received = torch.tensor(float(_signals.number is not None), device=PartialState().device)
-    return bool(reduce(signal_received, reduction="sum").item())
+    return on_any_rank(_signals.number is not None)

@@ -90,13 +90,13 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
 def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     if not folder.run_json.exists():
         return "Take a smaller model, or a machine with more memory."
-    was = read_run_json(folder.path)
-    strategy, train_config = from_dict(Strategy, was["strategy"]), from_dict(TrainConfig, was["train_config"])
-    device, target = hardware().device, was.get("target")
+    recorded = read_run_json(folder.path)
+    strategy, train_config = from_dict(Strategy, recorded["strategy"]), from_dict(TrainConfig, recorded["train_config"])
+    device, target = hardware().device, recorded.get("target")
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
     possible = changes(strategy, train_config, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
     for change in (change_ for change_ in possible if target is None or OF_OWN_CODE.issuperset(change_)):
-        if _can_run(strategy, train_config, change, int(was["ranks"]), device):
+        if _can_run(strategy, train_config, change, int(recorded["ranks"]), device):
             flags = " ".join(spell(change))
             if NEW_RUN & change.keys():
                 return f"What could fit is a new run that trains less: `toolkit train … {flags}`."

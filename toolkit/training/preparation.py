@@ -161,12 +161,11 @@ def _trains_other(prepared: Prepared) -> str | None:
     if job.spec is None or job.strategy.adapter != "none":
         return None
     model = prepared.accelerator.unwrap_model(prepared.model)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected = {state.name for state in parameters_of(job) if state.trainable}
-    names = sorted(trained ^ expected)
-    if not names:
-        return None
-    return f"the model trains {len(trained)} parameters and {job.spec.name} {len(expected)} (the first difference: {names[0]})"
+    differences = sorted(names ^ expected)
+    counts = f"the model trains {len(names)} parameters and {job.spec.name} {len(expected)}"
+    return f"{counts} (the first difference: {differences[0]})" if differences else None
 
 
 def _untied_names(prepared: Prepared) -> list[str]:

@@ -220,9 +220,11 @@ def seed_everything(accelerator: Accelerator) -> None:
     set_seed(job.train_config.seed + job.coordinates(accelerator.process_index).dp_rank)
 
 
-def on_any_rank(accelerator: Accelerator, here: bool) -> bool:
+def on_any_rank(here: bool) -> bool:
     """Return whether `here` is true on any rank. A collective."""
     import torch
+    from accelerate import PartialState
+    from accelerate.utils import reduce
 
-    flag = torch.tensor(float(here), device=accelerator.device)
-    return bool(accelerator.reduce(flag, reduction="sum").item())
+    flag = torch.tensor(float(here), device=PartialState().device)
+    return bool(reduce(flag, reduction="sum").item())

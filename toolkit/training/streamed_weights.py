@@ -153,13 +153,13 @@ class StreamedWeights:
         import torch
         from bitsandbytes.functional import quantize_4bit
 
-        stored = self._files[self.source_name(name)].get_slice(self.source_name(name))
-        rows, columns = stored.get_shape()
+        weight = self._files[self.source_name(name)].get_slice(self.source_name(name))
+        rows, columns = weight.get_shape()
         step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
         packed, exact = data.view(-1).view(torch.uint8), []
         kind = self._packing["kind"]
         for start in range(0, rows, step):
-            piece = stored[start : start + step].to(self._accelerator.device, dtype)
+            piece = weight[start : start + step].to(self._accelerator.device, dtype)
             part, state = quantize_4bit(piece, blocksize=BLOCK, compress_statistics=False, quant_type=kind)
             first = start * columns // 2
             packed[first : first + part.numel()] = part.view(-1)

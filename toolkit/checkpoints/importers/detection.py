@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.importers.dcp import METADATA, open_dcp
 from toolkit.checkpoints.importers.restricted_unpickler import load
@@ -19,15 +18,12 @@ from toolkit.checkpoints.importers.weights import (
     ensure_inside,
     list_files,
     require,
+    safetensors_entries,
     wrap_errors,
 )
 from toolkit.checkpoints.importers.zero import is_zero, open_zero
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import dtype_name
-from toolkit.models.weights import SAFETENSORS_DTYPES
-
-if TYPE_CHECKING:
-    import torch
 
 _FSDP = "pytorch_model_fsdp.bin"
 
@@ -135,32 +131,11 @@ def _open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
     entries: dict[str, Entry] = {}
     for path in paths:
         with wrap_errors(f"{path} cannot be read"):
-            entries |= _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
+            entries |= safetensors_entries(path) if path.suffix == ".safetensors" else _pickled(path)
     form = "safetensors" if paths[0].suffix == ".safetensors" else "pickled state dict"
     count = f"{len(paths)} file{'s' * (len(paths) != 1)}"
     kind = "FSDP's full state dict" if paths[0].name == _FSDP else f"whole model ({form}, {count})"
     return as_weights(kind, folder, entries)
-
-
-def _safetensors(path: Path) -> dict[str, Entry]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-        return {
-            name: Entry(
-                tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()], partial(_read_tensor, path, name)
-            )
-            for name, piece in pieces.items()
-        }
-
-
-def _read_tensor(path: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with wrap_errors(f"{path} cannot be read"), safe_open(path, "pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
 
 
 def _pickled(path: Path) -> dict[str, Entry]:

@@ -98,9 +98,9 @@ def explain_refusals(path: Path | str) -> Iterator[None]:
             yield
         except Exception as error:
             text = str(error)
-            named = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
-            if named:
-                raise _refusal(path, named[1]) from None
+            refused = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
+            if refused:
+                raise _refusal(path, refused[1]) from None
             if other := re.search(r"Unsupported operand (\d+)", text):
                 raise CheckpointError(
                     f"{path} holds pickle's instruction {other[1]}, which no checkpoint is read with (torch.save's own protocol, "

@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import CheckpointError
+from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,23 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
             raise CheckpointError(f"{folder} ({kind}) holds {own!r} twice, once as {name!r}: expected one model.")
         named[own] = entry
     return Weights(kind, named)
+
+
+def safetensors_entries(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a safetensors file. It is opened again for each that is read."""
+    from safetensors import safe_open
+
+    def read(name: str) -> torch.Tensor:
+        with wrap_errors(f"{path} cannot be read"), safe_open(path, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    with safe_open(path, "pt") as file:
+        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+        return {
+            name: Entry(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()], partial(read, name))
+            for name, piece in pieces.items()
+        }
 
 
 def checked(name: str, tensor: Any) -> torch.Tensor:

@@ -28,6 +28,8 @@ from toolkit.core.units import ceil_div, dtype_name, round_up
 if TYPE_CHECKING:
     import torch
 
+    _Row = Sequence[torch.Tensor]
+
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt")
 _ANY = re.compile(r".*[_-](?:optim|model)_states\.pt")
@@ -66,11 +68,14 @@ def open_zero(folder: Path, root: Path) -> Weights:
             if isinstance(tensor, torch.Tensor)
             and tensor.numel()  # ZeRO-3 leaves empty ones for partitioned parameters
         }
+        shapes = first["param_shapes"]
         if third:
-            tensors |= _frozen(models)
-            tensors |= _partitioned(folder, first["param_shapes"], flats)
+            joined = {name: shape for group in shapes for name, shape in group.items()}
+            tensors |= _frozen(models) | _trained(folder, [(joined, flats)], None, 1)
         else:
-            tensors |= _concatenated(folder, first["param_shapes"], flats, states[0])
+            # Some versions save none of the padding at the end of a group, and some all.
+            groups = [(group, [row]) for group, row in zip(shapes, zip(*flats, strict=True), strict=True)]
+            tensors |= _trained(folder, groups, states[0].get("param_alignment_paddings"), 2 * len(flats))
         tensors |= {
             alias: tensors[original]
             for alias, original in (first.get("shared_params") or {}).items()
@@ -81,7 +86,7 @@ def open_zero(folder: Path, root: Path) -> Weights:
     return as_weights(kind, folder, tensors)
 
 
-def _entry(shape: Any, rows: Sequence[Sequence[torch.Tensor]], start: int, length: int) -> Entry:
+def _entry(shape: Any, rows: Sequence[_Row], start: int, length: int) -> Entry:
     """Return a parameter that lies in the same range of each of several rows, one after the other, padded at the end.
 
     Args:
@@ -103,7 +108,7 @@ def _entry(shape: Any, rows: Sequence[Sequence[torch.Tensor]], start: int, lengt
     return Entry(sizes, dtype_name(rows[0][0].dtype), read)
 
 
-def _cut(row: Sequence[torch.Tensor], start: int, length: int) -> Iterator[torch.Tensor]:
+def _cut(row: _Row, start: int, length: int) -> Iterator[torch.Tensor]:
     """Yield views of the tensors of a row in a range."""
     for tensor in row:
         first, last = max(start, 0), min(start + length, tensor.numel())
@@ -112,15 +117,15 @@ def _cut(row: Sequence[torch.Tensor], start: int, length: int) -> Iterator[torch
         start -= tensor.numel()
 
 
-def _elements(row: Sequence[torch.Tensor]) -> int:
+def _elements(row: _Row) -> int:
     return sum(tensor.numel() for tensor in row)
 
 
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return every rank's optimizer state, in the order of ranks."""
     matches = [match for match in map(_OPTIMIZER.fullmatch, files) if match]
-    known = {match[0] for match in matches} | {name for name in files if _MODEL.fullmatch(name)}
-    strange = [name for name in files if _ANY.fullmatch(name) and name not in known]
+    usual = {match[0] for match in matches} | {name for name in files if _MODEL.fullmatch(name)}
+    strange = [name for name in files if _ANY.fullmatch(name) and name not in usual]
     doubled = len({int(match["rank"]) for match in matches}) < len(matches)
     if strange or doubled:
         raise CheckpointError(
@@ -187,36 +192,28 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
     return tensors
 
 
-def _partitioned(
-    folder: Path, shapes: Sequence[Mapping[str, Any]], rows: Sequence[list[torch.Tensor]]
+def _trained(
+    folder: Path, groups: Sequence[tuple[Mapping[str, Any], Sequence[_Row]]], paddings: Any, multiple: int
 ) -> dict[str, Entry]:
-    """Return ZeRO-3's parameters: each is cut into one equal, padded part a rank; a rank's parts follow each other."""
-    start, tensors = 0, {}
-    for name, shape in (item for group in shapes for item in group.items()):
-        length = ceil_div(math.prod(shape), len(rows))
-        tensors[name] = _entry(shape, rows, start, length)
-        start += length
-    ends = {_elements(row) for row in rows}
-    if ends != {start}:
-        raise CheckpointError(
-            f"{folder}: the ranks hold {sorted(ends)} elements, expected {start:,} each. Copy it again."
-        )
-    return tensors
+    """Return the trained parameters, which follow each other in the rows of their group.
 
-
-def _concatenated(
-    folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[torch.Tensor]], state: Mapping[str, Any]
-) -> dict[str, Entry]:
-    """Return the parameters of ZeRO-1 and 2: a group is one row, and the ranks' partitions cut it anywhere."""
+    Args:
+        folder: for messages.
+        groups: shapes by name, and rows. ZeRO-3 cuts each parameter into one equal, padded part a rank, and each rank is a
+            row. Under ZeRO-1 and 2 the ranks' partitions, cut anywhere, make up one row.
+        paddings: elements behind each parameter, by group; None for none.
+        multiple: a row may end with a padding to a multiple of this.
+    """
     tensors: dict[str, Entry] = {}
-    paddings = state.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
-    for at, (group, row) in enumerate(zip(shapes, zip(*flats, strict=True), strict=True)):
+    for at, (shapes, rows) in enumerate(groups):
         start = 0
-        for (name, shape), padding in zip(group.items(), paddings[at], strict=True):
-            tensors[name] = _entry(shape, [row], start, math.prod(shape))
-            start += math.prod(shape) + int(padding)
-        # The end is padded to a multiple of twice the ranks, of which some versions save none and some all.
-        stored, multiple = _elements(row), 2 * len(flats)
-        if stored < start or round_up(stored, multiple) != round_up(start, multiple):
-            raise CheckpointError(f"{folder}: group {at} holds {stored:,} elements, expected {start:,}. Copy it again.")
+        for (name, shape), padding in zip(shapes.items(), paddings[at] if paddings else [0] * len(shapes), strict=True):
+            length = ceil_div(math.prod(shape), len(rows))
+            tensors[name] = _entry(shape, rows, start, length)
+            start += length + int(padding)
+        for stored in map(_elements, rows):
+            if stored < start or round_up(stored, multiple) != round_up(start, multiple):
+                raise CheckpointError(
+                    f"{folder}: group {at} holds {stored:,} elements, expected {start:,}. Copy it again."
+                )
     return tensors
