@@ -125,9 +125,9 @@ def test_kernels_of_a_named_machine(tmp_path: Path) -> None:
     script = "print(*(','.join(hardware(n).device.attentions) for n in ('T4', 'A100-80GB', 'H100', 'B200')))"
     assert _say(script).split() == [
         "sdpa,eager,flex",
-        "sdpa,eager,flash_attention_2,flex",
-        "sdpa,eager,flash_attention_3,flash_attention_2,flex",
-        "sdpa,eager,flash_attention_2,flex",
+        "sdpa,eager,flash_attention_2,varlen,flex",
+        "sdpa,eager,flash_attention_3,flash_attention_2,varlen,flex",
+        "sdpa,eager,flash_attention_2,varlen,flex",
     ]
     for module, distribution, version in (
         ("flash_attn", "flash_attn", "2.8.3"),
@@ -139,12 +139,12 @@ def test_kernels_of_a_named_machine(tmp_path: Path) -> None:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     assert _say(script, tmp_path).split() == [
         "sdpa,eager,flex",
-        "flash_attention_2,sdpa,eager,flex",
-        "flash_attention_3,flash_attention_2,sdpa,eager,flex",
-        "flash_attention_2,sdpa,eager,flex",
+        "flash_attention_2,sdpa,eager,varlen,flex",
+        "flash_attention_3,flash_attention_2,sdpa,eager,varlen,flex",
+        "flash_attention_2,sdpa,eager,varlen,flex",
     ]
     (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text("Name: flash-attn\nVersion: 2.1.0\n")
-    assert _say(script, tmp_path).split()[1] == "sdpa,eager,flash_attention_2,flex"
+    assert _say(script, tmp_path).split()[1] == "sdpa,eager,flash_attention_2,varlen,flex"
 
 
 @pytest.mark.parametrize(
