@@ -73,7 +73,8 @@ def worker(config: dict[str, Any]) -> None:
         steps=block * (1 + len(plan)), micro_batch=config["micro_batch"], seq_len=config["seq_len"]
     )
     strategy, path = Strategy(sharding=config["sharding"]), Path(config["path"])
-    with rank(strategy, train_config, RunConfig(model=config["model"]), path, start=block - WARM) as this:
+    run_config = RunConfig(model=config["model"], save_every=block, save_seconds=0.0)
+    with rank(strategy, train_config, run_config, path, start=block - WARM) as this:
         clocked_blocks = blocks(this, block, plan)
         if this.prepared.accelerator.is_main_process:
             write(config, {"sharding": strategy.sharding, "ranks": this.prepared.job.ranks, **clocked_blocks})
@@ -83,12 +84,11 @@ def blocks(this: Rank, block: int, plan: list[bool]) -> dict[str, Any]:
     """Warm up and save once, then the blocks. What was clocked."""
     from toolkit.checkpoints import checkpoint_writer
 
-    saver, run_config = this.writer(), RunConfig(save_every=block, save_seconds=0.0)
-    last = block * (2 + len(plan))  # more than there are: no block has the checkpoint that ends a run
-    keepers = {saved: this.policy(saver if saved else None, run_config, steps=last) for saved in (True, False)}
+    saver = this.writer()
+    keepers = {saved: this.policy(saver if saved else None) for saved in (True, False)}
     marks: list[float] = []
     seconds, first = [], 0.0
-    hashed, written = clocked(checkpoint_writer, "sha256_of"), clocked(checkpoint_writer, "write_tensors")
+    hashed, written = clocked(checkpoint_writer, "sha256_of"), clocked(checkpoint_writer, "save_tensors")
     computed = clocked(checkpoint_writer.CheckpointWriter, "_write", time.thread_time)
     for step in this.steps(keepers[True]):
         seconds.append(step.seconds)

@@ -27,8 +27,7 @@ from typing import Any
 from machine import about, parse, parser, write_results
 
 from toolkit.checkpoints import Manifest, validate
-from toolkit.checkpoints.file_hashes import sha256_of_all
-from toolkit.checkpoints.manifest import FORMAT, NAME
+from toolkit.checkpoints.manifest import FORMAT, NAME, sha256_of_all
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.display import Table
 from toolkit.core.units import GiB, MiB

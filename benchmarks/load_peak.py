@@ -100,6 +100,8 @@ def worker(config: dict[str, Any]) -> None:
     spec, train_config = describe(config["model"]), TrainConfig(micro_batch=1, seq_len=64)
     fields = {name: case[name] for name in ("sharding", "adapter", "precision")}
     strategy = Strategy(**fields, dp_replicate=groups)
+    # Before the engine is set up: under ZeRO-3 transformers then builds no model on the meta device.
+    expected = forecast(spec, strategy, None, train_config, ranks=case["ranks"], allow_unquantized=True, advice=False)
     accelerator = make(strategy, train_config, spec)
     accelerator.wait_for_everyone()
     resident, window = Resident(), measurement.start("cpu")
@@ -109,7 +111,6 @@ def worker(config: dict[str, Any]) -> None:
     window.close()
     measured = window.result()
     state = engine_of(strategy).measure_state(prepared(accelerator, objects))
-    expected = forecast(spec, strategy, None, train_config, ranks=case["ranks"], allow_unquantized=True, advice=False)
     found = {
         "phases": measured.phases,
         "resident": resident.stop(),

@@ -59,9 +59,9 @@ def hand_written(rank: Rank) -> Iterator[None]:
         yield
 
 
-def toolkits(rank: Rank, run_config: RunConfig) -> Iterator[None]:
+def toolkits(rank: Rank) -> Iterator[None]:
     """The recipe's loop without checkpoints, which would read a clock."""
-    policy = rank.policy(None, run_config, steps=rank.prepared.job.train_config.steps)
+    policy = rank.policy(None)
     for step in rank.steps(policy):
         policy.step_done(step)
         yield
@@ -80,7 +80,7 @@ def worker(config: dict[str, Any]) -> None:
     with rank(
         Strategy(sharding=config["sharding"]), train_config, run_config, Path(config["out"]).with_name("run")
     ) as this:
-        loops = {"hand": hand_written(this), "toolkit": toolkits(this, run_config), "again": hand_written(this)}
+        loops = {"hand": hand_written(this), "toolkit": toolkits(this), "again": hand_written(this)}
         turns = []
         for number in range(train_config.steps):
             first = number % len(LOOPS)

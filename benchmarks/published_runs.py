@@ -8,6 +8,7 @@ keep embeddings, norms and the head in fp32, those of grouped heads under sdpa r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class Published:
     config: Any
     """A transformers config."""
     hardware: str
+    host_memory: str | None = None
+    """Of a node; by default the catalog's."""
     strategy: tk.Strategy
     train_config: tk.TrainConfig
     memory: float | None = None
@@ -82,6 +85,25 @@ class Published:
     """Tokens a second and GPU."""
     tflops: float | None = None
     """10^12 operations a second and GPU, recomputation included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The largest micro-batch that somebody published, and an epoch at it."""
+
+    what: str
+    config: Any
+    """A transformers config."""
+    hardware: str
+    strategy: tk.Strategy
+    seq_len: int
+    rows: int
+    """Of an epoch."""
+    micro_batch: int
+    """0: not even 1 fitted."""
+    epoch_seconds: float | None
+    evaluation: str
+    """The largest batch of its evaluation, which generates text with ten beams: the toolkit's computes a loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +193,7 @@ def zero_offload() -> Iterator[Published]:
             "gradients add up in fp16, as in DeepSpeed of that time; the host is a DGX-2's, with 1.5 TB",
             config=gpt2(layers, 4096),
             hardware="1x V100-32GB",
+            host_memory="1536GiB",
             strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer", grad_accum_dtype="fp16"),
             train_config=tk.TrainConfig(seq_len=1024, micro_batch=batch, accumulation=accumulation),
             tflops=tflops,
@@ -223,6 +246,44 @@ def accelerate_blog() -> Iterator[Published]:
             train_config=tk.TrainConfig(seq_len=4096, micro_batch=8),
             speed=speed,
         )
+
+
+ARTICLE_HOST = "60GB"
+
+
+def accelerate_article() -> Iterator[Largest]:
+    """Both tables of huggingface.co/blog/accelerate-deepspeed with a DeepSpeed file.
+
+    BlenderBot reads 128 tokens in 2 encoder layers and 64 in 12 decoder layers. The toolkit's source and target are of one
+    length: 73 tokens of each make as many tokens times layers. GPT-XL's epoch is wikitext-2 in blocks of 128.
+    """
+    from transformers import BlenderbotConfig, GPT2Config
+
+    heads, wide = 32, 5120
+    blenderbot = BlenderbotConfig(
+        vocab_size=8008, max_position_embeddings=128, d_model=1280,
+        encoder_layers=2, encoder_ffn_dim=wide, encoder_attention_heads=heads,
+        decoder_layers=12, decoder_ffn_dim=wide, decoder_attention_heads=heads,
+    )  # fmt: skip
+    gpt_xl = GPT2Config(n_layer=48, n_embd=1600, n_head=25, n_positions=1024)
+    plain = tk.Strategy(sharding="none", precision="fp16", activation_checkpointing="none", attention="eager")
+    bucket = 200_000_000
+    zero = dataclasses.replace(plain, sharding="zero2", overlap_comm="on")
+    for strategy, batch, seconds, evaluation in (
+        (dataclasses.replace(plain, sharding="ddp"), 100, 27.36, "50, 48.41 s"),
+        (dataclasses.replace(zero, bucket_elements=bucket, gather_bucket_elements=bucket), 200, 19.06, "100, 39.27 s"),
+    ):
+        yield Largest(
+            what=f"BlenderBot 400M, {strategy.sharding}, 2x TITAN-RTX", config=blenderbot, hardware="2x TITAN-RTX",
+            strategy=strategy, seq_len=73, rows=10_000, micro_batch=batch, epoch_seconds=seconds, evaluation=evaluation,
+        )  # fmt: skip
+    offloaded = dataclasses.replace(zero, sharding="zero3", offload="cpu")
+    for strategy, batch, epoch in ((plain, 0, None), (offloaded, 16, 6608.35)):
+        yield Largest(
+            what=f"GPT-XL 1.5B, {strategy.sharding}{', offloaded' if batch else ''}, 1x TITAN-RTX", config=gpt_xl,
+            hardware="1x TITAN-RTX", strategy=strategy, seq_len=128, rows=18_686, micro_batch=batch,
+            epoch_seconds=epoch, evaluation="–",
+        )  # fmt: skip
 
 
 FMS: tuple[tuple[str, dict[str, int], str, str, int, str, int], ...] = (

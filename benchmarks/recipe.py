@@ -47,12 +47,11 @@ class Rank:
     schedule: Any
     start: int
 
-    def policy(self, writer: CheckpointWriter | None, run_config: RunConfig, *, steps: int) -> CheckpointPolicy:
-        """Return what decides after each step whether a checkpoint is due. `steps`: number of the last."""
+    def policy(self, writer: CheckpointWriter | None) -> CheckpointPolicy:
+        """Return what decides after each step whether a checkpoint is due."""
         from toolkit.training.checkpoint_policy import CheckpointPolicy
 
-        run = self.run
-        return CheckpointPolicy(writer, run_config, run.window, run.folder, run.stop, run.beat, steps=steps, attempt=0)
+        return CheckpointPolicy(self.run, writer)
 
     def writer(self) -> CheckpointWriter:
         """Return what writes the checkpoints."""
@@ -69,7 +68,7 @@ class Rank:
         """Train as the recipe does. The caller gives each step to the policy."""
         from toolkit.training.loop import train
 
-        log = self.run.step_log(self.prepared)
+        log = self.run.step_log()
         for step in train(
             self.prepared,
             self.loader,
@@ -94,7 +93,7 @@ def rank(
     import toolkit as tk
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.heartbeat import Beat
-    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.loop import make_optimizer, make_schedule
     from toolkit.training.rank_run import RankRun
 
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -107,7 +106,7 @@ def rank(
             accelerator = run.make_accelerator()
             model, tokenizer = tk.load(accelerator)
             optimizer = make_optimizer(model, run.job.train_config)
-            schedule = warmup_cosine(optimizer, run.job.train_config)
+            schedule = make_schedule(optimizer, run.job.train_config)
             loader = run.preflight.batches(number, start=start, workers=run_config.workers)
             model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, loader, schedule)
             prepared = tk.prepared(accelerator, (model, optimizer))

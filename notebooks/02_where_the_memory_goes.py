@@ -287,21 +287,63 @@ Table(
 one
 
 # %% [markdown]
+# ### The rule of 56 GB
+#
+# Many guides give 56 GB for full fine-tuning of a 7B model. They count two bytes for everything: weights, gradients and
+# each of AdamW's moments in bf16. The toolkit calls that `bf16_pure`. Here one step of torch's AdamW shows the bytes of each.
+
+# %%
+layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+adamw = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+adamw.step()
+state = adamw.state[layer.weight]
+each = {
+    "weights": layer.weight.nbytes / layer.weight.numel(),
+    "gradients": layer.weight.grad.nbytes / layer.weight.numel(),
+    "AdamW's two moments": (state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes) / layer.weight.numel(),
+}
+gigabytes_of_7b = {what: size * 7e9 / 1e9 for what, size in each.items()}
+pure = tk.forecast(
+    seven,
+    tk.Strategy(precision="bf16_pure"),
+    "A100-80GB",
+    tk.TrainConfig(seq_len=2048, micro_batch=1),
+    one_document=True,
+)
+
+assert list(gigabytes_of_7b.values()) == [14, 14, 28]
+assert sum(gigabytes_of_7b.values()) == 56
+assert pure.parts["parameters"] == 2 * seven.elements
+assert pure.parts["optimizer"] == 4 * seven.elements
+assert pure.peak_bytes > 0.9 * 8 * seven.elements  # and activations, logits and buffers on top
+assert pure.fits
+Table(
+    title="7 billion parameters, everything in bf16",
+    columns=("what", "bytes a parameter", "GB"),
+    rows=[(what, f"{size:g}", f"{gigabytes_of_7b[what]:g}") for what, size in each.items()],
+    notes=(
+        f"In all {sum(gigabytes_of_7b.values()):g} GB. Masters and moments in fp32, as above, make it {16 * 7} GB.",
+        f"The forecast of Llama 2 7B in bf16_pure: a peak of {pure.peak_bytes / 1e9:.1f} GB.",
+    ),
+)
+
+# %% [markdown]
 # ### Its checkpoint
 #
 # To go on exactly where it stopped, a run needs the fp32 weights and both moments: twelve bytes a parameter.
 # Gradients are computed again. What is published at the end is the weights alone. Here a real checkpoint of the small
-# model is written and weighed.
+# model is written and weighed. Frameworks that save the bf16 weights beside the fp32 ones write fourteen bytes.
 
 # %%
 from toolkit.checkpoints import CheckpointWriter, identify
-from toolkit.training.loop import make_optimizer, warmup_cosine
+from toolkit.training.loop import make_optimizer, make_schedule
 
 loop_one = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
 accelerator = tk.accelerator(plain, loop_one, spec)
 model, tokenizer = tk.load(accelerator)
 optimizer = make_optimizer(model, loop_one)
-schedule = warmup_cosine(optimizer, loop_one)
+schedule = make_schedule(optimizer, loop_one)
 model, optimizer, schedule = tk.prepare(accelerator, model, optimizer, schedule)
 ours = tk.prepared(accelerator, (model, optimizer))
 saver = CheckpointWriter(ours, schedule, Path("checkpoints"), identify(spec, plain, "no data"), versions={})
@@ -318,6 +360,39 @@ Table(
     rows=[
         (format_count(P), format_bytes(expected), format_bytes(written), format_bytes(2 * P)),
         (format_count(seven.elements), format_bytes(one.checkpoint_bytes), "–", format_bytes(2 * seven.elements)),
+    ],
+)
+
+# %%
+llama_70b = LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+)
+seventy = tk.describe(llama_70b)
+eight_nodes = tk.forecast(
+    seventy,
+    tk.Strategy(sharding="zero3", precision="bf16"),
+    "8 nodes x 8x H100-80GB",
+    tk.TrainConfig(seq_len=2048, micro_batch=1),
+    one_document=True,
+)
+ours_each = eight_nodes.checkpoint_bytes / seventy.elements
+with_bf16_copy = ours_each + torch.bfloat16.itemsize
+checkpoints_70b = {what: size * 70e9 / 1e9 for what, size in (("usual", with_bf16_copy), ("ours", ours_each))}
+
+assert (with_bf16_copy, ours_each) == (14, 12)
+assert checkpoints_70b == {"usual": 980, "ours": 840}
+Table(
+    title="A checkpoint of 70 billion parameters",
+    columns=("what is saved", "bytes a parameter", "GB"),
+    rows=[
+        ("bf16 weights, fp32 weights, two moments", f"{with_bf16_copy:g}", f"{checkpoints_70b['usual']:g}"),
+        ("fp32 weights, two moments: the toolkit's", f"{ours_each:g}", f"{checkpoints_70b['ours']:g}"),
     ],
 )
 

@@ -410,7 +410,7 @@ def look(folder, out):
     import toolkit as tk
     from toolkit.engines.base import engine_of
     from toolkit.engines.shards import overlaps, parts, whole_box
-    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.loop import make_optimizer, make_schedule
     from toolkit.training.master_weights import restore_masters
 
     spec = tk.describe(folder)
@@ -421,7 +421,7 @@ def look(folder, out):
 
     train_config = tk.job(accelerator).train_config
     optimizer = make_optimizer(model, train_config)
-    schedule = warmup_cosine(optimizer, train_config)
+    schedule = make_schedule(optimizer, train_config)
     accelerator.from_checkpoint.clear()  # so that prepare leaves the masters as upstream makes them
     model, optimizer = accelerator.prepare(model, optimizer)
     ours = tk.prepared(accelerator, (model, optimizer))

@@ -11,7 +11,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, StrategyMismatch, ToolkitError
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import diagnose, environment
-from toolkit.engines.base import import_plugins
+from toolkit.engines.plugins import import_plugins
 from toolkit.exporters import export, save, verify
 from toolkit.forecasting import forecast, plan
 from toolkit.forecasting.diffs import diff_forecasts
@@ -21,8 +21,9 @@ from toolkit.launcher import attach, launch, resume, runs
 from toolkit.models import describe
 from toolkit.notebook.explorer import explore
 from toolkit.reports import report
+from toolkit.training.evaluation import evaluate
 from toolkit.training.loading import load
-from toolkit.training.loop import evaluate, train
+from toolkit.training.loop import train
 from toolkit.training.metrics import log, should_stop
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator, job

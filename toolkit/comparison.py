@@ -88,26 +88,20 @@ class Comparison(Result):
         return [Table(title=title, columns=columns, rows=rows, notes=notes), self._memory()]
 
     def _memory(self) -> Table:
-        measured_phases = [
-            name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)
-        ]
+        names = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
         rows = []
         for result in self.results:
-            phases = result.measured["phases"] if result.measured else {}
+            measured = result.measured or {"peak_bytes": 0, "phases": {}}
             expected = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
-            rows.append(
-                (
-                    result.sharding,
-                    format_bytes(max(result.parameter_bytes_per_rank)),
-                    _with_ratio(result.measured["peak_bytes"] if result.measured else 0, expected["peak_bytes"]),
-                    *(_with_ratio(phases.get(name, 0), expected["phases"].get(name)) for name in measured_phases),
-                )
-            )
+            pairs = [(measured["peak_bytes"], expected["peak_bytes"])]
+            pairs += [(measured["phases"].get(name, 0), expected["phases"].get(name)) for name in names]
+            parameters = format_bytes(max(result.parameter_bytes_per_rank))
+            rows.append((result.sharding, parameters, *(_with_ratio(*pair) for pair in pairs)))
         notes = (
             "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
             "x: forecast / measured.",
         )
-        columns = ("sharding", "parameters", "peak", *measured_phases)
+        columns = ("sharding", "parameters", "peak", *names)
         return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
 
 
@@ -146,16 +140,14 @@ def compare(
     counts = [1 if strategy.single_process else ranks for strategy in strategies]
     sizes = [resolve_parallelism(*pair).dp_size for pair in zip(strategies, counts, strict=True)]
     most = ranks if 1 in counts else max(sizes)
-    plans = []
-    for strategy, count, size in zip(strategies, counts, sizes, strict=True):
+    for strategy, size in zip(strategies, sizes, strict=True):
         if most % size:
             raise StrategyError(
                 f"sharding {strategy.sharding!r} has {size} data-parallel ranks, which do not divide {most}: the strategies "
                 "cannot have one global batch. Choose another --processes."
             )
-        plans.append(
-            (strategy, dataclasses.replace(train_config, accumulation=train_config.accumulation * most // size), count)
-        )
+    batches = [dataclasses.replace(train_config, accumulation=train_config.accumulation * most // n) for n in sizes]
+    plans = list(zip(strategies, batches, counts, strict=True))
     check_place(root)
     environs = [run_preflight(run_config, *plan, machine.device).rank_environment for plan in plans]
     print_default(ranks, machine, processes)

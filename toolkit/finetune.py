@@ -16,7 +16,7 @@ from typing import Any
 import toolkit as tk
 from toolkit.core.errors import NotFinite
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import StepRequest, make_optimizer, warmup_cosine
+from toolkit.training.loop import make_optimizer, make_schedule
 from toolkit.training.rank_process import run_rank
 from toolkit.training.rank_run import RankRun
 
@@ -29,8 +29,8 @@ def train_rank(run: RankRun) -> int:
 
     train_config = tk.job(accelerator).train_config
     model, tokenizer = tk.load(accelerator, allow_unquantized=run.config.allow_unquantized)
-    optimizer = make_optimizer(model, train_config)
-    schedule = warmup_cosine(optimizer, train_config)
+    optimizer = make_optimizer(model, train_config, fused=accelerator.scaler is None)
+    schedule = make_schedule(optimizer, train_config)
     model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, run.batches(), schedule)
     prepared = tk.prepared(accelerator, (model, optimizer))
     run.restore(prepared, schedule)
@@ -45,7 +45,7 @@ def train_rank(run: RankRun) -> int:
 
 def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, schedule: Any) -> int | None:
     """Train the remaining steps. Return the step after which a signal stopped the run, or None."""
-    policy, evaluator, log = run.checkpoint_policy(prepared, schedule), run.evaluator(prepared), run.step_log(prepared)
+    policy, evaluator, log = run.checkpoint_policy(prepared, schedule), run.evaluator(prepared), run.step_log()
     done = run.start
     if evaluator.missed(done) and not evaluator.evaluate(done):
         return done
@@ -57,6 +57,7 @@ def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, s
         on_begin=run.on_step_begin,
         samples=lambda step: run.format_samples(step, tokenizer),
         request=policy.request,
+        read_late=lambda step: run.may_read_late(step) and not (policy.due(step) or evaluator.due(step)),
     )
     try:
         for step in steps:
@@ -64,7 +65,7 @@ def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, s
             log.record(step)
             run.on_step_end(prepared, step)
             policy.step_done(step)  # before an evaluation, which may take long
-            if StepRequest.STOP in step.request:
+            if step.stops:
                 return done
             if evaluator.due(done) and not evaluator.evaluate(done):
                 policy.save_last_good(done)  # this step is not evaluated yet: the resumed run does it
@@ -72,7 +73,7 @@ def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, s
     except NotFinite as error:
         policy.save_before_failing(done, error)
         raise
-    return done if policy.stop_requested(prepared) else None
+    return done if policy.stop_requested() else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

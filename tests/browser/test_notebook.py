@@ -13,7 +13,7 @@ from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_s
 from playwright.sync_api import Page, expect
 
 import toolkit as tk
-from toolkit.launcher.process_cleanup import run_processes
+from toolkit.launcher.processes import run_processes
 
 pytestmark = pytest.mark.browser
 

@@ -53,6 +53,28 @@ def look(ours: Any) -> None:
     ours.model.train()
 
 
+def export_peak(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Each rank's memory in an export of a whole model, above what it held before."""
+    from accelerate.utils import gather_object
+
+    from toolkit import measurement
+    from toolkit.config.train_config import TrainConfig
+    from toolkit.exporters import engine_weights, save
+
+    engine_weights.SEND_CHUNK = 64 * 1024
+    train_config = TrainConfig(micro_batch=1, seq_len=SEQ_LEN, lr=1e-3)
+    ours, _, tokenizer = ranks.build(cell.get("folder", folder), train_config, **cell["strategy"])
+    peak = measurement.peak_memory(lambda: save(ours, tokenizer, Path(cell["into"])), "cpu")
+    spec = ours.job.spec
+    largest = max(parameter.elements for parameter in spec.parameters)
+    return {
+        "peaks": gather_object([peak]),
+        "largest": 4 * largest,
+        "whole": 4 * spec.elements,
+        "sent": engine_weights.SEND_CHUNK,
+    }
+
+
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after the steps `saves` into `into`."""
     import torch
@@ -63,6 +85,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.training.loop import train
     from toolkit.training.preparation import audit
 
+    if cell.get("measures") == "export":
+        return export_peak(cell, folder)
     spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     train_config = TrainConfig(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
@@ -77,6 +101,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     saver = (
         CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
     )
+    if saver and cell["strategy"].get("offload", "none") != "none":  # as on a GPU machine: written in place
+        saver.stays = lambda item: item.region.kind != "buffer"  # type: ignore[method-assign]
     if saver and start in cell["saves"]:
         save(saver, start)
     resumed = start > 0

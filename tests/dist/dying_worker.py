@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from programs import launch_config
+
 from toolkit.core import atomic_io
 from toolkit.core.errors import ToolkitError
 from toolkit.core.phases import phase
-from toolkit.core.process_lifecycle import die_with_parent, tee_output
+from toolkit.core.process_lifecycle import die_with_parent
+from toolkit.core.rank_output import tee_output
 from toolkit.launcher import RestartPolicy, Stopped, supervise_with_restarts
 from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.heartbeat import Beat
@@ -24,7 +27,7 @@ def main(path: Path) -> None:
     """One attempt, which leaves the files that the recipe would."""
     die_with_parent()
     run, rank = folder.enter(path, resume="--resume" in sys.argv), int(os.environ.get("RANK", "0"))
-    tee_output(run.log(rank), rank=rank, supervised=True)
+    tee_output(run.log(rank), rank=rank, supervised=True, token=run.token)
     if "loads" in sys.argv:
         with Beat(run.beat(0), 0):
             time.sleep(120)
@@ -51,15 +54,6 @@ def main(path: Path) -> None:
 def supervisor(path: Path) -> int:
     """As the shell's command is one."""
     several = "spins" in sys.argv
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if several else "NO",
-        "num_processes": 2 if several else 1,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-        "use_cpu": False,
-    }
     first = ["--run-dir", str(path), *sys.argv[3:]]
     with folder.enter(path, token=run_lock.new_token()) as run:
         try:
@@ -68,7 +62,7 @@ def supervisor(path: Path) -> int:
                 "dying_worker",
                 first,
                 [*first, "--resume"],
-                config,
+                launch_config(2 if several else 1),
                 timeout=4 if several else 60,
                 restart_policy=RestartPolicy(restarts=0 if several else 5),
             )

@@ -47,6 +47,7 @@ def _accelerator(cell: dict[str, Any]) -> Any:
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     from toolkit.engines import cpu
+    from toolkit.engines.timeouts import handlers
 
     if cell["engine"] == "ddp":
         return Accelerator(cpu=True)
@@ -78,7 +79,7 @@ def _accelerator(cell: dict[str, Any]) -> Any:
     }
     return Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=cell["stage"] == 3),
-        kwargs_handlers=[cpu.gloo()],
+        kwargs_handlers=handlers(None, "gloo"),
     )
 
 

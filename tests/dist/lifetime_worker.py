@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.core import process_lifecycle
+from toolkit.core import process_lifecycle, rank_output
 from toolkit.run_folder import folder, run_lock
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         note(path.with_name(f"outlived-{rank}"), "")
         time.sleep(120)
     run = folder.enter(path)
-    process_lifecycle.tee_output(run.log(rank), rank=rank, supervised=run_lock.supervised())
+    rank_output.tee_output(run.log(rank), rank=rank, supervised=run_lock.supervised(), token=run.token)
     try:
         work(task, path, rank)
     except Exception as error:
@@ -112,23 +112,16 @@ def main() -> None:
 
 def supervisor() -> None:
     """As the shell's command is one."""
+    from programs import launch_config
+
     from toolkit import launcher
     from toolkit.core.errors import ToolkitError
 
     path, ranks, task = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if ranks > 1 else "NO",
-        "use_cpu": False,
-        "num_processes": ranks,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-    }
     try:
         with folder.enter(path, token=run_lock.new_token()) as run:
             module = "no_such_module" if task == "typo" else "lifetime_worker"
-            launcher.supervise(run, module, [task, "--run-dir", str(path)], config)
+            launcher.supervise(run, module, [task, "--run-dir", str(path)], launch_config(ranks))
     except launcher.Stopped as stopped:
         sys.exit(stopped.exit_code)
     except ToolkitError as error:

@@ -77,9 +77,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 def export(prepared: Any, tokenizer: Any, source: str, batch: Any, out: Path) -> dict[str, Any] | None:
     """What a checkpoint contains, and which tensors of the export are the source's, byte by byte."""
     from toolkit.checkpoints.layout import lay_out
+    from toolkit.engines.states import SNAPSHOT_CHUNK
     from toolkit.exporters.from_engine import save, verify
 
-    layout = lay_out(prepared)
+    layout = lay_out(prepared, SNAPSHOT_CHUNK)
     planned = save(prepared, tokenizer, out)
     result = verify(prepared, out, planned, {"input_ids": batch})
     if result is None:

@@ -43,7 +43,7 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     from toolkit.config.strategy import Strategy
     from toolkit.models import describe
     from toolkit.training.loading import load
-    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.loop import make_optimizer, make_schedule
     from toolkit.training.preparation import prepare, prepared
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything
@@ -53,7 +53,7 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     accelerator.print = lambda *lines: None  # type: ignore[method-assign]
     model, tokenizer = load(accelerator, allow_unquantized=True)
     optimizer = make_optimizer(model, train_config)
-    model, optimizer, schedule = prepare(accelerator, model, optimizer, warmup_cosine(optimizer, train_config))
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, make_schedule(optimizer, train_config))
     return prepared(accelerator, (model, optimizer)), schedule, tokenizer
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import python
 
 from toolkit import Strategy, TrainConfig, forecast, report
 from toolkit.core.errors import RunError
@@ -23,9 +22,7 @@ PARAMETERS = 5_048_576 * 4
 
 
 def toolkit(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "toolkit.cli", *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environ)
+    return python("-m", "toolkit.cli", *words, cwd=folder)
 
 
 @pytest.fixture(scope="module")

@@ -77,3 +77,41 @@ def test_adapters_are_merged_as_one_process_trained_them(made: Path, tmp_path: P
     for one, two in (("lora", "zero3 lora"), ("qlora", "fsdp qlora")):
         alone = exported(made, one, tmp_path, merge=True)
         assert apart(exported(made, two, tmp_path, merge=True), alone) < 1e-4, two
+
+
+def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path) -> None:
+    """Rank 0 puts one tensor at a time together, next to its own shards. The others only send."""
+    import torch
+    from safetensors.torch import load_file
+
+    base = tiny.llama(tmp_path / "base", hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
+    groups = [
+        (
+            count,
+            [
+                {
+                    "measures": "export",
+                    "strategy": {"sharding": sharding, **words},
+                    "into": str(tmp_path / f"{name} {count}"),
+                }
+                for name, sharding, words in (
+                    ("fsdp", "fsdp", {"precision": "fp32"}),
+                    ("zero3", "zero3", {"precision": "fp32"}),
+                    ("zero3 bf16", "zero3", {"precision": "bf16"}),
+                    ("fsdp cpu", "fsdp", {"precision": "bf16", "offload": "cpu"}),
+                )
+            ],
+        )
+        for count in (2, 4)
+    ]
+    wanted = load_file(base / "model.safetensors")
+    for measured in (
+        one for group in tiny.run_groups("checkpoint_worker.py", groups, base, tmp_path / "s") for one in group
+    ):
+        largest, sent, what = measured["largest"], measured["sent"], measured["cell"]["into"]
+        assert measured["whole"] > 8 * largest
+        assert measured["peaks"][0] <= largest + 2 * sent, what
+        assert max(measured["peaks"][1:]) <= 2 * sent, what
+        written = load_file(Path(what) / "model.safetensors")
+        assert written.keys() == wanted.keys()
+        assert all(torch.equal(written[name], tensor.to(written[name].dtype)) for name, tensor in wanted.items()), what

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from programs import python
 
 from toolkit.checkpoints.importers import Weights, open_foreign
 from toolkit.core.errors import CheckpointError
@@ -114,10 +113,7 @@ import torch.distributed
 assert not torch.distributed.is_initialized()
 """
     names = ["fsdp sharded", "zero1", "zero3"]
-    process = subprocess.run(
-        [sys.executable, "-c", script, made, *names], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert process.returncode == 0, process.stderr
+    process = python("-c", script, made, *names, code=0)
     assert process.stderr == ""
     assert len(set(process.stdout.split())) == 1
 

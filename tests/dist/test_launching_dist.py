@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from programs import python, until
 
 import toolkit as tk
 from toolkit.core.errors import RunError
-from toolkit.launcher.process_cleanup import run_processes
+from toolkit.launcher.processes import run_processes
 
 pytestmark = pytest.mark.dist
 
@@ -28,13 +28,6 @@ def left_of(folder: Path) -> list[psutil.Process]:
     return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
-def until(preflight: Any, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not preflight():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.1)
-
-
 def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Launched by a process that ends: the run must not end with it.
@@ -43,7 +36,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
         f"run = tk.launch('toolkit.finetune', 'ddp', processes=2, run_dir={str(folder)!r}, steps=4000, **{SMALL!r}); "
         "print(run.status)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = python("-c", program, code=0)
     assert done.stdout.split() == ["starting"]
 
     run = tk.attach(folder)
@@ -78,7 +71,6 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
 
 def hosted(words: list[str], *, fail: bool = False, endless: bool = False) -> None:
     """What a cell could define: it makes what it needs, and says how far it is."""
-    import time
 
     import torch
 

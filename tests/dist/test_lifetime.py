@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from programs import ROOT, gone, launch_config, living, python, start, until
 
 from toolkit.core.errors import RunError
-from toolkit.devices.machine import Device, Hardware
 from toolkit.run_folder import folder
-from toolkit.training.setup import check_ranks
 
 pytestmark = pytest.mark.dist
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-GONE_SECONDS = 2.0
-"""None outlives its launcher by more."""
-
-CONFIG = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-use_cpu: false
-num_processes: 2
-num_machines: 1
-machine_rank: 0
-main_process_port: 0
-mixed_precision: "no"
-"""
 
 
 class Started:
@@ -62,44 +46,22 @@ class Started:
         return launcher
 
 
-def until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait for it."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"{what}: not within {seconds} s"
-        time.sleep(0.01)
-
-
-def living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended; one that nobody has reaped yet has."""
-    left = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(process)
-    return left
-
-
-def gone(processes: list[psutil.Process]) -> None:
-    """All of them, in time."""
-    until(lambda: not living(processes), GONE_SECONDS, f"the end of {processes}")
-
-
-def environment() -> dict[str, str]:
-    """For processes that import the worker."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+def redacting(*parents: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes below these that write their output."""
+    family = (child for parent in parents for child in psutil.Process(parent.pid).children(recursive=True))
+    return [process for process in family if any(word.endswith("redaction.py") for word in process.cmdline())]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
     """All runs of this file, started together: they wait more than they work, and none gets in another's way."""
     root = tmp_path_factory.mktemp("lifetime")
-    (root / "config.yaml").write_text(CONFIG)
-    bare = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(root / "config.yaml"), "-m"]
+    (root / "config.yaml").write_text(json.dumps({**launch_config(2), "main_process_port": 0}))
+    bare = ["-m", "accelerate.commands.launch", "--config_file", str(root / "config.yaml"), "-m"]
     commands = {
         **{f"{task} bare": [*bare, "lifetime_worker", task, "--run-dir", "FOLDER"] for task in ("import", "late", "waits")},
         **{
-            f"{task} {ranks}": [sys.executable, "-m", "lifetime_worker", "supervise", "FOLDER", str(ranks), task]
+            f"{task} {ranks}": ["-m", "lifetime_worker", "supervise", "FOLDER", str(ranks), task]
             for task, ranks in (
                 ("sleep", 2), ("watched", 2), ("late", 2), ("killed", 2), ("raises", 2), ("refuses", 2),
                 ("interrupted", 2), ("interrupted", 1), ("stubborn", 1), ("typo", 1),
@@ -110,14 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started
     for name, command in commands.items():
         path = root / name.replace(" ", "-") / "run"
         path.parent.mkdir()
-        process = subprocess.Popen(
-            [str(path) if word == "FOLDER" else word for word in command],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started[name] = Started(process, path)
+        started[name] = Started(start(*(path if word == "FOLDER" else word for word in command)), path)
     yield started
     for left in psutil.process_iter():  # by a test that failed
         with contextlib.suppress(psutil.Error):
@@ -141,13 +96,14 @@ def test_ranks_end_with_a_supervisor_that_is_killed(runs: dict[str, Started]) ->
     run = runs["sleep 2"]
     ranks = run.pids("rank-0", "rank-1")
     all_of_it = [*ranks, *run.pids("child-0", "child-1"), run.launcher()]
-    assert len(living(all_of_it)) == 5
+    [redaction] = redacting(run.process)  # one, for both ranks and their launcher
+    assert len(living([*all_of_it, redaction])) == 6
     with pytest.raises(RunError) as refused:
         folder.enter(run.path, wait=0.1)
     for pid, role in ((run.process.pid, "supervisor"), (ranks[0].pid, "rank 0"), (ranks[1].pid, "rank 1")):
         assert f"process {pid} ({role}, on " in str(refused.value)
     os.kill(run.process.pid, signal.SIGKILL)
-    gone(all_of_it)
+    gone([*all_of_it, redaction])
     folder.enter(run.path, wait=0.5).leave()
 
 
@@ -281,9 +237,7 @@ time.sleep(120)
 def test_a_system_without_prctl_and_a_child_of_another_thread(system: str) -> None:
     """A poll does the same. What another thread forked must not end with that thread."""
     code = CHILD.format(system=system, seconds=3)
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, code], env=environment(), stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with start("-c", PARENT, code, stderr=None) as parent:
         assert parent.stdout is not None
         child, forked = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
         time.sleep(0.5)
@@ -296,8 +250,8 @@ def test_a_system_without_prctl_and_a_child_of_another_thread(system: str) -> No
 PRINT = """
 import os, sys
 from pathlib import Path
-from toolkit.core import process_lifecycle as lifetime
-lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
+from toolkit.core.rank_output import tee_output
+tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised", token=sys.argv[1])
 print("said", flush=True)
 print("warned", file=sys.stderr)
 os.system("echo a child said")
@@ -320,13 +274,12 @@ def test_what_a_rank_prints_is_kept_and_shown(
 ) -> None:
     """All of it in the log, the crash of a killed process too."""
     log = tmp_path / "logs" / "rank.log"
-    command = [sys.executable, "-c", PRINT, str(log), str(rank), how, end]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = python("-c", PRINT, log, rank, how, end)
     assert done.stdout.splitlines()[: len(out)] == out
     assert done.stderr.splitlines()[: len(err)] == err
     kept = log.read_text().splitlines()
     said = ["a child said", "said", "warned"]
-    # Without a supervisor the two streams pass through a process each: their order in the log is nobody's.
+    # Without a supervisor the two streams pass through a pipe each: their order in the log is nobody's.
     assert sorted(line for line in kept if line in said) == said
     if end == "crash":
         assert "Fatal Python error: Aborted" in kept
@@ -334,26 +287,53 @@ def test_what_a_rank_prints_is_kept_and_shown(
         assert (done.returncode, len(kept)) == (0, 3)
 
 
-def test_ranks_are_at_most_the_devices() -> None:
-    """On accelerators; a CPU takes any number."""
-    device = Device(kind="cuda", name="T4", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
-    one = Hardware(device=device, count=1, host_bytes=1, host_free_bytes=1)
-    check_ranks(one, 1)
-    with pytest.raises(RunError, match=r"processes 2: this machine has 1 cuda device\(s\) \(T4\).*--processes 1"):
-        check_ranks(one, 2)
-    with pytest.raises(RunError, match="processes 0: expected at least 1"):
-        check_ranks(one, 0)
-    cpu = Device(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1, dtypes=(), attentions=())
-    check_ranks(Hardware(device=cpu, count=1, host_bytes=1, host_free_bytes=1), 4)
+SHARE = """
+import sys
+from pathlib import Path
+from toolkit.core.rank_output import tee_output
+tee_output(Path(sys.argv[1]), rank=1, supervised=True, token=sys.argv[2])
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def logged(log: Path, line: str) -> bool:
+    return log.exists() and line in log.read_text()
+
+
+def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> None:
+    """It outlives the rank that started it, keeps their streams apart, and ends with the last of them."""
+    logs = [tmp_path / f"{rank}.log" for rank in range(4)]
+    ranks = [start("-c", SHARE, log, tmp_path, stdin=subprocess.PIPE) for log in logs]
+
+    def say(words: str) -> None:
+        for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
+            if rank.poll() is None:
+                assert rank.stdin is not None
+                rank.stdin.write(f"{words} of {number}\n")
+                rank.stdin.flush()
+                until(partial(logged, log, f"{words} of {number}\n"), 60, words)
+
+    say("first words")
+    [redaction] = redacting(*ranks)
+    starter = next(rank for rank in ranks if rank.pid == redaction.ppid())
+    starter.kill()
+    starter.wait()
+    say("last words")
+    for rank in ranks:
+        rank.kill()
+    for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
+        rank.communicate()
+        words = ["first", "last"] if rank is not starter else ["first"]
+        assert log.read_text().splitlines() == [f"{word} words of {number}" for word in words]
+    gone([redaction])
 
 
 def test_a_script_keeps_its_exit_code(tmp_path: Path) -> None:
     """Its last calls are collectives on gloo."""
-    root = Path(__file__).parents[2]
-    launch = ["toolkit.cli", "launch", "--sharding", "ddp", "--processes", "2", "--run-dir", str(tmp_path / "run")]
-    command = [sys.executable, "-m", *launch, str(root / "benchmarks" / "exit_loop.py"), "nothing", "3"]
-    environ = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 1
+    words = ["launch", "--sharding", "ddp", "--processes", "2", "--run-dir", tmp_path / "run"]
+    done = python(
+        "-m", "toolkit.cli", *words, ROOT / "benchmarks" / "exit_loop.py", "nothing", "3", cwd=tmp_path, code=1
+    )
     assert "ended with exit status 3" in done.stderr, done.stderr
     assert "trained: 3 steps" in done.stdout

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ROOT, python
 
 from toolkit import measurement
 from toolkit.core.phases import phase
@@ -75,11 +74,8 @@ def living() -> int:
 
 def launch(target: Path) -> list[dict[str, Any]]:
     """Two ranks; what each of them measured."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, str(target)], capture_output=True, text=True, timeout=240, env=environ, cwd=root)
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    done = python(*command, target, cwd=ROOT, code=0)
     for word in ("profiler", "CPUAllocator", "memory block"):
         assert word.lower() not in done.stderr.lower(), done.stderr
     return [json.loads(target.with_suffix(f".{rank}").read_text()) for rank in range(2)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from programs import python
 
 pytestmark = pytest.mark.dist
 
@@ -117,24 +115,13 @@ def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words:
     size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "3")
     plain = ("--activation-checkpointing", "none", "--no-save")
     command = ("train", "--model", str(root / model), "--data", "text.jsonl", "--tp", "2", *words, *size, *plain)
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.cli", *command, "--run-dir", f"run-{model}"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    python("-m", "toolkit.cli", *command, "--run-dir", f"run-{model}", cwd=root, code=0)
     memory = json.loads((root / f"run-{model}" / "memory.json").read_text())
     forecast = memory["forecast"]["device"]["peak_bytes"]
     assert forecast == pytest.approx(memory["measured"]["peak_bytes"], rel=0.04)
     for rank in memory["measured"]["per_rank"]:
         assert forecast == pytest.approx(rank["peak_bytes"], rel=0.04)
     if len(words) == 2:  # alone, which a launch environment does not tell from DDP
-        again = [sys.executable, "-m", "toolkit.cli", "resume", f"run-{model}", "--steps", "4"]
-        done = subprocess.run(again, cwd=root, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
+        python("-m", "toolkit.cli", "resume", f"run-{model}", "--steps", "4", cwd=root, code=0)
         about = json.loads((root / f"run-{model}" / "run.json").read_text())
         assert (about["strategy"]["sharding"], about["strategy"]["tp"]) == ("none", 2)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import environment, python
 
 pytestmark = pytest.mark.dist
 
@@ -39,12 +37,8 @@ print(json.dumps({
 
 
 def run(*command: str, folder: Path) -> str:
-    environ = {**os.environ, "TOOLKIT_ENGINES": str(ROOT / "tests" / "plugins" / "moments_engine.py")}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600, env=environ
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    environ = environment(TOOLKIT_ENGINES=str(ROOT / "tests" / "plugins" / "moments_engine.py"))
+    return python(*command, cwd=folder, env=environ, code=0).stdout
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A run that is stopped, or whose rank dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
+"""A run that is stopped, or whose rank raises, dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import programs
 import psutil
 import pytest
 import tiny
+from programs import ROOT, environment, python, until
 
 from toolkit import report
 from toolkit.checkpoints import list_checkpoints
@@ -26,7 +26,6 @@ from toolkit.run_folder.heartbeat import read_beats
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 12
 """Seconds of silence after which these runs' ranks have hung."""
 
@@ -50,6 +49,10 @@ def watch():
 
     phases.observe(observe)
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(300))
+    signal.signal(signal.SIGUSR2, fail)
+
+def fail(*_):
+    raise RuntimeError("a fault in the middle")
 
 def slow_disk():
     slow = {"/.manifest.json.", ".partial/config.json", "/export/config.json"}
@@ -98,10 +101,7 @@ class Running:
 
     def strike(self, do: Callable[[Running], None]) -> None:
         """Once it is ready."""
-        deadline = time.monotonic() + 200
-        while not self.preflight():
-            assert time.monotonic() < deadline, (self.name, self.err)
-            time.sleep(0.1)
+        until(self.preflight, 400, self.name)
         family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         do(self)
         self.out, self.err = self.process.communicate(timeout=150)
@@ -122,21 +122,13 @@ def at_rank(number: int) -> Callable[[Running], None]:
 def hang_then_stop(run: Running) -> None:
     """A rank that is silent; and when the run goes on without it, a stop."""
     at_rank(signal.SIGSTOP)(run)
-    deadline = time.monotonic() + 150
-    while not any(event["attempt"] == 1 for event in run.events):
-        assert run.process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: any(event["attempt"] == 1 for event in run.events), alive=run.process)
     run.process.send_signal(signal.SIGTERM)
 
 
 def until_rank_1_waits(run: Running) -> None:
     """For rank 0, as its heartbeat says."""
-    deadline = time.monotonic() + 60
-    while read_beats(run.path / "logs")[1].phase != "wait":
-        assert run.process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: read_beats(run.path / "logs")[1].phase == "wait", 60, alive=run.process)
 
 
 def nothing(_: Running) -> None:
@@ -148,14 +140,8 @@ def start(work: Path, name: str, fault: str, *flags: str, bare: str = "") -> Run
     things = ["--model", str(work / "llama"), "--data", str(work / "text.jsonl"), "--run-dir", str(work / name)]
     config = ["--main_process_port", "0", "--config_file", str(ROOT / "accelerate_configs" / f"{bare}.yaml")]
     launch = ["accelerate.commands.launch", *config, "-m", "toolkit.finetune"] if bare else ["toolkit.cli", "train"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *launch, *things, "--no-memory-window", *flags],
-        cwd=work,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{work / 'fault'}", "FAULT": fault, "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environ = environment(work / "fault", FAULT=fault)
+    process = programs.start("-m", *launch, *things, "--no-memory-window", *flags, cwd=work, env=environ)
     return Running(name, work / name, process)
 
 
@@ -175,6 +161,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
         "silent": (hang_then_stop, ("slow", "--sharding", "ddp", *TWO, "--save-every", "2", "--restarts", "3")),
         "behind": (at_rank(signal.SIGUSR1), ("slow", "--sharding", "fsdp", *TWO)),
+        "raised": (at_rank(signal.SIGUSR2), ("slow", "--sharding", "ddp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
         "alone": (at_all(signal.SIGINT), ("slow", "--processes", "1", "--save-seconds", "0", "--seq-len", "32", *LONG)),
         "bare": (at_all(signal.SIGTERM), ("slow", "--seq-len", "32", *LONG)),
@@ -185,7 +172,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     }
     found: dict[str, Running] = {}
     try:
-        for names in (("silent", "behind"), ("memory", "alone"), ("bare", "disk")):
+        for names in (("silent", "behind"), ("memory", "alone"), ("bare", "disk", "raised")):
             for name in names:
                 found[name] = start(work, name, *plan[name][1], bare={"bare": "zero2", "disk": "ddp"}.get(name, ""))
             with ThreadPoolExecutor() as pool:
@@ -202,7 +189,7 @@ def attempts(run: Running) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["silent", "behind", "memory", "alone", "bare", "disk"])
+@pytest.mark.parametrize("name", ["silent", "behind", "raised", "memory", "alone", "bare", "disk"])
 def test_nothing_is_left_of_a_run(runs: dict[str, Running], name: str) -> None:
     assert runs[name].left == []
     assert not list((runs[name].path / "checkpoints").glob(".step-*"))
@@ -277,7 +264,8 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "status"), [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("memory", "finished")]
+    ("name", "status"),
+    [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("raised", "failed"), ("memory", "finished")],
 )
 def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, status: str) -> None:
     """Accelerate's own launcher leaves no page, and its folder makes one."""
@@ -298,6 +286,40 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert str(run.path / "logs" / "rank-1.log") in run.err
     said = json.loads((run.path / "logs" / "rank-0.error.json").read_text())["message"]
     assert re.search("Timed out waiting|Application timeout", said), said  # whichever of gloo's waits is first
+
+
+def test_a_rank_that_raises_ends_the_whole_run(runs: dict[str, Running]) -> None:
+    run = runs["raised"]
+    assert run.code == 1
+    assert not (run.path / "export").exists()
+    first, _, last_lines = run.err.partition(" Its last lines (")
+    assert re.fullmatch(r"toolkit: rank 1 ended with RuntimeError: a fault in the middle. It was .* step \d+\.", first)
+    assert last_lines.startswith(str(run.path / "logs" / "rank-1.log"))
+    assert last_lines.rstrip().endswith("RuntimeError: a fault in the middle")
+    assert "rank 1 " in (run.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "sentence"),
+    [
+        (
+            "zero3",
+            ["--sharding", "fsdp"],
+            "sharding 'fsdp' was requested, but the Accelerate launch environment has 'zero3'",
+        ),
+        ("ddp", ["--data", "nothing.jsonl"], "data nothing.jsonl: no such file or folder"),
+    ],
+)
+def test_a_mistake_under_accelerate_launch_is_said_once(
+    config: str, flags: list[str], sentence: str, tmp_path: Path
+) -> None:
+    file = ROOT / "accelerate_configs" / f"{config}.yaml"
+    launch = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", file]
+    done = python("-m", *launch, "-m", "toolkit.finetune", *flags, cwd=tmp_path)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(sentence) == 1, done.stderr
+    assert "toolkit/" not in done.stderr, "a traceback through our own files"
+    assert list(tmp_path.iterdir()) == []
 
 
 COUNTING = """
@@ -322,49 +344,47 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
         (tmp_path / name / "README.md").write_text("# Words")
     (tmp_path / "counting").mkdir()
     (tmp_path / "counting" / "sitecustomize.py").write_text(COUNTING.format(log=str(tmp_path / "opened")))
-    command = ["train", "--steps", "2", "--seq-len", "32", "--model", str(tmp_path / "llama"), "--no-memory-window"]
-    command += ["--data", str(tmp_path / "text"), "--eval-data", str(tmp_path / "held"), "--no-save"]
+    run, steps = tmp_path / "run", 4  # the heartbeat is a second old: the first evaluation may be over
+    command = ["train", "--steps", str(steps), "--seq-len", "32", "--model", str(tmp_path / "llama")]
+    command += [
+        "--no-memory-window",
+        "--data",
+        str(tmp_path / "text"),
+        "--eval-data",
+        str(tmp_path / "held"),
+        "--no-save",
+    ]
     command += ["--eval-every", "1", "--processes", "1"]
-    run = tmp_path / "run"
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'counting'}", "CUDA_VISIBLE_DEVICES": ""}
 
     def toolkit(*words: str) -> subprocess.Popen[str]:
-        called = [sys.executable, "-m", "toolkit.cli", *words]
-        kinds = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(called, cwd=tmp_path, env=environ, **kinds)  # type: ignore[call-overload,no-any-return]
+        return programs.start("-m", "toolkit.cli", *words, cwd=tmp_path, env=environment(tmp_path / "counting"))
+
+    def evaluations() -> list[tuple[int, bool]]:
+        return [(event["step"], "eval_loss" in event) for event in read_events(run / "events.jsonl")]
 
     first = toolkit(*command, "--run-dir", str(run))
-    deadline = time.monotonic() + 150
-    while not any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()):
-        assert first.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()), alive=first)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=150)
     assert first.returncode == 143, err
-    assert "step 1: evaluation left out because the run stops\n" in out
-    assert [list(event)[-1] for event in read_events(run / "events.jsonl")] == ["samples"]
-    assert list_checkpoints(run / "checkpoints")[0].name == "step-00000001"
-    for name in ("data: 1 jsonl file", "eval_data: 1 jsonl file"):
+    [cut] = map(int, re.findall(r"step (\d): evaluation left out because the run stops\n", out))
+    lines = [(step, evaluated) for step in range(1, steps + 1) for evaluated in (False, True)]
+    assert evaluations() == lines[: 2 * cut - 1]
+    assert list_checkpoints(run / "checkpoints")[0].name == f"step-{cut:08d}"
+    for name in ("data: 1 file (text.jsonl)", "eval_data: 1 file (held.jsonl)"):
         assert f"\n{name}; left out: README.md\n" in out
     assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
         "read once by all processes"
     )
-    again = toolkit("resume", str(run))
-    _, err = again.communicate(timeout=200)
-    assert again.returncode == 0, err
+    python("-m", "toolkit.cli", "resume", run, cwd=tmp_path, env=environment(tmp_path / "counting"), code=0)
     assert len((tmp_path / "opened").read_text().split()) == 2, "unchanged data are read again"
-    events = read_events(run / "events.jsonl")
-    assert [(event["step"], "eval_loss" in event) for event in events] == [(1, False), (1, True), (2, False), (2, True)]
-    assert all(0 < event["eval_loss"] < 10 for event in events[1::2])
+    assert evaluations() == lines
+    assert all(0 < event["eval_loss"] < 10 for event in read_events(run / "events.jsonl")[1::2])
 
 
 def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:
     """The first makes two new steps; the others, which end before, none. Without a checkpoint each begins at step 0."""
-    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run")]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stderr
+    done = python("-m", "dying_worker", "supervise", tmp_path / "run", code=1)
     assert done.stderr.count("toolkit: rank 0 was killed by SIGKILL") == 4
     for number in (1, 2, 3):
         assert f"\nRestart {number} of 5, from step 0, since there is no checkpoint yet.\n" in done.stderr
@@ -392,10 +412,7 @@ def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[s
 
 def test_of_ranks_that_came_equally_far_the_idle_one_is_named(tmp_path: Path) -> None:
     """Where no collective times out: the other one waits for it in a busy loop, as DeepSpeed's shared memory does."""
-    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run"), "spins"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1
+    done = python("-m", "dying_worker", "supervise", tmp_path / "run", "spins", code=1)
     said = (
         "toolkit: rank 1 hung: the others waited for it longer than 4 s (--timeout). It was in the backward of step 7. "
     )
@@ -404,13 +421,8 @@ def test_of_ranks_that_came_equally_far_the_idle_one_is_named(tmp_path: Path) ->
 
 def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
     """Nobody waits for a rank that loads."""
-    command = [sys.executable, "-m", "dying_worker", "supervise", str(tmp_path / "run"), "loads"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 100
-        while not read_beats(tmp_path / "run" / "logs"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with programs.start("-m", "dying_worker", "supervise", tmp_path / "run", "loads", stdout=None) as process:
+        until(lambda: read_beats(tmp_path / "run" / "logs"), alive=process)
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from programs import python
 
 VOCABULARY = 256
 
@@ -241,16 +240,7 @@ def run_groups(
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "cells.json").write_text(json.dumps(groups), encoding="utf-8")
     path = Path(__file__).with_name(worker)
-    done = subprocess.run(
-        [sys.executable, path, scratch, folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        # Up to four ranks, of which each would need a GPU of its own.
-        env={**os.environ, "PYTHONPATH": str(path.parents[2]), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    python(path, scratch, folder, code=0)
     found = [
         json.loads((scratch / f"found-{number}.json").read_text(encoding="utf-8")) for number in range(len(groups))
     ]

@@ -12,15 +12,14 @@ from typing import Any
 from toolkit.config.strategy import Sharding
 from toolkit.core.phases import phase
 from toolkit.core.units import BYTES_OF
-from toolkit.engines.base import register
 from toolkit.engines.ddp import DDP
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.plugins import register
 from toolkit.engines.records import Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
-from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
+from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import State, buffer_shards, optimizer_bytes, optimizer_shards, parameters_of
-from toolkit.engines.traces import Segment, Trace
 
 
 def owner_of(job: Job) -> dict[str, int]:
@@ -55,17 +54,14 @@ class Moments(DDP):
         elements = sum(state.elements for state in self.owned(job, rank))
         return replace(super().expected_state(job, rank), optimizer=optimizer_bytes(job, elements))
 
-    def simulate_step(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
-        held = self.expected_state(job, rank)
-        hold_loaded(ledger, job, held.parameters)
-        ledger.touch("buffers", held.parameters)
-        ledger.hold("buffers", held.trainable)
-        hold_moments(ledger, job, held, checkpoints)
-        walk(ledger, job, step, Gradients(ledger))
-        ledger.enter("step")
-        optimizer_step(ledger, job, (state.elements for state in self.owned(job, rank)))
+    def simulate_step(self, simulation: Simulation) -> None:
+        ledger, state = simulation.ledger, simulation.state
+        simulation.hold_loaded(state.parameters)
+        ledger.touch("buffers", state.parameters)
+        ledger.hold("buffers", state.trainable)
+        simulation.hold_moments()
+        simulation.walk(Gradients(ledger))
+        simulation.optimizer_step(state.elements for state in self.owned(simulation.job, simulation.rank))
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
@@ -75,7 +71,10 @@ class Moments(DDP):
             Transfer(size, 1, "nothing", "ring", "updated parameters, broadcast"),
         ]
 
-    def step(self, prepared: Prepared) -> StepResult:
+    def steps_on_device(self, prepared: Prepared) -> bool:
+        return False
+
+    def step(self, prepared: Prepared, found_inf: Any = None) -> StepResult:
         import torch.distributed as dist
 
         owners, rank = owner_of(prepared.job), prepared.accelerator.process_index

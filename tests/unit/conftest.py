@@ -17,7 +17,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.models import describe
-    from toolkit.training.loop import make_optimizer, warmup_cosine
+    from toolkit.training.loop import make_optimizer, make_schedule
     from toolkit.training.preparation import prepare, prepared
     from toolkit.training.setup import accelerator as make
 
@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     train_config = TrainConfig(steps=8, lr=1e-2)
     accelerator = make(Strategy(), train_config, describe(str(folder / "model")))
     optimizer = make_optimizer(module, train_config)
-    model, optimizer, schedule = prepare(accelerator, module, optimizer, warmup_cosine(optimizer, train_config))
+    model, optimizer, schedule = prepare(accelerator, module, optimizer, make_schedule(optimizer, train_config))
     ours = prepared(accelerator, (model, optimizer))
     identity = identify(ours.job.spec, ours.job.strategy, "data")
     yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": accelerator}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoints.manifest import FORMAT, Manifest
+from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -39,6 +42,7 @@ def expected() -> Forecast:
         phases={"load": 20 * MiB, "forward": 110 * MiB, "backward": 130 * MiB},
         host_bytes=260 * MiB,
         checkpoint_bytes=70 * MiB,
+        checkpoint_stall_seconds=0.1,
         operations=10**9,
         communication_bytes=30 * MiB,
         timing=None,
@@ -124,3 +128,40 @@ def write(
         if memory:
             atomic_io.write_json(run.memory, memory)
     return run
+
+
+def manifest(**changes: Any) -> Manifest:
+    """The manifest of a checkpoint of one rank, with one tensor in one file."""
+    known = {
+        "format": FORMAT, "step": 4, "parallelism": vars(Parallelism()), "global_batch": 1, "strategy": {}, "train_config": {},
+        "counters": {"steps": 4}, "schedule": {}, "tensors": {"a": {"weight": {"shape": [4], "dtype": "float32"}}},
+        "identity": {}, "versions": {}, "written": "", "files": {"rank-00000.safetensors": {"sha256": "0" * 64, "bytes": 1}},
+    }  # fmt: skip
+    return Manifest(**{**known, **changes})
+
+
+class Page(HTMLParser):
+    """What a reader of HTML sees of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], "every element is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("img", "meta"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.words.append(data)

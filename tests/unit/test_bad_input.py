@@ -175,6 +175,7 @@ def test_two_ranks_where_one_device_is() -> None:
     check_ranks(machine, 1)
     with pytest.raises(RunError, match=r"processes 2: this machine has 1 cuda device.*--processes 1"):
         check_ranks(machine, 2)
+    check_ranks(hardware("1x cpu"), 4)
 
 
 LIBRARIES = {

@@ -29,6 +29,7 @@ from toolkit.checkpoints import (
 )
 from toolkit.checkpoints.background_writer import BackgroundWriter
 from toolkit.checkpoints.manifest import Manifest
+from toolkit.checkpoints.rank_files import await_ranks, sign_of_life
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
 
@@ -142,6 +143,42 @@ def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp
         for name in ("mean", "count", "flags", "empty", "spread", "turn", "scratch", "same"):
             norm._buffers.pop(name, None)
         weight.data = plain.copy_(weight.data)
+
+
+def test_offloaded_states_are_written_from_their_own_memory_and_the_rest_is_copied_in_chunks(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU machine, where moments in host memory have no second copy: the optimizer waits for the file."""
+    monkeypatch.setattr(checkpoint_writer, "SNAPSHOT_CHUNK", 4096)
+    monkeypatch.setattr(CheckpointWriter, "stays", lambda self, item: item.region.kind.startswith("exp_avg"))
+    saved = threading.Event()
+    save_tensors = checkpoint_writer.save_tensors
+
+    def slow(path: Path, tensors: Any) -> None:
+        time.sleep(0.2)
+        save_tensors(path, tensors)
+        saved.set()
+
+    monkeypatch.setattr(checkpoint_writer, "save_tensors", slow)
+    train(run)
+    policy = saver(run, tmp_path)
+    moments = [state[kind] for state in run["ours"].optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+    before = [moment.clone() for moment in moments]
+    policy.save(1)
+    assert saved.is_set()
+    for moment in moments:
+        moment.add_(1)  # the next step changes them at once
+    policy.wait()
+    (done,) = policy.published()
+    assert done.stall_seconds >= 0.2
+    manifest = read_manifest(done.path)
+    weights = sum(parameter.nbytes for parameter in run["ours"].model.parameters())
+    assert weights <= sum(chunk.nbytes for chunk in policy._chunks) < weights + 100 * len(policy.layout.mine)
+    assert max(chunk.nbytes for chunk in policy._chunks) <= 4096
+    assert max(item.tensor.nbytes for item in policy.layout.mine) <= 4096
+    restore(run["ours"], run["schedule"], ResumePoint(path=done.path, manifest=manifest, skipped=()), run["identity"])
+    for moment, value in zip(moments, before, strict=True):
+        assert moment.equal(value)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
@@ -263,30 +300,26 @@ def test_behind_a_ranks_note_the_folder_may_be_published_at_once(
     assert (tmp_path / "step-00000001" / "rank-00001.safetensors").exists()
 
 
-def test_a_rank_that_writes_nothing_is_named(run: dict[str, Any], tmp_path: Path) -> None:
-    policy = saver(run, tmp_path, patience=0.1)
+def test_a_rank_that_writes_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no file of rank\(s\) 1, 2 in .* after 0.1 s"):
-        policy._await(tmp_path / "partial", range(1, 3))
+        await_ranks(tmp_path / "partial", range(1, 3), 0.1, "json")
     (tmp_path / "rank-00001.failed").write_text("its disk is broken")
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part of .*: its disk is broken"):
-        policy._await(tmp_path, range(1, 2))
+        await_ranks(tmp_path, range(1, 2), 0.1, "json")
 
 
-def test_a_rank_that_takes_long_to_write_is_waited_for(
-    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_takes_long_to_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flushing and hashing change no size in the folder."""
     monkeypatch.setattr("toolkit.engines.timeouts.EVERY", 0.02)
-    policy = saver(run, tmp_path, patience=1.0)
 
     def write() -> None:
-        with checkpoint_writer._sign_of_life(tmp_path, 1):
+        with sign_of_life(tmp_path, 1):
             time.sleep(2.2)
         (tmp_path / "rank-00001.json").touch()
 
     other = threading.Thread(target=write)
     other.start()
-    policy._await(tmp_path, range(1, 2))
+    await_ranks(tmp_path, range(1, 2), 1.0, "json")
     other.join()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00001.json"]
 
@@ -373,16 +406,6 @@ def test_another_runs_checkpoint_is_refused(
         restore(run["ours"], run["schedule"], found, other)
 
 
-def test_a_manifest_that_leads_out_of_its_folder_is_refused(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    manifest = read_manifest(newest)
-    for name in ("../rank-00000.safetensors", "/etc/passwd", "a/../../b", "", "manifest.json"):
-        crafted = dataclasses.replace(manifest, files={name: {"sha256": "0", "bytes": 1}})
-        (newest / "manifest.json").write_bytes(crafted.encode())
-        with pytest.raises(CheckpointError, match="expected rank-00000"):
-            read_manifest(newest)
-
-
 def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
     newest = list_checkpoints(written)[0]
     (newest / "manifest.json").write_text("[" * 100_000)
@@ -421,14 +444,6 @@ def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
     del writer
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_manifest_of_another_format_says_which(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    crafted = dataclasses.replace(read_manifest(newest), format=99)
-    (newest / "manifest.json").write_bytes(crafted.encode())
-    with pytest.raises(CheckpointError, match="of format 99"):
-        read_manifest(newest)
 
 
 def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:

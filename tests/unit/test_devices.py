@@ -196,8 +196,8 @@ class Nvml:
         total = 80 * GiB if handle == "gpu" else 20 * GiB
         return SimpleNamespace(total=total, free=total - GiB)
 
-    def nvmlDeviceGetName(self, handle: str) -> bytes:
-        return b"NVIDIA H100 80GB HBM3" + (b"" if handle == "gpu" else b" MIG 2g.20gb")
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return "NVIDIA H100 80GB HBM3" + ("" if handle == "gpu" else " MIG 2g.20gb")
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
         assert handle == "gpu", "NVML answers this for a GPU alone"

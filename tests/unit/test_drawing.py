@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import math
 import re
+import sys
+import threading
 from itertools import combinations
 from xml.etree import ElementTree
 
@@ -11,9 +15,9 @@ import pytest
 import runs
 
 from toolkit.core.display import Table
-from toolkit.core.drawing import COLOURS, POINTS, Bar, bars, colour, curve, figure, luminance, thinned
-from toolkit.core.drawing.elements import ink_on
+from toolkit.core.drawing import POINTS, Bar, bars, curve, figure, portable, thinned
 from toolkit.core.phases import PHASES
+from toolkit.core.pictures import COLOURS, colour, ink_on, luminance
 from toolkit.core.units import GiB, MiB
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,25 +36,42 @@ def parse(svg: str) -> ElementTree.Element:
     root = ElementTree.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
-    named = (root.get("aria-labelledby") or "").split()
-    assert [root.find(f"{SVG}{kind}").get("id") for kind in ("title", "desc")] == named  # type: ignore[union-attr]
+    title = root.findtext(f"{SVG}title")
+    assert title
+    assert (root.get("aria-label") or "").startswith(f"{title}. ")
     assert root.find(f"{SVG}rect").get("fill") == "#ffffff"  # type: ignore[union-attr]
-    assert not re.search(r"<script|href|url\(|\son\w+=", svg)
+    assert not re.search(r"<script|<style|href|url\(|\son\w+=", svg)
+    assert not [element for element in root.iter() if "id" in element.attrib]
     return root
 
 
 def described(svg: str) -> str:
     """What it says to who cannot see it."""
-    return parse(svg).findtext(f"{SVG}desc") or ""
+    root = parse(svg)
+    return (root.get("aria-label") or "").removeprefix(f"{root.findtext(f'{SVG}title')}. ")
 
 
-def drawn(svg: str) -> dict[str, list[ElementTree.Element]]:
-    """Part → its rectangles, from left to right."""
-    found: dict[str, list[ElementTree.Element]] = {}
-    for rect in parse(svg).iter(f"{SVG}rect"):
-        if told := rect.findtext(f"{SVG}title"):
-            found.setdefault(told.split(":")[0], []).append(rect)
-    return found
+def drawn(svg: str) -> dict[str, list[tuple[str, float, float]]]:
+    """Part → the colour, left end and width of each of its bars, from left to right."""
+    parts: dict[str, list[tuple[str, float, float]]] = {}
+    for group in parse(svg).iter(f"{SVG}g"):
+        if tooltip := group.findtext(f"{SVG}title"):
+            path = group.find(f"{SVG}path")
+            assert path is not None
+            ends = [float(place) for place in re.findall(r"[ML] ([\d.]+)", path.get("d") or "")]
+            shade = (path.get("style") or "").removeprefix("fill: ")
+            parts.setdefault(tooltip.split(":")[0], []).append((shade, min(ends), max(ends) - min(ends)))
+    return parts
+
+
+def strokes(svg: str, width: float) -> list[ElementTree.Element]:
+    """The lines of this width in pixels."""
+    paths = list(parse(svg).iter(f"{SVG}path"))
+    return [path for path in paths if f"stroke-width: {width:g};" in (path.get("style") or "") + ";"]
+
+
+def texts(svg: str) -> list[str]:
+    return [text.text or "" for text in parse(svg).iter(f"{SVG}text")]
 
 
 def lab(shade: str, cones: str) -> tuple[float, float, float]:
@@ -88,15 +109,16 @@ def test_bars_are_as_long_as_what_they_say() -> None:
         Bar(label="measured", parts={"parameters": 2 * GiB, "transient": 1 * GiB}),
     ]
     svg = bars(rows, title="Peak", limit=8 * GiB, limit_label="a rank has")
-    found = drawn(svg)
-    assert list(found) == ["parameters", "optimizer", "transient"]
-    widths = {part: [float(rect.get("width", "0")) + 1 for rect in rects] for part, rects in found.items()}
+    parts = drawn(svg)
+    assert list(parts) == ["parameters", "optimizer", "transient"]
+    widths = {part: [wide + 1 for _, _, wide in bars] for part, bars in parts.items()}
     assert widths["parameters"][0] == widths["parameters"][1]
-    assert widths["optimizer"][0] == pytest.approx(2 * widths["parameters"][0], abs=0.2)
-    assert {rect.get("fill") for rect in found["parameters"]} == {colour("parameters")}
-    start = float(found["parameters"][0].get("x", "0"))
-    limit = next(line for line in parse(svg).iter(f"{SVG}line") if line.get("stroke-dasharray"))
-    assert float(limit.get("x1", "0")) - start == pytest.approx(4 * widths["parameters"][0], abs=0.5)
+    assert widths["optimizer"][0] == pytest.approx(2 * widths["parameters"][0], abs=0.3)
+    assert {shade for shade, *_ in parts["parameters"]} == {colour("parameters")}
+    start = parts["parameters"][0][1]
+    (limit,) = (path for path in strokes(svg, 2) if "dasharray" in (path.get("style") or ""))
+    across = float(re.findall(r"M ([\d.]+)", limit.get("d") or "")[0])
+    assert across - start == pytest.approx(4 * widths["parameters"][0], abs=0.6)
     assert described(svg) == (
         "forecast: 6.00 GiB (parameters 2.00 GiB, optimizer 4.00 GiB). "
         "measured: 3.00 GiB (parameters 2.00 GiB, transient 1.00 GiB). The line marks the limit: a rank has 8.00 GiB."
@@ -106,15 +128,15 @@ def test_bars_are_as_long_as_what_they_say() -> None:
 def test_a_limit_far_away_does_not_shrink_the_bars() -> None:
     svg = bars([Bar(label="peak", parts={"parameters": 1 * MiB})], title="Peak", limit=64 * GiB)
     assert "beyond the picture, less than 0.1% of it is used" in svg
-    assert float(drawn(svg)["parameters"][0].get("width", "0")) > 400
-    assert not [line for line in parse(svg).iter(f"{SVG}line") if line.get("stroke-dasharray")]
+    assert drawn(svg)["parameters"][0][2] > 400
+    assert "dasharray" not in svg
 
 
 def test_one_legend_and_none_where_labels_say_it() -> None:
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", bars([Bar(label="peak", parts={"logits": MiB})], title="One"))
+    words = texts(bars([Bar(label="peak", parts={"logits": MiB})], title="One"))
     assert words.count("logits 1.0 MiB") == 1
     rows = [Bar(label=f"{name}, forecast", parts={name: MiB}) for name in PHASES]
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", bars(rows, title="Phases"))
+    words = texts(bars(rows, title="Phases"))
     assert not set(words) & set(PHASES)
 
 
@@ -134,15 +156,18 @@ def test_nothing_to_draw() -> None:
 def test_a_curve_leaves_gaps_and_says_its_values() -> None:
     points = [(1, 4.0), (2, 3.0), (3, math.nan), (4, 2.0), (5, None), (6, 1.0), (7, math.inf)]
     svg = curve({"loss": points, "evaluation": [(6, 1.5)]}, title="Loss", x="step", y="loss", spell_y="{:.1f}".format)
-    line, dots, *_ = [path.get("d", "") for path in parse(svg).iter(f"{SVG}path")]
-    assert (line.count("M"), line.count("L")) == (3, 1)
-    assert dots.count("h0") == 4
+    line, evaluation = strokes(svg, 2)[:2]
+    assert len(re.findall("M", line.get("d") or "")) == 3
+    assert len(re.findall("L", line.get("d") or "")) == 1
+    dots = [path.get("d") or "" for path in strokes(svg, 6)]
+    assert [text.count("M") for text in dots] == [4, 1]
     assert described(svg) == (
         "loss over step. loss: first 4.0, last 1.0, lowest 1.0. evaluation: first 1.5, last 1.5, lowest 1.5."
     )
-    ends = [float(end) for end in re.findall(r"[ML]([\d.]+) ", line)]
+    ends = [float(end) for end in re.findall(r"[ML] ([\d.]+) ", line.get("d") or "")]
     assert ends == sorted(ends)
-    assert [path.get("stroke") for path in parse(svg).iter(f"{SVG}path")][::2] == ["#1649ff", "#a21600"]
+    assert "#1649ff" in str(line.get("style"))
+    assert "#a21600" in str(evaluation.get("style"))
 
 
 def test_long_lines_are_thinned_and_keep_their_ends() -> None:
@@ -162,17 +187,46 @@ def test_long_lines_are_thinned_and_keep_their_ends() -> None:
 def test_what_is_written_into_a_picture_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a secret that would be cut to the length of a label."""
     monkeypatch.setenv("HF_TOKEN", "s3cretNobodyKnows")
-    row = Bar(label="<b> & a rather long label s3cretNobodyKnows", parts={"<script>": MiB})
+    row = Bar(
+        label="<b> & a rather long label s3cretNobodyKnows", parts={"<script>": MiB, '" id="1 font-family: x': MiB}
+    )
     svg = bars([row], title="<script>alert(1)</script>", limit_label="s3cretNobodyKnows", limit=MiB)
     assert "<script" not in svg
     assert "s3cret" not in svg
     assert parse(svg).findtext(f"{SVG}title") == "<script>alert(1)</script>"
 
 
-def test_ids_are_no_others_in_a_page() -> None:
-    page = "".join(bars([Bar(label="peak", parts={"logits": MiB})], title="Peak") for _ in range(3))
-    ids = re.findall(r' id="([^"]+)"', page)
-    assert len(ids) == len(set(ids)) == 6
+def test_equal_pictures_are_equal_text() -> None:
+    """In threads too, and whatever a user has set in matplotlib; his settings stay."""
+    import matplotlib
+
+    pictures: list[str] = []
+
+    def add() -> None:
+        pictures.append(bars([Bar(label="price in $ and $ 你", parts={"logits": MiB})], title="Peak"))
+
+    before = dict(matplotlib.rcParams)
+    add()
+    with matplotlib.rc_context({"svg.fonttype": "path", "savefig.bbox": "tight", "text.usetex": True}):
+        threads = [threading.Thread(target=add) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert matplotlib.rcParams["svg.fonttype"] == "path"
+    assert dict(matplotlib.rcParams) == before
+    assert len(pictures) == 4
+    assert len(set(pictures)) == 1
+    assert "price in $ and $ 你" in texts(pictures[0])
+
+
+def test_without_matplotlib_the_fix_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shown = runs.expected()._repr_html_()
+    assert "<svg" not in shown
+    assert ": the picture needs matplotlib. <code>pip install matplotlib</code>" in shown
+    assert "<table>" in shown
+    assert "pip install matplotlib" in curve({"loss": [(1, 2.0)]}, title="<Loss>", x="step", y="loss")
 
 
 @pytest.mark.parametrize(("rows", "folded"), [(12, False), (13, True)])
@@ -191,3 +245,43 @@ def test_a_forecast_shows_its_peak() -> None:
     assert shown.index("<strong>") < shown.index("</svg>") < shown.index("<table>")
     assert set(drawn(svg)) == set(runs.PARTS)
     assert described(svg).endswith("The line marks the limit: a rank has 256.0 MiB.")
+
+
+FOREIGN = (
+    '<svg role="img" xmlns="http://www.w3.org/2000/svg"><title>an icon</title><svg role="img"><path/></svg></svg>'
+    """<script>const icon = '<svg class="icon" role="img"></svg>';</script>"""
+)
+
+
+def test_pictures_become_images_that_hold_them() -> None:
+    pictures = [
+        bars([Bar(label="rank <0> & 1", parts={"logits": MiB})], title='The "peak"'),
+        curve({"loss": [(1, 2.0), (2, 1.0)]}, title="Loss", x="step", y="loss"),
+    ]
+    table = Table(title="Peak", columns=("part",), rows=[("logits",)])
+    page = "".join(figure(svg, table) for svg in pictures) + FOREIGN
+    shown = portable(page)
+    images = re.findall(r"<img [^>]*>", shown)
+    data = [re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', image) for image in images]
+    assert [base64.b64decode(match[1]).decode() for match in data if match] == pictures
+    for svg, image in zip(pictures, images, strict=True):
+        alt = re.search(r'alt="([^"]*)"', image)
+        assert alt
+        assert html.unescape(alt[1]) == parse(svg).get("aria-label")
+        width, height = (parse(svg).get("viewBox") or "").split()[2:]
+        assert f'width="{width}" height="{height}"' in image
+        page = page.replace(svg, image)
+    assert shown == page
+
+
+def test_a_kernel_shows_what_is_not_ours_as_it_is() -> None:
+    from IPython.display import HTML
+
+    from toolkit.notebook import _html
+
+    isolated = HTML(FOREIGN, metadata={"isolated": True})
+    assert _html(isolated) == (FOREIGN, {"isolated": True})
+    svg = curve({"loss": [(1, 2.0), (2, 1.0)]}, title="Loss", x="step", y="loss")
+    assert _html(HTML(FOREIGN + svg, metadata={"isolated": True})) == (portable(FOREIGN + svg), {"isolated": True})
+    assert _html(HTML(FOREIGN + svg)) == FOREIGN + portable(svg)
+    assert _html(HTML()) is None

@@ -22,9 +22,9 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
 from toolkit.engines.adapters import keep_packing
 from toolkit.exporters import export, model_files, offline, save
-from toolkit.exporters.base_weights import InMemory, opened_source
 from toolkit.exporters.publication import atomic_dir
-from toolkit.exporters.state_dict import FullStateDict
+from toolkit.exporters.sources import opened_source
+from toolkit.exporters.state_dict import full_state
 from toolkit.models import describe
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.training.loop import train
@@ -202,7 +202,8 @@ def test_shards_are_written_one_after_the_other_with_an_index(
         assert (tmp_path / "twin").read_bytes() == path.read_bytes()
     spec = describe(was.base)
     model = model_files.skeleton(spec, *model_files.source_configs(spec, load_tokenizer(spec)))
-    planned = model_files.ModelFiles(model, FullStateDict(InMemory(was.state), model, spec))
+    with opened_source(was.checkpoint) as source:
+        planned = model_files.ModelFiles(model, full_state(source.weights, model, spec))
     sizes = {name: tensor.nbytes for name, tensor in was.state.items()}
     assert max(sum(sizes[name] for name in group) for group in planned.groups) == max(sizes.values())
 
@@ -552,10 +553,10 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": {"glue": 1}}, "Strategy has no field 'glue'"),
     ({"train_config": {}}, "train_config has no micro_batch"),
     ({"train_config": {"lr": "fast"}}, "lr 'fast': expected float"),
-    ({"train_config": {"lr": None}}, "loop lr is null"),
+    ({"train_config": {"lr": None}}, "lr is None"),
     ({"identity": {}}, "identity has no data"),
-    ({"identity": {"data": 1, "source": ["x"]}}, "identity data is 1; identity source is"),
-    ({"identity": {"base": "x"}}, 'identity base is "x"'),
+    ({"identity": {"data": 1, "source": ["x"]}}, "data is 1, expected str"),
+    ({"identity": {"base": "x"}}, "base is x, expected dict"),
     ({"tensors": {"model.norm.weight": {"exp_avg": {"shape": [64], "dtype": "float32"}}}}, "norm.weight has no weight"),
 ]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import environment, python, start
 
 from toolkit.core import atomic_io
 from toolkit.core.errors import RunError
@@ -29,9 +30,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def holder(path: Path, token: str, wait: float = 5.0) -> Iterator[subprocess.Popen[str]]:
     """Another process of a run, in the folder until its standard input is closed."""
-    command = [sys.executable, "-c", HOLD, str(path), token, str(wait)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with start("-c", HOLD, path, token, wait, stdin=subprocess.PIPE) as process:
         try:
             yield process
         finally:
@@ -194,24 +193,6 @@ def test_events_are_read_and_cut(tmp_path: Path) -> None:
         assert atomic_io.read_events(run.events) == [*read[:3], {"step": 4, "attempt": 2}]
 
 
-@pytest.mark.parametrize("line", ["{torn", "[1, 2]", "7"])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    """Only the last one may be torn."""
-    path = tmp_path / "events.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(RunError, match=r"events\.jsonl, line 2: .* Repair or remove"):
-        atomic_io.cut_events(path, 1)
-
-
-def test_a_rank_leaves_its_error(tmp_path: Path) -> None:
-    """For its supervisor."""
-    with folder.enter(tmp_path / "run") as run:
-        run.record_error(1, RunError("the disk is full"))
-        left = json.loads(run.error(1).read_text())
-    assert (left["type"], left["message"], left["pid"]) == ("RunError", "the disk is full", os.getpid())
-    assert time.time() - left["time"] < 60
-
-
 def test_processes_of_one_run_share_the_folder_and_others_do_not(tmp_path: Path) -> None:
     """While one of them lives, the first or not, another run is refused with its pid; then it is let in."""
     path = old_run(tmp_path / "run")
@@ -256,7 +237,7 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5,) * 2)\n"
         "append_line(path, {'step': 2})"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    done = python("-c", code, path)
     assert f"RunError: {path} cannot be written: " in done.stderr
     assert atomic_io.read_events(path) == [{"step": 1}]
     assert path.read_bytes().endswith(b"}\n")
@@ -269,12 +250,9 @@ def test_ranks_of_one_launcher_agree_on_their_run(monkeypatch: pytest.MonkeyPatc
     assert not run_lock.supervised()
     assert run_lock.run_token() != run_lock.run_token()
     code = "from toolkit.run_folder import run_lock as locking; print(locking.run_token())"
-    ranks = [
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
-        for rank in ("0", "1")
-    ]
-    assert ranks[0].stdout == ranks[1].stdout
-    assert str(os.getpid()) in ranks[0].stdout.decode()
+    first, second = (python("-c", code, env=environment(LOCAL_RANK=rank)).stdout for rank in ("0", "1"))
+    assert first == second
+    assert str(os.getpid()) in first
     monkeypatch.setenv(run_lock.TOKEN, "the supervisor's")
     assert run_lock.supervised()
     assert run_lock.run_token() == "the supervisor's"
@@ -294,7 +272,4 @@ print(read_json(Path(sys.argv[1])))
 def test_json_is_read_where_memory_has_run_out(tmp_path: Path) -> None:
     """As by the rank that says what to change: not a byte more than the file has is asked for."""
     atomic_io.write_json(tmp_path / "run.json", {"a": 1})
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT, tmp_path / "run.json"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "{'a': 1}\n"), done.stderr
+    assert python("-c", SHORT, tmp_path / "run.json", code=0).stdout == "{'a': 1}\n"

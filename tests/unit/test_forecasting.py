@@ -17,7 +17,7 @@ import yaml
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
 from toolkit.core.errors import ModelError
-from toolkit.core.units import BYTES_OF
+from toolkit.core.units import BYTES_OF, GiB
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
@@ -282,6 +282,28 @@ def test_two_known_estimates() -> None:
     assert 16 * (held.parameters + held.master + (held.optimizer or 0)) == pytest.approx(980e9, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("size", "strategy", "machine", "peak"),
+    [
+        ((4096, 14336, 32, 32), {"sharding": "none", "precision": "bf16"}, "1x H200", 119.8),
+        ((8192, 28672, 80, 64), {"sharding": "fsdp", "precision": "bf16_pure"}, "8x H100-80GB", 72.3),
+    ],
+)
+def test_what_fits_with_fused_kernels(
+    size: tuple[int, ...], strategy: dict[str, str], machine: str, peak: float
+) -> None:
+    """Llama 3 8B and 70B, all weights: with the temporaries of torch's other kernels neither would fit."""
+    from transformers import LlamaConfig
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    model = LlamaConfig(**dict(zip(names, size, strict=True)), num_key_value_heads=8, vocab_size=128256)
+    request = Strategy(activation_checkpointing="full", **strategy)
+    result = forecast(describe(model), request, machine, TrainConfig(seq_len=1024, micro_batch=1))
+    assert result.fits, result.reason
+    assert result.peak_bytes / GiB == pytest.approx(peak, rel=0.01)
+    assert result.phases["step"] <= result.phases["backward"]
+
+
 def parameters(elements: int) -> ModelSpec:
     """A spec of one large matrix."""
     spec = describe(config("llama", 1))
@@ -306,8 +328,8 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert not found.fits
     assert "A rank has 79.11 GiB and needs" in found.reason
     assert found.change is not None
-    assert found.change == {"adapter": "qlora"}
-    assert "The smallest change that fits: --adapter qlora" in found.reason
+    assert found.change == {"micro_batch": 1, "accumulation": 4, "sharding": "fsdp", "offload": "cpu"}
+    assert "The smallest change that fits: --micro-batch 1" in found.reason
     alone = forecast(
         describe(large), Strategy(sharding="none", adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1)
     )
@@ -466,7 +488,7 @@ def test_what_is_offloaded_is_the_hosts() -> None:
         there = forecast(spec, dataclasses.replace(strategy, offload=most), "4x A100-80GB", train_config)
         states = 8 * spec.elements // 4  # both moments, in fp32
         assert there.peak_bytes <= here.peak_bytes - states
-        assert there.host_bytes >= here.host_bytes + 4 * states
+        assert there.host_bytes >= 12 * spec.elements, "masters and moments, which a checkpoint does not copy"
         assert there.parts["optimizer"] == 0
     cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), "2x cpu", train_config)
     assert cpu.host_bytes == 2 * cpu.peak_bytes

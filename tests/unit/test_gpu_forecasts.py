@@ -212,7 +212,7 @@ def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypa
     """Ren et al. 2021, on a DGX-2. In fp32 the sum alone takes 49.5 GiB of the GPU."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     run = next(run for run in importlib.import_module("published_runs").zero_offload() if "13B" in run.what)
-    machine = dataclasses.replace(hardware(run.hardware), host_free_bytes=1500 * GiB)
+    machine = hardware(run.hardware, run.host_memory)
     for dtype in ("fp16", "fp32"):
         strategy = dataclasses.replace(run.strategy, grad_accum_dtype=dtype)
         job = resolve(strategy, run.train_config, describe(run.config), 1, machine.device)
@@ -230,3 +230,26 @@ def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
     assert (board.peer, board.tflops_half) == (CARDS["A100-40GB"].host, CARDS["A100-40GB"].tflops_half)
     for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"):
         assert card_of(slower, 80 * GiB) is None, slower
+
+
+def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wait_for_the_disk() -> None:
+    """70B with AdamW on eight GPUs: 788 GiB of states, which lie in the host's memory once."""
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    spec = describe(LlamaConfig(**shape, num_hidden_layers=80, vocab_size=128256, max_position_embeddings=8192))
+    machine, train_config = hardware("8x H100-80GB"), TrainConfig(micro_batch=1, seq_len=2048)
+
+    def forecasts(**words: str) -> tuple[Any, Any]:
+        job = resolve(Strategy(precision="bf16", **words), train_config, spec, 8, machine.device)
+        return forecast_job(job, machine), forecast_job(job, machine, checkpoints=False)
+
+    for sharding, offload in (("fsdp", "cpu"), ("zero3", "optimizer"), ("zero3", "cpu")):
+        saved, unsaved = forecasts(sharding=sharding, offload=offload)
+        assert saved.host_bytes == unsaved.host_bytes < 1500 * GiB
+        assert saved.checkpoint_stall_seconds == pytest.approx(saved.checkpoint_bytes / 3e9)
+        assert saved.fits
+    saved, unsaved = forecasts(sharding="fsdp")
+    copied = saved.host_bytes - unsaved.host_bytes
+    assert 0 <= copied - saved.checkpoint_bytes < 8 * GiB, "in chunks: no power of two of the whole"
+    assert saved.checkpoint_stall_seconds < 5

@@ -6,20 +6,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 from ipywidgets.widgets.widget import _instances
+from programs import until
 from runs import event, write
 
 from toolkit.core.atomic_io import append_line
 from toolkit.core.errors import RunError
 from toolkit.launcher import Run
 from toolkit.notebook import live
+from toolkit.run_folder.run_lock import SUPERVISOR, sign
 
 
 @pytest.fixture
@@ -37,16 +38,11 @@ def shown() -> Iterator[CapturedIO]:
 def run(tmp_path: Path, shown: CapturedIO) -> Iterator[Run]:
     write(tmp_path, [event(1), event(2)])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with (tmp_path / "lock").open("a") as lock:
+            sign(lock.fileno(), process.pid, SUPERVISOR)
         yield Run(tmp_path, process=process)
         process.kill()
     until(lambda: not followers(tmp_path))
-
-
-def until(preflight: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not preflight():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.01)
 
 
 def followers(folder: Path) -> list[threading.Thread]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from ranks import reset
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -110,21 +111,15 @@ def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-def test_the_named_attention_is_used(folder: Path, kernel: str) -> None:
-    model, _ = loaded(folder, attention=kernel)
-    assert model.config._attn_implementation == kernel
-
-
-def test_checkpointing_is_not_reentrant_or_off(folder: Path) -> None:
-    from accelerate.state import AcceleratorState
-
-    model, _ = loaded(folder)
+def test_the_named_attention_and_checkpointing_are_used(folder: Path) -> None:
+    model, _ = loaded(folder, attention="eager")
+    assert model.config._attn_implementation == "eager"
     layers = model.model.layers
     assert all(layer.gradient_checkpointing for layer in layers)
     assert layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    model, _ = loaded(folder, activation_checkpointing="none")
+    reset()
+    model, _ = loaded(folder, activation_checkpointing="none", attention="sdpa")
+    assert model.config._attn_implementation == "sdpa"
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
@@ -147,12 +142,10 @@ def test_dtypes(folder: Path, words: dict[str, str], trained: str, frozen: str |
     assert found == {True: {trained}, False: {frozen} if frozen else set()}
 
 
-def test_an_accelerator_without_a_model(folder: Path) -> None:
+def test_no_model_and_no_weights(folder: Path) -> None:
     with pytest.raises(StrategyError, match="made without a model"):
         load(make(Strategy()))
-
-
-def test_a_config_without_weights(folder: Path) -> None:
+    reset()
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="weights"):
         loaded(folder)
@@ -184,24 +177,17 @@ def adapter_values(folder: Path, seed: int = 0, **words: Any) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_an_adapter_depends_on_the_seed_alone(folder: Path) -> None:
+def test_an_adapter_depends_on_the_seed_alone_and_leaves_the_generator_alone(folder: Path) -> None:
     import torch
 
+    torch.manual_seed(3)
     first = adapter_values(folder, adapter="lora")
-    torch.rand(100)
+    following = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), following)
     again, other = adapter_values(folder, adapter="lora"), adapter_values(folder, 1, adapter="lora")
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
-def test_an_adapter_leaves_the_generator_alone(folder: Path) -> None:
-    import torch
-
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    adapter_values(folder, adapter="lora")
-    assert torch.equal(torch.rand(1), expected)
 
 
 def test_an_adapter_begins_on_values_of_the_compute_dtype(folder: Path) -> None:
@@ -300,22 +286,20 @@ def test_the_configs_pad_token_comes_before_a_reserved_one(folder: Path) -> None
     assert load_tokenizer(describe(folder)).pad_token_id == 5
 
 
-def test_nothing_to_pad_with(folder: Path) -> None:
-    tokenizer(folder)
-    with pytest.raises(ModelError, match="no pad token, none in reserve"):
-        load_tokenizer(describe(folder))
-
-
-def test_a_vocabulary_larger_than_the_embedding(folder: Path) -> None:
-    tokenizer(folder, words=70, pad_token="<pad>")
-    with pytest.raises(ModelError, match="goes to token 71, its embedding only to 63"):
-        load_tokenizer(describe(folder))
-
-
-def test_no_tokenizer(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("special", "message"),
+    [
+        ({"words": 50}, "no pad token, none in reserve"),
+        ({"words": 70, "pad_token": "<pad>"}, "goes to token 71, its embedding only to 63"),
+        (None, "tokenizer cannot be read"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit(folder: Path, special: dict[str, Any] | None, message: str) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+    if special is not None:
+        tokenizer(folder, **special)
+    with pytest.raises(ModelError, match=message):
         load_tokenizer(describe(folder))
 
 

@@ -2,17 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import python
 
 from toolkit import measurement
 from toolkit.core.units import MiB
 from toolkit.engines.records import StateMemory
-from toolkit.measurement.cpu import _peaks
+from toolkit.measurement.cpu import _phase_peaks
 
 # Even numbers of MiB: CUDA's allocator then splits its blocks without a rest, and both devices count the same.
 PHASED = """
@@ -142,9 +140,8 @@ print(json.dumps(said))
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
     """What a script prints as JSON, in a process of its own. It must say nothing else, on either stream."""
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
-    assert (done.returncode, done.stderr) == (0, "")
+    done = python("-c", script, *arguments, code=0)
+    assert done.stderr == ""
     said: dict[str, Any] = json.loads(done.stdout)
     return said
 
@@ -239,7 +236,7 @@ def test_training_shorter_than_the_window_is_measured_whole(windows: dict[str, A
 def test_the_innermost_phase_counts_and_goes_on_until_the_next() -> None:
     totals = [(1, ""), (5, ""), (5, "begin/backward"), (9, ""), (7, "begin/step"), (8, ""), (8, "end/step")]
     totals += [(6, ""), (6, "end/backward"), (11, ""), (2, "begin/forward"), (2, "end/forward")]
-    assert _peaks(totals) == {"load": 5, "backward": 11, "step": 8, "forward": 2}
+    assert _phase_peaks(totals).highest == {"load": 5, "backward": 11, "step": 8, "forward": 2}
 
 
 def test_a_kind_of_device_that_is_unknown() -> None:
@@ -254,12 +251,6 @@ def test_live_bytes_follow_the_resident_set() -> None:
     assert list(after) == ["rss"]
     assert (after["rss"] or 0) - (before["rss"] or 0) > 60 * MiB
     assert len(block) == 64 * MiB
-
-
-def test_importing_is_light() -> None:
-    heavy = "sorted({'torch', 'psutil', 'pynvml', 'accelerate', 'numpy'} & set(sys.modules))"
-    script = f"import sys, json, toolkit.measurement; print(json.dumps({{'heavy': {heavy}}}))"
-    assert run(script) == {"heavy": []}
 
 
 # ---- all ranks

@@ -11,7 +11,6 @@ import pkgutil
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 import warnings
 import zipfile
@@ -22,6 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from programs import python
 
 import toolkit
 
@@ -29,16 +29,13 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = sorted(found.name for found in pkgutil.walk_packages(toolkit.__path__, "toolkit."))
 HEAVY = (
-    "accelerate bitsandbytes datasets deepspeed huggingface_hub ipywidgets numpy pandas peft safetensors tensorboard "
-    "tokenizers torch transformers"
+    "accelerate bitsandbytes datasets deepspeed filelock huggingface_hub ipywidgets matplotlib numpy pandas peft psutil "
+    "pynvml safetensors tensorboard tokenizers torch tqdm transformers"
 )
 
 
 def in_new_process(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    return python("-c", script, *arguments, cwd=ROOT, env=os.environ | environment)
 
 
 def test_importing_any_module_imports_nothing_heavy() -> None:
@@ -72,9 +69,7 @@ def test_what_is_started_with_m_is_not_imported_before() -> None:
     programs.remove("toolkit.core.redaction")  # started by its path
     done = in_new_process("import sys, toolkit; print(*sys.modules.keys() & set(sys.argv[1:]))", *programs)
     assert done.stdout == "\n"
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "toolkit.finetune", "--help"]
-    help = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert help.returncode == 0, help.stderr
+    help = python("-W", "error::RuntimeWarning", "-m", "toolkit.finetune", "--help", code=0)
     assert help.stderr == ""
 
 
@@ -198,10 +193,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (source / "tests").mkdir()
     (source / "tests" / "__init__.py").touch()
     script = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    process = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=source, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
+    python("-c", script, tmp_path, cwd=source, code=0)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"accelerate_toolkit-{PROJECT['version']}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+
+from programs import python
 
 SCRIPT = """
 import ctypes, gc, json, os, sys, tempfile, time
@@ -84,7 +84,7 @@ print(json.dumps(codes))
 
 def test_a_process_ends_with_its_own_exit_code() -> None:
     """Each case in a forked process: torch is imported once."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=250, check=False)
+    done = python("-c", SCRIPT)
     assert done.stderr.count("RuntimeError: uncaught") == 2
     assert json.loads(done.stdout) == {
         "returns": 0,

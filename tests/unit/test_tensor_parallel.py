@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import python
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -125,8 +124,7 @@ def test_mixtures_are_refused() -> None:
 
 
 def test_local_shapes_are_those_of_transformers(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CHECK, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", CHECK, folder, code=0)
 
 
 def test_ranks_of_a_group_hold_the_whole_model_once(spec: ModelSpec) -> None:
@@ -174,6 +172,4 @@ def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:
 def test_a_warm_forecast_imports_no_torch(folder: Path) -> None:
     strategy, train_config = Strategy(sharding="fsdp", tp=2), TrainConfig(seq_len=32)
     peak = forecast(describe(folder), strategy, "4x H100-80GB", train_config).peak_bytes
-    done = subprocess.run([sys.executable, "-c", WARM, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) == peak
+    assert int(python("-c", WARM, folder, code=0).stdout) == peak

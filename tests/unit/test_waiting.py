@@ -8,14 +8,13 @@ from datetime import timedelta
 
 import pytest
 
-from toolkit.engines import cpu
 from toolkit.engines.timeouts import handlers, pg_timeout, ticking, wait_for
 
 
 @pytest.mark.parametrize("seconds", [5, 600, 1800])
 def test_accelerate_passes_every_timeout_on(seconds: float) -> None:
     """600 s are its own default for NCCL: what equals it is left out, and torch's for gloo is another."""
-    for handler in (*handlers(pg_timeout(seconds)), cpu.gloo(pg_timeout(seconds))):
+    for handler in (*handlers(pg_timeout(seconds)), *handlers(pg_timeout(seconds), "gloo")):
         assert abs(handler.to_kwargs()["timeout"] - timedelta(seconds=seconds)) <= timedelta(milliseconds=1)
 
 

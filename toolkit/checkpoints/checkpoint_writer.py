@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
-import os
 import shutil
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.checkpoints.background_writer import BackgroundWriter
-from toolkit.checkpoints.file_hashes import sha256_of
 from toolkit.checkpoints.identity import Identity
-from toolkit.checkpoints.layout import GENERATOR, Layout, lay_out
-from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints
+from toolkit.checkpoints.layout import GENERATOR, Layout, WriteItem, lay_out
+from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints, sha256_of
 from toolkit.checkpoints.randomness import read_generators
+from toolkit.checkpoints.rank_files import (
+    await_ranks,
+    check_space,
+    is_disk_full,
+    no_room_error,
+    note,
+    save_tensors,
+    sign_of_life,
+    write_note,
+)
 from toolkit.core.atomic_io import sync_folder, write_whole
 from toolkit.core.errors import CheckpointError, StrategyError
 from toolkit.core.redaction import redact_all
-from toolkit.core.units import format_bytes, timestamp
+from toolkit.core.units import round_up, timestamp
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
-from toolkit.engines.timeouts import on_main, ticking
+from toolkit.engines.states import SNAPSHOT_CHUNK
+from toolkit.engines.timeouts import on_main
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +47,8 @@ T = TypeVar("T")
 SLACK = 16 * 2**20
 """Bytes besides the tensors: manifest, generators, headers."""
 
-_POLL = 0.02
+ALIGNMENT = 64
+"""Bytes between the beginnings of tensors in a buffer are a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +102,19 @@ class CheckpointWriter:
         _check_schedule(schedule)
         self.main: bool = prepared.accelerator.is_main_process
         self.rank: int = prepared.accelerator.process_index
-        self.layout: Layout = lay_out(prepared)
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self.ranks = range(prepared.job.ranks)
+        self.layout: Layout = lay_out(prepared, SNAPSHOT_CHUNK)
+        self._chunks: list[torch.Tensor] = []
+        self._in_file = threading.Event()
         self._writer = BackgroundWriter()
         self._error: BaseException | None = None
         self._published: deque[Published] = deque()
         if self.main:
             folder.mkdir(parents=True, exist_ok=True)
-            clear_partial(folder)
+            _clear_partial(folder)
         prepared.accelerator.wait_for_everyone()
         if prepared.accelerator.device.type == "cuda":
-            self._make_buffers()  # a lack of memory shows before the first step
+            self._make_chunks()  # a lack of memory shows before the first step
         missing = keep + 1 - min(keep, len(list_checkpoints(folder)))
         needed = missing * (self.layout.total_bytes + SLACK)
         on_main(prepared.accelerator, lambda: check_space(folder, needed, f"{missing} checkpoints"))
@@ -117,8 +129,19 @@ class CheckpointWriter:
         self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + SLACK, "a checkpoint"))
         tensors = self._snapshot()
         about = self._manifest_fields(step) if self.main else None
-        stall = time.perf_counter() - began
-        self._writer.do(lambda: self._write(step, tensors, about, stall))
+        stall = None if any(map(self.stays, self.layout.mine)) else time.perf_counter() - began
+        self._in_file.clear()
+        self._writer.do(lambda: self._write(step, tensors, about, began, stall))
+        if stall is None:
+            self._in_file.wait()
+            on_main(self.prepared.accelerator, lambda: None)  # without a time limit, as rank 0 has waited for all
+
+    def stays(self, item: WriteItem) -> bool:
+        """Return whether an item is written out of its own memory, while the optimizer waits: offloaded states of a GPU.
+
+        They are most of what a node's memory holds, and a copy would double that.
+        """
+        return self.prepared.accelerator.device.type == "cuda" and item.tensor.device.type == "cpu"
 
     def published(self) -> list[Published]:
         """Return what was published since the last call, on rank 0. Raise write errors on their own rank."""
@@ -155,32 +178,39 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._error
 
-    def _make_buffers(self) -> None:
+    def _make_chunks(self) -> None:
+        """Allocate the snapshot: buffers of at most `SNAPSHOT_CHUNK` bytes. Pinned memory is rounded up to a power of two."""
         import torch
 
-        sizes: dict[torch.dtype, int] = {}
+        sizes = [0]
         for item in self.layout.mine:
-            sizes[item.tensor.dtype] = sizes.get(item.tensor.dtype, 0) + item.region.length
+            if not self.stays(item):
+                size = round_up(item.tensor.nbytes, ALIGNMENT)
+                sizes = [*sizes, size] if sizes[-1] + size > SNAPSHOT_CHUNK else [*sizes[:-1], sizes[-1] + size]
         pinned = self.prepared.accelerator.device.type == "cuda"
-        self._buffers = {dtype: torch.empty(n, dtype=dtype, pin_memory=pinned) for dtype, n in sizes.items()}
+        self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
-        """Copy this rank's items into host memory, in flat buffers that are used again."""
+        """Copy this rank's items into host memory, in chunks that are used again."""
         import torch
 
-        if not self._buffers:
-            self._make_buffers()
-        at = dict.fromkeys(self._buffers, 0)
-        copies = {}
+        if not self._chunks:
+            self._make_chunks()
+        chunks, start, tensors = iter(self._chunks), 0, {}
+        chunk = next(chunks)
         for item in self.layout.items():
-            dtype, length = item.tensor.dtype, item.region.length
-            copy = self._buffers[dtype][at[dtype] : at[dtype] + length].view(item.tensor.shape)
-            copy.copy_(item.tensor, non_blocking=True)
-            at[dtype] += length
-            copies[item.region.key] = copy
+            tensors[item.region.key] = item.tensor
+            if self.stays(item):
+                continue
+            if start + item.tensor.nbytes > chunk.nbytes:
+                chunk, start = next(chunks), 0
+            flat = chunk[start : start + item.tensor.nbytes].view(item.tensor.dtype)
+            tensors[item.region.key] = flat.view(item.tensor.shape)
+            tensors[item.region.key].copy_(item.tensor, non_blocking=True)
+            start += round_up(item.tensor.nbytes, ALIGNMENT)
         if self.prepared.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
-        return copies | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
+        return tensors | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         """Return the manifest's fields at the time of the snapshot."""
@@ -201,50 +231,66 @@ class CheckpointWriter:
             "written": timestamp(),
         }
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None, stall: float) -> None:
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        about: dict[str, Any] | None,
+        began: float,
+        stall: float | None,
+    ) -> None:
         from safetensors import SafetensorError
 
-        began = time.perf_counter()
-        partial = self.folder / f".{folder_name(step)}.partial"
-        name = file_name(self.rank)
+        partial, snapshot = self.folder / f".{folder_name(step)}.partial", time.perf_counter()
+        path = partial / file_name(self.rank)
         try:
             partial.mkdir(exist_ok=True)
-            with _sign_of_life(partial, self.rank):
-                write_tensors(partial / name, tensors)
+            with sign_of_life(partial, self.rank):
+                save_tensors(path, tensors)
+                if stall is None:
+                    note(partial, self.rank, "written").touch()
+                    if self.main:
+                        await_ranks(partial, self.ranks, self.patience, "written")
+                    stall = time.perf_counter() - began
+                self._in_file.set()
+                sync_folder(path)  # it flushes a file as well
                 sync_folder(partial)
-                note = {"sha256": sha256_of(partial / name), "bytes": (partial / name).stat().st_size}
-            _write_atomically(_done_file(partial, self.rank), json.dumps({"name": name, **note}))
+                file = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+            write_note(note(partial, self.rank, "json"), json.dumps({"name": path.name, **file}))
             if about is not None:
-                path, size = self._publish(partial, about)
-                seconds = time.perf_counter() - began
+                final, size = self._publish(partial, about)
+                seconds = time.perf_counter() - snapshot
                 self._published.append(
-                    Published(path=path, step=step, size_bytes=size, stall_seconds=stall, write_seconds=seconds)
+                    Published(path=final, step=step, size_bytes=size, stall_seconds=stall, write_seconds=seconds)
                 )
         except BaseException as error:
             # An error in the thread is raised by the loop at its next step.
             self._error = error
-            if _is_disk_full(error):
-                self._error = _no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
+            if is_disk_full(error):
+                self._error = no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
             elif isinstance(error, OSError | SafetensorError):
                 self._error = CheckpointError(
                     f"the checkpoint {partial} cannot be written: {error}. Complete ones there are as they were. "
                     "Look at that disk, or choose another with --run-dir."
                 )
             with contextlib.suppress(OSError):
-                (partial / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                _failed_file(partial, self.rank).touch()  # even where the disk has no room for the message
-                _write_atomically(_failed_file(partial, self.rank), str(self._error))
+                note(partial, self.rank, "failed").touch()  # even where the disk has no room for the message
+                write_note(note(partial, self.rank, "failed"), str(self._error))
+        finally:
+            self._in_file.set()
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
         """Wait for every rank's note, write the manifest, give the folder its name, remove the oldest."""
-        ranks = range(self.prepared.job.ranks)
-        self._await(partial, ranks)
+        await_ranks(partial, self.ranks, self.patience, "json")
         files = {}
-        for rank in ranks:
-            note = json.loads(_done_file(partial, rank).read_bytes())
-            files[note.pop("name")] = note
-            _done_file(partial, rank).unlink()
+        for rank in self.ranks:
+            note(partial, rank, "written").unlink(missing_ok=True)
+            done = note(partial, rank, "json")
+            file = json.loads(done.read_bytes())
+            files[file.pop("name")] = file
+            done.unlink()
         manifest = Manifest(**redact_all(about), files=files)
         write_whole(partial / NAME, manifest.encode())
         path = self.folder / folder_name(manifest.step)
@@ -257,91 +303,11 @@ class CheckpointWriter:
                 warnings.warn(f"the old checkpoint {old} cannot be removed: {error}. Remove it yourself.", stacklevel=2)
         return path, manifest.size_bytes
 
-    def _await(self, partial: Path, ranks: range) -> None:
-        """Wait until every rank has recorded its file.
 
-        Raises:
-            CheckpointError: where a rank could not write, or says nothing for too long.
-        """
-        waiting = _Waiting(partial, self.patience)
-        while missing := [rank for rank in ranks if not _done_file(partial, rank).exists()]:
-            failed = [rank for rank in missing if _failed_file(partial, rank).exists()]
-            if failed:
-                message = _failed_file(partial, failed[0]).read_text()
-                raise CheckpointError(f"rank {failed[0]} could not write its part of {partial}: {message}")
-            if waiting.too_long():
-                raise CheckpointError(
-                    f"no file of rank(s) {', '.join(map(str, missing))} in {partial} after {self.patience:g} s. All hosts "
-                    "have to see one run folder: choose one on a shared disk with --run-dir."
-                )
-            time.sleep(_POLL)
-
-
-@contextlib.contextmanager
-def _sign_of_life(partial: Path, rank: int) -> Iterator[None]:
-    """Let a file grow while this rank works: flushing and hashing take long and change no other file."""
-    path = partial / f"rank-{rank:05d}.alive"
-    with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
-        yield
-    path.unlink()
-
-
-class _Waiting:
-    """A deadline that restarts whenever a file in a folder grows: a slow disk is no hung rank."""
-
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self._folder, self._seconds = folder, seconds
-        self._size, self._since = -1, 0.0
-
-    def too_long(self) -> bool:
-        size = 0
-        with contextlib.suppress(OSError):  # it has its name by now
-            size = sum(file.stat().st_size for file in self._folder.iterdir())
-        if size != self._size:
-            self._size, self._since = size, time.monotonic()
-        return time.monotonic() - self._since > self._seconds
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file and flush it to the disk."""
-    from safetensors.torch import save_file
-
-    save_file(dict(tensors), path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it the owner's alone
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def clear_partial(folder: Path) -> list[str]:
-    """Remove partial writes and deletions of a killed run. Return the removed names."""
-    left = [path for path in folder.iterdir() if path.name.startswith(".step-")] if folder.is_dir() else []
-    for path in left:
+def _clear_partial(folder: Path) -> None:
+    """Remove partial writes and deletions of a killed run."""
+    for path in folder.glob(".step-*"):
         shutil.rmtree(path)
-    return [path.name for path in left]
-
-
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Refuse to begin what does not fit on the disk.
-
-    Raises:
-        CheckpointError: with the bytes that are needed and free.
-    """
-    if shutil.disk_usage(folder).free < needed:
-        raise _no_room_error(folder, needed, what)
-
-
-def _no_room_error(folder: Path, needed: int, what: str) -> CheckpointError:
-    free = shutil.disk_usage(folder).free
-    return CheckpointError(
-        f"the disk of {folder} is too full for {what}: {format_bytes(needed)} ({needed:,} bytes) are needed, "
-        f"{format_bytes(free)} ({free:,} bytes) are free. Complete checkpoints there are as they were. Make room, "
-        "lower --keep, or choose another disk with --run-dir."
-    )
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "StorageFull" in str(error)
 
 
 def _is_json_value(value: Any) -> bool:
@@ -349,23 +315,6 @@ def _is_json_value(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_json_value(item) for item in value)
     return value is None or isinstance(value, int | float | str | bool)
-
-
-def _done_file(partial: Path, rank: int) -> Path:
-    """Return the file in which a rank records that its part is written."""
-    return partial / f"rank-{rank:05d}.json"
-
-
-def _write_atomically(note: Path, what: str) -> None:
-    """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
-    draft = note.with_suffix(".tmp")
-    draft.write_text(what, encoding="utf-8")
-    os.replace(draft, note)
-
-
-def _failed_file(partial: Path, rank: int) -> Path:
-    """Return the file in which a rank records that its part failed."""
-    return partial / f"rank-{rank:05d}.failed"
 
 
 def _check_schedule(schedule: Any) -> None:

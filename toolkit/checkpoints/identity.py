@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.file_hashes import sha256_of_all
+from toolkit.checkpoints.manifest import sha256_of_all
 from toolkit.core.atomic_io import write_whole
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import CheckpointError

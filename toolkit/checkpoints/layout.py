@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import Optimizer
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF, dtype_name
+from toolkit.core.units import BYTES_OF, ceil_div, dtype_name
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Box, Shard, box_elements, box_shape
@@ -81,9 +81,9 @@ class Region:
         return region
 
     @classmethod
-    def of(cls, kind: str, shard: Shard) -> Region:
+    def of(cls, shard: Shard) -> Region:
         """Return the region that a shard holds."""
-        return cls(kind, shard.name, shard.box, shard.start, shard.tensor.numel())
+        return cls(shard.kind, shard.name, shard.box, shard.start, shard.tensor.numel())
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class WriteItem:
 
     def divide(self, index: int, count: int) -> WriteItem | None:
         """Return the share `index` of `count` about equal ones, or None where too few rows leave nothing for it."""
-        region = self.region
-        if not region.whole:
-            low, high = region.length * index // count, region.length * (index + 1) // count
-            share = dataclasses.replace(region, start=region.start + low, length=high - low)
-            return WriteItem(share, self.tensor[low:high]) if low < high else None
-        if not region.box:
+        region, tensor = self.region, self.tensor
+        if not tensor.dim():
             return self if index == 0 else None
-        dim = _dimension(box_shape(region.box), count)
-        offset, size = region.box[dim]
-        low, high = size * index // count, size * (index + 1) // count
-        box = (*region.box[:dim], (offset + low, high - low), *region.box[dim + 1 :])
-        share = dataclasses.replace(region, box=box, length=box_elements(box))
-        return WriteItem(share, self.tensor.narrow(dim, low, high - low)) if low < high else None
+        dim = _dimension(tensor.shape, count) if region.whole else 0
+        low, high = tensor.shape[dim] * index // count, tensor.shape[dim] * (index + 1) // count
+        if low == high:
+            return None
+        if region.whole:
+            box = (*region.box[:dim], (region.box[dim][0] + low, high - low), *region.box[dim + 1 :])
+            share = dataclasses.replace(region, box=box, length=box_elements(box))
+        else:
+            share = dataclasses.replace(region, start=region.start + low, length=high - low)
+        return WriteItem(share, tensor.narrow(dim, low, high - low))
 
 
 def _dimension(shape: Sequence[int], count: int) -> int:
@@ -150,7 +150,7 @@ class Layout:
             yield item
 
 
-def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[tuple[str, Shard]]:
+def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[Shard]:
     """Yield the shards that a checkpoint holds, each with its kind there: no frozen parameters, no compute copies."""
     module = prepared.accelerator.unwrap_model(prepared.model)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -165,13 +165,17 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[t
     apart = MASTER in kinds
     for shard in shards:
         if not (apart and shard.kind == PARAMETER):
-            yield WEIGHT if shard.kind in (PARAMETER, MASTER) else shard.kind, shard
+            yield dataclasses.replace(shard, kind=WEIGHT) if shard.kind in (PARAMETER, MASTER) else shard
 
 
-def lay_out(prepared: Prepared) -> Layout:
+def lay_out(prepared: Prepared, most: int) -> Layout:
     """Divide trained tensors and buffers among the ranks: each region is written once, in about equal shares.
 
     Buffers are written by the first rank that holds them, since nothing keeps them equal on all ranks. A collective.
+
+    Args:
+        prepared: model and optimizer.
+        most: bytes of the largest item; a larger share becomes several items.
 
     Raises:
         StrategyError: for an optimizer that keeps other states than the job's, or states that no other layout could read.
@@ -180,8 +184,8 @@ def lay_out(prepared: Prepared) -> Layout:
 
     _check_optimizer(prepared.job.optimizer, prepared.optimizer)
     shards = list(checkpoint_shards(prepared, create=True))
-    by_region = {Region.of(kind, shard): shard.tensor for kind, shard in shards}
-    shapes = {(shard.name, kind): (shard.shape, dtype_name(shard.tensor.dtype)) for kind, shard in shards}
+    by_region = {Region.of(shard): shard.tensor for shard in shards}
+    shapes = {(shard.name, shard.kind): (shard.shape, dtype_name(shard.tensor.dtype)) for shard in shards}
     every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
     holders: dict[Region, list[int]] = {}
     tensors: dict[str, dict[str, dict[str, Any]]] = {}
@@ -192,7 +196,7 @@ def lay_out(prepared: Prepared) -> Layout:
             if region.length and not (region.kind == BUFFER and region in holders):
                 holders.setdefault(region, []).append(rank)
     return Layout(
-        mine=tuple(_shares(by_region, holders, prepared.accelerator.process_index)),
+        mine=tuple(_items(by_region, holders, prepared.accelerator.process_index, most)),
         tensors=tensors,
         total_bytes=sum(region.length * BYTES_OF[tensors[region.name][region.kind]["dtype"]] for region in holders),
         model=prepared.accelerator.unwrap_model(prepared.model),
@@ -214,13 +218,14 @@ def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
         )
 
 
-def _shares(
-    tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int
+def _items(
+    tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int, most: int
 ) -> Iterator[WriteItem]:
-    """Yield this rank's share of each region that it holds. The larger shares rotate over the ranks."""
+    """Yield this rank's share of each region that it holds, in items. The larger shares rotate over the ranks."""
     for at, (region, ranks) in enumerate(holders.items()):
         if rank in ranks:
             item = WriteItem(region, tensors[region].view(region.stored_shape))
             share = item.divide((ranks.index(rank) + at) % len(ranks), len(ranks))
             if share is not None:
-                yield share
+                count = ceil_div(share.tensor.nbytes, most)
+                yield from filter(None, (share.divide(index, count) for index in range(count)))

@@ -7,13 +7,14 @@ import errno
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.file_hashes import sha256_of_all
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.atomic_io import check_fields, parse_json, read_limited
 from toolkit.core.errors import CheckpointError, OtherFormat
@@ -108,8 +109,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint} holds no checkpoint: {path} is missing. Name another, or the run's folder."
         )
     try:
-        written = read_limited(path, LIMIT)
-        values = parse_json(written)
+        data = read_limited(path, LIMIT)
+        values = parse_json(data)
         own = values.pop("sha256")
         # Every format has this hash: it distinguishes damage from another format.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
@@ -120,7 +121,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 "Use the version of the toolkit that wrote it."
             )
         manifest = Manifest(**values)
-        if manifest.encode() != written:
+        if manifest.encode() != data:
             raise ValueError("it is not written as the toolkit writes it")
         _check(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -137,38 +138,36 @@ def _check(manifest: Manifest) -> None:
         check_fields(file, {"sha256": str, "bytes": int})
         if file["bytes"] < 0 or "sha256" not in file:
             raise ValueError(f"it has no sha256 and bytes of {name!r}")
-    _check_tensors(manifest.tensors)
+    for name, kinds in manifest.tensors.items():
+        for kind, tensor in kinds.items():
+            _check_tensor(f"{kind} of {name!r}", tensor)
+        if not kinds:
+            raise ValueError(f"it names no kind of {name!r}")
     check_fields(
         manifest.counters, {"steps": int, "scale": int | float | None, "good_steps": int, "hysteresis": int | None}
     )
     Counters(**manifest.counters)
-    if not isinstance(manifest.identity.get("config", {}), dict):
-        raise ValueError("the identity's config has to be an object")
-    sizes = [size for size in manifest.parallelism.values() if type(size) is int and 0 < size <= RANKS]
-    if set(manifest.parallelism) != set(vars(Parallelism())) or len(sizes) < len(manifest.parallelism):
-        raise ValueError(f"its parallelism is {manifest.parallelism}: expected a size of at least 1 of each dimension")
+    check_fields(manifest.identity, {"config": dict})
+    sizes = manifest.parallelism
+    right = all(type(size) is int and 0 < size <= RANKS for size in sizes.values())
+    if not right or set(sizes) != set(vars(Parallelism())):
+        raise ValueError(f"its parallelism is {sizes}: expected a size of at least 1 of each dimension")
     if manifest.step < 0 or manifest.global_batch < 1:
         raise ValueError("its counts are below their least")
-    if manifest.ranks != len(manifest.files) or any(
-        file_name(rank) not in manifest.files for rank in range(manifest.ranks)
-    ):
+    if manifest.ranks > len(manifest.files) or set(manifest.files) != set(map(file_name, range(manifest.ranks))):
         raise ValueError(
             f"it is of {manifest.ranks} ranks, and names {len(manifest.files)} files: expected one of each"
         )
 
 
-def _check_tensors(tensors: Mapping[str, Any]) -> None:
-    for name, kinds in tensors.items():
-        if not isinstance(kinds, dict) or not kinds:
-            raise ValueError(f"it names no kind of {name!r}")
-        for kind, tensor in kinds.items():
-            check_fields(tensor, {"shape": list, "dtype": str})
-            sizes = tensor.get("shape", [None])
-            whole = all(type(size) is int and 0 <= size < 2**60 for size in sizes)
-            if len(sizes) > DIMENSIONS or not whole or math.prod(sizes) >= 2**60:
-                raise ValueError(f"it has no shape of {kind} of {name!r}")
-            if tensor.get("dtype") not in BYTES_OF:
-                raise ValueError(f"it names the dtype {tensor.get('dtype')!r} of {kind} of {name!r}")
+def _check_tensor(what: str, tensor: Any) -> None:
+    check_fields(tensor, {"shape": list, "dtype": str})
+    shape = tensor["shape"]
+    whole = all(type(size) is int and 0 <= size < 2**60 for size in shape)
+    if len(shape) > DIMENSIONS or not whole or math.prod(shape) >= 2**60:
+        raise ValueError(f"it has no shape of {what}")
+    if tensor["dtype"] not in BYTES_OF:
+        raise ValueError(f"it names the dtype {tensor['dtype']!r} of {what}")
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
@@ -222,31 +221,39 @@ def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def _differences(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    wrong, whole = [], []
-    here = {path.relative_to(checkpoint).as_posix(): path for path in _files(checkpoint)}
-    wrong += [f"{name} does not belong to it" for name in sorted(set(here) - set(manifest.files) - {NAME})]
+    here = {
+        path.relative_to(checkpoint).as_posix()
+        for path in checkpoint.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    wrong = [f"{name} does not belong to it" for name in sorted(here - set(manifest.files) - {NAME})]
+    whole = []
     for name, file in manifest.files.items():
-        path = here.get(name)
-        if path is None:
+        path = checkpoint / name
+        if name not in here:
             wrong.append(f"{name} is missing")
         elif path.is_symlink():
             wrong.append(f"{name} is a symlink")
         elif path.stat().st_size != file["bytes"]:
             wrong.append(f"{name} has {path.stat().st_size:,} bytes, expected {file['bytes']:,}")
         else:
-            whole.append((name, path, file["sha256"]))
+            whole.append(name)
     rank, ranks = share
     mine = sorted(whole)[rank::ranks]
-    for (name, _, expected), sha256 in zip(mine, sha256_of_all(path for _, path, _ in mine), strict=True):
+    for name, sha256 in zip(mine, sha256_of_all(checkpoint / name for name in mine), strict=True):
+        expected = manifest.files[name]["sha256"]
         if sha256 != expected:
             wrong.append(f"{name} is damaged: its sha256 is {sha256[:12]}…, expected {expected[:12]}…")
     return wrong
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    """Yield all files under a folder. Symlinks are not followed."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            yield from _files(path)
-        else:
-            yield path
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_all(paths: Iterable[Path]) -> list[str]:
+    """Hash several files in parallel, one thread a core: hashing releases the interpreter's lock."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(sha256_of, paths))

@@ -65,23 +65,24 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
     """
     from accelerate.utils import broadcast_object_list, gather_object
 
-    rank, ranks = accelerator.process_index, accelerator.num_processes
+    share = (accelerator.process_index, accelerator.num_processes)
     names: list[Any] = [[path.name for path in listed(checkpoints)]]
-    if ranks > 1:
+    if accelerator.num_processes > 1:
         broadcast_object_list(names)
-    skipped: list[str] = []
-    for name in names[0]:
-        path = checkpoints / name
-        here = misplacement(path) or validate(path, share=(rank, ranks))
-        wrong = list(dict.fromkeys(gather_object(here)))
-        if not wrong:
-            damaged = tuple(checkpoints / newer for newer in names[0][: len(skipped)])
-            return ResumePoint(path=path, manifest=read_manifest(path), skipped=tuple(skipped), damaged=damaged)
-        if unread := [sentence for sentence in wrong if sentence.startswith(UNREADABLE)]:
+    skipped: dict[Path, str] = {}
+    for path in (checkpoints / name for name in names[0]):
+        faults = list(dict.fromkeys(gather_object(misplacement(path) or validate(path, share=share))))
+        if not faults:
+            notes = (
+                f"skipping {newer}: {fault}. It is set aside as {newer.name}.damaged"
+                for newer, fault in skipped.items()
+            )
+            return ResumePoint(path=path, manifest=read_manifest(path), skipped=tuple(notes), damaged=tuple(skipped))
+        if unread := [fault for fault in faults if fault.startswith(UNREADABLE)]:
             raise CheckpointError(f"{path}: {unread[0]}. Resume when its file system answers, or remove it.")
-        skipped.append(f"skipping {path}: {'; '.join(wrong[:3]).removesuffix('.')}. It is set aside as {name}.damaged")
+        skipped[path] = "; ".join(faults[:3]).removesuffix(".")
     if skipped:
-        reasons = "; ".join(sentence.partition(". It is")[0].removeprefix("skipping ") for sentence in skipped)
+        reasons = "; ".join(f"{path}: {fault}" for path, fault in skipped.items())
         raise CheckpointError(
             f"none of the {len(skipped)} checkpoints in {checkpoints} can be taken: {reasons}. "
             "Bring one back from a copy, or remove that folder to start the run again from step 0."
@@ -138,23 +139,29 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
     Raises:
         CheckpointError: for a checkpoint of another model, base or data, or one that lacks a part.
     """
+    import torch
+
     manifest, path = point.manifest, point.path
     assert manifest is not None, "nothing was found to restore"
     assert path is not None, "a manifest lies in a folder"
     check_fits(point, prepared.job, identity)
     module = prepared.accelerator.unwrap_model(prepared.model)
-    shards = [(kind, shard) for kind, shard in checkpoint_shards(prepared, create=True) if kind != BUFFER]
+    shards = [shard for shard in checkpoint_shards(prepared, create=True) if shard.kind != BUFFER]
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if differing := sorted((trained | set(persistent_buffers(module))) ^ set(manifest.tensors)):
         raise CheckpointError(f"{path} and the model differ in trained tensors or buffers, first in {differing[0]}.")
     with opened(path, manifest) as stored:
-        for kind, shard in shards:
-            _read(stored, kind, shard)
+        for shard in shards:
+            _check_shape(stored, shard)
+            stored.read(shard.name, shard.kind, parts(shard))
         engine_of(prepared.job.strategy).after_restore(prepared, Counters(**manifest.counters))
-        for shard in buffer_shards(
-            module
-        ):  # last: an engine's `after_restore` may run the model, which may change them
-            _restore_buffer(stored, shard)
+        # Behind an engine's `after_restore`, which may run the model, and that may change buffers.
+        for shard in buffer_shards(module):
+            _check_shape(stored, shard)
+            value = stored.whole(shard.name, BUFFER)
+            # A difference may be no more than the rounding of the strategy that wrote it.
+            if not torch.equal(shard.tensor.to("cpu", value.dtype), value):
+                copy([(shard.box, value)], parts(shard))
         _restore_schedule(schedule, manifest.schedule)
         # Last of all: restoring itself may draw. More data-parallel ranks than wrote take the states in turn.
         wrote = Parallelism(**manifest.parallelism)
@@ -163,25 +170,10 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
     prepared.accelerator.wait_for_everyone()
 
 
-def _read(stored: StoredTensors, kind: str, shard: Shard) -> None:
-    _check_shape(stored, kind, shard)
-    stored.read(shard.name, kind, parts(shard))
-
-
-def _restore_buffer(stored: StoredTensors, shard: Shard) -> None:
-    """Read a buffer, unless it differs only by the rounding of the strategy that wrote it."""
-    import torch
-
-    _check_shape(stored, BUFFER, shard)
-    value = stored.whole(shard.name, BUFFER)
-    if not torch.equal(shard.tensor.to("cpu", value.dtype), value):
-        copy([(shard.box, value)], parts(shard))
-
-
-def _check_shape(stored: StoredTensors, kind: str, shard: Shard) -> None:
-    shape = stored.manifest.tensors[shard.name].get(kind, {}).get("shape")
+def _check_shape(stored: StoredTensors, shard: Shard) -> None:
+    shape = stored.manifest.tensors[shard.name].get(shard.kind, {}).get("shape")
     if shape != list(shard.shape):
-        raise CheckpointError(f"{stored.path} has no {kind} of {shard.name} of shape {list(shard.shape)}.")
+        raise CheckpointError(f"{stored.path} has no {shard.kind} of {shard.name} of shape {list(shard.shape)}.")
 
 
 def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
@@ -189,11 +181,10 @@ def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
     from torch.optim.lr_scheduler import LambdaLR
 
     inner = getattr(schedule, "scheduler", schedule)
-    ruled = isinstance(inner, LambdaLR)
     own = inner.state_dict()
-    left = {"base_lrs", "_last_lr", "lr_lambdas"} if ruled else set()
-    inner.load_state_dict({**own, **{name: state[name] for name in own if name in state and name not in left}})
-    if ruled:
+    computed = {"base_lrs", "_last_lr", "lr_lambdas"} if isinstance(inner, LambdaLR) else set()
+    inner.load_state_dict({**own, **{name: state[name] for name in own.keys() & state.keys() - computed}})
+    if computed:
         inner._last_lr = [
             base * rule(inner.last_epoch) for base, rule in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
         ]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 
-PARTS = 16
-"""Parts of one tensor that one rank writes, at the most: a tensor that packs two matrices has two."""
+PARTS = 64
+"""Parts of one tensor that one rank writes, at the most: a tensor that packs two matrices has two, each of a GiB at most."""
 
 
 class StoredTensors:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from toolkit.cli.output import check_target, quiet, show
-from toolkit.cli.parser import build_parser
+from toolkit.cli.parser import build_parser, parse
 from toolkit.core.errors import ToolkitError
 from toolkit.core.redaction import redacted_output
 from toolkit.launcher import Stopped
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command `toolkit`. Exit codes: 0 done, 2 user error, 130 and 143 stopped by a signal, 1 other errors."""
     try:
         with _terminable():
-            flags = build_parser().parse_args(arguments)
+            flags = parse(arguments)
             check_target(flags.json, "--json")
             with quiet(flags.json):
                 result = flags.call(flags)

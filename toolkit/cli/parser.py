@@ -8,11 +8,13 @@ from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
 from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, timeline
-from toolkit.cli.results import compare, export, report
-from toolkit.cli.run_commands import launch, resume, runs, stop, train, watch
-from toolkit.config.flags import Parser, add_flags
+from toolkit.cli.run_commands import compare, export, launch, report, resume, runs, stop, train, watch
+from toolkit.config.flags import Parser, add_flags, flag
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import StrategyError
+from toolkit.launcher import RestartPolicy
 
 RANKS = "default: 1 for none; else one a device, on a CPU 2, for hsdp 2 a replica"
 """The result of `engines.job.default_ranks`, for help."""
@@ -40,6 +42,9 @@ MODEL = _argument(
 )
 REMOTE_CODE = _argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
 HARDWARE = _argument("--hardware", metavar="NAME", help="such as '8x H100-80GB' or '2x cpu' (default: this machine)")
+HOST_MEMORY = _argument(
+    "--host-memory", metavar="SIZE", help="memory of a node's host, such as 60GiB (default: as --hardware has it)"
+)
 MACHINES = _argument(
     "--hardware", metavar="NAME", help="as '8x H100-80GB'; 'any x H100-80GB': one or more (default: this machine)"
 )
@@ -52,17 +57,88 @@ ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without p
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
 TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
 RANKS_HERE = _argument("--processes", type=int, help=f"ranks on this machine ({RANKS})")
+DEEPSPEED_FILE = _path(
+    "--deepspeed-config", metavar="FILE", help='take the fields of a DeepSpeed file; "auto" in it is left to the flags'
+)
 RUN = _path("run", metavar="RUN", help="the run's folder")
 COMPARED_RUN = _path("--run", metavar="RUN", help="folder of a run to compare with")
 RUN_DIR = _path("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
 TARGET_DIGEST = _argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
 
 
+FORECASTING = (MODEL, REMOTE_CODE, HARDWARE, TOTAL_RANKS)
+AGAINST = _argument(
+    "--against", metavar="FIELDS", help="compare with: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'"
+)
+PLANNING = (
+    MODEL,
+    REMOTE_CODE,
+    MACHINES,
+    HOST_MEMORY,
+    _argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks"),
+    ONE_DOCUMENT,
+    UNQUANTIZED,
+    _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command"),
+    *BUDGET,
+)
+CONFIG = (
+    _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
+    _argument("--nodes", type=int, default=1, help="machines (default: 1)"),
+    _argument("--node-rank", type=int, metavar="N", help="the node that reads the file, from 0; with --nodes"),
+    _argument("--main-address", metavar="HOST:PORT", help="where node 0 listens; with --nodes"),
+    _path("--all", metavar="DIR", help="write a file for every strategy into this folder"),
+    _path("-o", "--output", metavar="FILE", help="the file to write (default: standard output)"),
+)
+CONTINUE = _switch("--resume", "continue the run in --run-dir, if there is one")
+RESUME = (
+    RUN,
+    _argument("--processes", type=int, help="ranks on this machine (default: as many as before)"),
+    _argument("--target", metavar="COMMAND", help="of a run of your own script or module: 'train.py --lr 3'"),
+    _argument("--trust-target", metavar="SHA256", help="run the target that run.json names, of this digest"),
+    TARGET_DIGEST,
+)
+LAUNCH = (
+    RANKS_HERE,
+    RUN_DIR,
+    TARGET_DIGEST,
+    _argument("target", metavar="TARGET", help="a script that ends in .py, or a module"),
+    _argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the target's own command line"),
+)
+RUNS = _path("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
+PAGE = _path("-o", "--output", metavar="FILE", help="the file to write (default: report.html in the folder)")
+RUNS_DIR = _path("--run-dir", metavar="DIR", help="the folder of the runs")
+EXPORT = (
+    _path("source", metavar="SOURCE", help="a run, a checkpoint, or a folder of DeepSpeed's or Accelerate's"),
+    _path("-o", "--output", metavar="DIR", required=True, help="a new or an empty folder"),
+    _switch("--merge", "merge an adapter into its base"),
+    _argument("--dtype", metavar="fp32|bf16|fp16", help="save in this dtype (default: the checkpoint's own)"),
+    _argument("--model", metavar="MODEL", help="the base model (default: the one that the checkpoint names)"),
+    REMOTE_CODE,
+)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. Fields of `--deepspeed-config` become flags.
+
+    Raises:
+        StrategyError: for a flag that contradicts the file.
+    """
+    flags = build_parser().parse_args(arguments)
+    if path := getattr(flags, "deepspeed_config", None):
+        from toolkit.engines.deepspeed.user_config import read_config
+
+        for name, value in read_config(path, flags.processes).items():
+            if getattr(flags, name) not in (None, value):
+                given = f"{flag(name)} {getattr(flags, name)}"
+                raise StrategyError(
+                    f"{given} contradicts {path}, which sets {value}. Change one, or leave the flag out."
+                )
+            setattr(flags, name, value)
+    return flags
+
+
 def build_parser() -> Parser:
     """Return the parser of `toolkit`, with a parser for each verb."""
-    from toolkit.config.run_config import RunConfig
-    from toolkit.launcher import RestartPolicy
-
     parser = Parser(prog="toolkit", description="One word switches how a model is trained.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -80,58 +156,21 @@ def build_parser() -> Parser:
 
     add(doctor, [_switch("--compile", "compile DeepSpeed's operators now")])
     add(describe, [MODEL, REMOTE_CODE])
-    against = _argument(
-        "--against", metavar="FIELDS", help="compare with: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'"
+    add(
+        forecast, [*FORECASTING, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, UNQUANTIZED, AGAINST], Strategy, TrainConfig
     )
-    forecasting = [MODEL, REMOTE_CODE, HARDWARE, TOTAL_RANKS]
-    add(forecast, [*forecasting, ONE_DOCUMENT, UNQUANTIZED, against], Strategy, TrainConfig)
-    add(timeline, [*forecasting, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
-    add(precisions, [*forecasting, COMPARED_RUN], Strategy)
-    global_batch = _argument("--global-batch", type=int, required=True, help="samples of a step, over all ranks")
-    best = _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command")
-    planning = [MODEL, REMOTE_CODE, MACHINES, global_batch, ONE_DOCUMENT, UNQUANTIZED, best, *BUDGET]
-    add(plan, planning, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
-    config_flags = [
-        _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
-        _argument("--nodes", type=int, default=1, help="machines (default: 1)"),
-        _argument("--node-rank", type=int, metavar="N", help="the node that reads the file, from 0; with --nodes"),
-        _argument("--main-address", metavar="HOST:PORT", help="where node 0 listens; with --nodes"),
-        _path("--all", metavar="DIR", help="write a file for every strategy into this folder"),
-        _path("-o", "--output", metavar="FILE", help="the file to write (default: standard output)"),
-    ]
-    add(config, config_flags, Strategy)
-    goes_on = _switch("--resume", "continue the run in --run-dir, if there is one")
-    add(train, [RANKS_HERE, RUN_DIR, goes_on], RunConfig, Strategy, TrainConfig, RestartPolicy)
-    again = [
-        RUN,
-        _argument("--processes", type=int, help="ranks on this machine (default: as many as before)"),
-        _argument("--target", metavar="COMMAND", help="of a run of your own script or module: 'train.py --lr 3'"),
-        _argument("--trust-target", metavar="SHA256", help="run the target that run.json names, of this digest"),
-        TARGET_DIGEST,
-    ]
-    resumed = add(resume, again, RunConfig, Strategy, TrainConfig, default="as the run was")
+    add(timeline, [*FORECASTING, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
+    add(precisions, [*FORECASTING, COMPARED_RUN], Strategy)
+    add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
+    add(config, CONFIG, Strategy)
+    add(train, [RANKS_HERE, RUN_DIR, CONTINUE, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
+    resumed = add(resume, RESUME, RunConfig, Strategy, TrainConfig, default="as the run was")
     add_flags(resumed, RestartPolicy)
-    target = [
-        _argument("target", metavar="TARGET", help="a script that ends in .py, or a module"),
-        _argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the target's own command line"),
-    ]
-    add(launch, [RANKS_HERE, RUN_DIR, TARGET_DIGEST, *target], Strategy)
+    add(launch, LAUNCH, Strategy)
     add(watch, [RUN])
     add(stop, [RUN])
-    add(runs, [_path("root", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")])
-    page = _path("-o", "--output", metavar="FILE", help="the file to write (default: report.html in the folder)")
-    add(report, [RUN, page])
-    runs_dir = _path("--run-dir", metavar="DIR", help="the folder of the runs")
-    add(compare, [RANKS_HERE, runs_dir], RunConfig, Strategy, TrainConfig)
+    add(runs, [RUNS])
+    add(report, [RUN, PAGE])
+    add(compare, [RANKS_HERE, RUNS_DIR], RunConfig, Strategy, TrainConfig)
     add(export, EXPORT)
     return parser
-
-
-EXPORT = (
-    _path("source", metavar="SOURCE", help="a run, a checkpoint, or a folder of DeepSpeed's or Accelerate's"),
-    _path("-o", "--output", metavar="DIR", required=True, help="a new or an empty folder"),
-    _switch("--merge", "merge an adapter into its base"),
-    _argument("--dtype", metavar="fp32|bf16|fp16", help="save in this dtype (default: the checkpoint's own)"),
-    _argument("--model", metavar="MODEL", help="the base model (default: the one that the checkpoint names)"),
-    REMOTE_CODE,
-)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.flags import from_dict, given, read_assignments
@@ -14,6 +15,13 @@ from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
+
+Owner = TypeVar("Owner")
+
+
+def read(owner: type[Owner], flags: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Owner:
+    """Return a dataclass from its flags, and from `values` where a flag is not given."""
+    return from_dict(owner, {**(values or {}), **given(flags, owner)})
 
 
 def doctor(flags: argparse.Namespace) -> Result:
@@ -32,24 +40,22 @@ def describe(flags: argparse.Namespace) -> Result:
 
 def forecast(flags: argparse.Namespace) -> Result:
     """Forecast memory and speed before a launch."""
+    from toolkit.devices.machine import hardware
     from toolkit.forecasting import forecast
     from toolkit.forecasting.diffs import diff_forecasts
     from toolkit.forecasting.memory_advice import changed
     from toolkit.models import describe
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-    strategy, train_config = (
-        from_dict(Strategy, given(flags, Strategy)),
-        from_dict(TrainConfig, given(flags, TrainConfig)),
-    )
-    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")} | {
-        "ranks": flags.processes
-    }
+    strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
+    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
+    options["ranks"] = flags.processes
+    machine = hardware(flags.hardware, flags.host_memory)
     if not flags.against:
-        return forecast(spec, strategy, flags.hardware, train_config, **options)
+        return forecast(spec, strategy, machine, train_config, **options)
     change = read_assignments(flags.against, Strategy, TrainConfig, alone="sharding")
     both = ((strategy, train_config), changed(strategy, train_config, change))
-    return diff_forecasts(*(forecast(spec, one, flags.hardware, batch, **options, advice=False) for one, batch in both))
+    return diff_forecasts(*(forecast(spec, one, machine, batch, **options, advice=False) for one, batch in both))
 
 
 def timeline(flags: argparse.Namespace) -> Result:
@@ -64,9 +70,9 @@ def timeline(flags: argparse.Namespace) -> Result:
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(
         model,
-        from_dict(Strategy, {**dataclasses.asdict(strategy), **given(flags, Strategy)}),
+        read(Strategy, flags, dataclasses.asdict(strategy)),
         flags.hardware,
-        from_dict(TrainConfig, {**dataclasses.asdict(train_config), **given(flags, TrainConfig)}),
+        read(TrainConfig, flags, dataclasses.asdict(train_config)),
         ranks=flags.processes,
         one_document=flags.one_document,
         run=flags.run,
@@ -86,6 +92,7 @@ def precisions(flags: argparse.Namespace) -> Result:
 def plan(flags: argparse.Namespace) -> Result:
     """Rank the strategies that fit a model, a machine and a global batch."""
     from toolkit.config.run_config import EMBEDDED
+    from toolkit.devices.machine import hardware
     from toolkit.forecasting import plan
     from toolkit.models import describe
 
@@ -98,14 +105,14 @@ def plan(flags: argparse.Namespace) -> Result:
         vary.append("hardware")
     result = plan(
         describe(flags.model, trust_remote_code=flags.trust_remote_code),
-        machine,
+        hardware(machine, flags.host_memory),
         global_batch=flags.global_batch,
         strategy=from_dict(Strategy, {name: value for name, value in fields.items() if name not in vary}),
         vary=vary,
         tokens=flags.tokens,
         price=flags.price,
         whole=flags.all,
-        train_config=from_dict(TrainConfig, given(flags, TrainConfig)),
+        train_config=read(TrainConfig, flags),
         one_document=flags.one_document,
         allow_unquantized=flags.allow_unquantized,
     )
@@ -137,7 +144,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
             written[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
             write_config(Path(flags.all, f"{name}.yaml"), written[name], "--all")
         return written
-    strategy = from_dict(Strategy, given(flags, Strategy))
+    strategy = read(Strategy, flags)
     ranks = flags.processes
     if ranks is None:
         ranks = default_ranks(strategy, hardware()) * flags.nodes

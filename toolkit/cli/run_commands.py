@@ -1,4 +1,4 @@
-"""Commands for runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`."""
+"""Commands for runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`, `report`, `compare`, `export`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.cli.planning_commands import read, strategies
 from toolkit.config.flags import flag, from_dict, given, spell, to_flags
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -33,17 +34,14 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.training.preflight import run_preflight
     from toolkit.training.setup import choose_ranks, print_default
 
-    restart_policy = from_dict(RestartPolicy, given(flags, RestartPolicy))
+    restart_policy = read(RestartPolicy, flags)
     if flags.resume:
         if not flags.run_dir:
             raise ToolkitError("--resume needs --run-dir with the folder of a run.")
         if Path(flags.run_dir, "run.json").exists():
             return _resume(Path(flags.run_dir), flags)
-    run_config, train_config = (
-        from_dict(RunConfig, given(flags, RunConfig)),
-        from_dict(TrainConfig, given(flags, TrainConfig)),
-    )
-    strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
+    run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags)
+    strategy, machine = read(Strategy, flags), hardware()
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
@@ -52,19 +50,10 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
         print_default(ranks, machine, flags.processes)
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
-        first = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
+        words = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        again = [*first, "--resume"]
-        supervise_with_restarts(
-            folder,
-            "toolkit.finetune",
-            first,
-            again,
-            config,
-            environ=environ,
-            timeout=run_config.timeout,
-            restart_policy=restart_policy,
-        )
+        options: dict[str, Any] = {"environ": environ, "timeout": run_config.timeout, "restart_policy": restart_policy}
+        supervise_with_restarts(folder, "toolkit.finetune", words, [*words, "--resume"], config, **options)
     return _result(path)
 
 
@@ -73,15 +62,11 @@ def launch(flags: argparse.Namespace) -> Result:
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
     from toolkit.launcher.script_session import run_script
-    from toolkit.launcher.targets import Target, named
     from toolkit.run_folder.folder import RUNS, check_new, new_path
     from toolkit.training.setup import choose_ranks, print_default
 
-    strategy, machine = from_dict(Strategy, given(flags, Strategy)), hardware()
-    if flags.sha256:
-        target = Target(kind="function", name=flags.target, sha256=flags.sha256)
-    else:
-        target = named(flags.target, flags.arguments)
+    strategy, machine = read(Strategy, flags), hardware()
+    target = _target([flags.target, *flags.arguments], flags.sha256)
     if ours := [word for word in flags.arguments if word in OURS]:
         print(f"{', '.join(ours)} goes to {target.name}: flags of the toolkit stand before it", file=sys.stderr)
     ranks = choose_ranks([strategy], machine, flags.processes)
@@ -135,13 +120,11 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     was, machine = read_run_json(path), hardware()
     ranks = was["ranks"] if flags.processes is None else flags.processes
     if target := target_of(was):
-        return _resume_own(
-            path, target, from_dict(Strategy, {**was["strategy"], **given(flags, Strategy)}), ranks, flags
-        )
+        return _resume_own(path, target, read(Strategy, flags, was["strategy"]), ranks, flags)
     for name in ("target", "trust_target"):
         if getattr(flags, name, None):
             raise RunError(f"{flag(name)}: {path} is a run of the recipe, and of no target. Leave it out.")
-    restart_policy = from_dict(RestartPolicy, given(flags, RestartPolicy))
+    restart_policy = read(RestartPolicy, flags)
     new = {owner: given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy)}
     run_config, train_config, fields = merge_config(was, new[RunConfig], new[TrainConfig], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
@@ -154,18 +137,10 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     check_ranks(machine, ranks)
     environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
-        again = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
+        words = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        supervise_with_restarts(
-            folder,
-            "toolkit.finetune",
-            again,
-            again,
-            config,
-            environ=environ,
-            timeout=run_config.timeout,
-            restart_policy=restart_policy,
-        )
+        options: dict[str, Any] = {"environ": environ, "timeout": run_config.timeout, "restart_policy": restart_policy}
+        supervise_with_restarts(folder, "toolkit.finetune", words, words, config, **options)
     return _result(path)
 
 
@@ -178,23 +153,58 @@ def _resume_own(
     from toolkit.launcher import RestartPolicy
     from toolkit.launcher.run_handle import Run
     from toolkit.launcher.script_session import run_script
-    from toolkit.launcher.targets import Target, named
     from toolkit.launcher.trust import check_target
-    from toolkit.run_folder.folder import open_readonly
+    from toolkit.run_folder.folder import run_paths
 
     if unusable := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:
         raise RunError(
             f"{', '.join(unusable)}: only the recipe takes such flags, and {path} is a run of {target.name}."
         )
-    words = shlex.split(getattr(flags, "target", None) or "")
-    if words and flags.sha256:
-        target = Target(kind="function", name=words[0], sha256=flags.sha256)
-    elif words:
-        target = named(words[0], words[1:])
+    if words := shlex.split(getattr(flags, "target", None) or ""):
+        target = _target(words, flags.sha256)
     else:
-        target = check_target(open_readonly(path), target, getattr(flags, "trust_target", None))
+        target = check_target(run_paths(path), target, getattr(flags, "trust_target", None))
     run_script(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
+
+
+def _target(words: Sequence[str], sha256: str | None) -> Target:
+    """Return the target of a command; with a digest, the function that `tk.launch` wrote."""
+    from toolkit.launcher.targets import Target, named
+
+    return Target(kind="function", name=words[0], sha256=sha256) if sha256 else named(words[0], words[1:])
+
+
+def report(flags: argparse.Namespace) -> Result:
+    """Write and print the report of a run."""
+    from toolkit.reports import report
+
+    result = report(flags.run)
+    print(f"report: {result.write(flags.output)}", file=sys.stderr)
+    return result
+
+
+def compare(flags: argparse.Namespace) -> Result:
+    """Train the same work under several strategies; print one table."""
+    from toolkit.comparison import compare
+    from toolkit.config.run_config import RunConfig
+    from toolkit.devices.machine import hardware
+
+    chosen = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
+    run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags, {"steps": 20})
+    options = {"machine": hardware(), "root": Path(flags.run_dir or "runs"), "processes": flags.processes}
+    return compare(run_config, chosen, train_config, **options)
+
+
+def export(flags: argparse.Namespace) -> Result:
+    """Export a checkpoint as Hugging Face files and verify them."""
+    from toolkit.config.run_config import EMBEDDED
+    from toolkit.data.embedded import embedded_model
+    from toolkit.exporters import export
+
+    model = str(embedded_model()) if flags.model == EMBEDDED else flags.model
+    options = {name: getattr(flags, name) for name in ("merge", "dtype", "trust_remote_code")}
+    return export(flags.source, flags.output, model=model, **options)
 
 
 OURS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in dataclasses.fields(Strategy))}

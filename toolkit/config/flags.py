@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import operator
 import re
-import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import field
@@ -17,9 +18,9 @@ from toolkit.core.errors import StrategyError, nearest
 Owner = TypeVar("Owner")
 
 
-def amount(default: Any, help: str, alias: str = "") -> Any:
-    """Return a dataclass field with its flag's help, and the name of an alias."""
-    return field(default=default, metadata={"help": help, "alias": alias})
+def amount(default: Any, help: str, alias: str = "", **bounds: float) -> Any:
+    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_BOUNDS`."""
+    return field(default=default, metadata={"help": help, "alias": alias, "bounds": bounds})
 
 
 def choice(default: str, values: Collection[str], help: str, later: tuple[str, ...] = ()) -> Any:
@@ -27,37 +28,51 @@ def choice(default: str, values: Collection[str], help: str, later: tuple[str, .
     return field(default=default, metadata={"help": help, "values": values, "later": later})
 
 
-def check_choices(owner: Any) -> None:
-    """Refuse a value that a `choice` of this dataclass does not know, or that is not available yet.
+def validate(owner: Any) -> None:
+    """Check the type, the choices and the bounds of every field of a dataclass.
 
     Raises:
-        StrategyError: with the nearest known value.
+        StrategyError: with the value and what was expected; for a word with the nearest known one.
     """
     for f in dataclasses.fields(owner):
-        allowed, later, value = f.metadata.get("values"), f.metadata.get("later", ()), getattr(owner, f.name)
-        if allowed and value not in allowed:
-            known = ", ".join(word for word in allowed if word not in later)
-            raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, allowed)} Known: {known}.")
-        if value in later:
-            raise StrategyError(f"{f.name} {value!r} is not available yet.")
+        (kind, optional), value = _kinds(type(owner))[f.name], getattr(owner, f.name)
+        about: Mapping[str, Any] = f.metadata
+        if value is None and optional:
+            continue
+        if words := about.get("values"):
+            later = about["later"]
+            if value not in words:
+                known = ", ".join(word for word in words if word not in later)
+                raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, words)} Known: {known}.")
+            if value in later:
+                raise StrategyError(f"{f.name} {value!r} is not available yet.")
+            continue
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) > (kind is bool):
+            raise StrategyError(f"{f.name} {value!r}: expected {kind.__name__}.")
+        if kind is float and not math.isfinite(value):
+            raise StrategyError(f"{f.name} {value!r}: expected a finite number.")
+        for word, bound in about["bounds"].items():
+            holds, text = _BOUNDS[word]
+            if not holds(value, bound):
+                raise StrategyError(f"{f.name} {value!r}: expected {kind.__name__} {text} {bound:g}.")
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse a value that is not a whole number of at least `least`.
+_BOUNDS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
 
-    Raises:
-        StrategyError: with the name and the value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise StrategyError(f"{name} {value!r}: expected a whole number of at least {least}.")
+_KINDS: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
+
+
+def _kinds(owner: type[Any]) -> dict[str, tuple[type[Any], bool]]:
+    """Return the type of each field, and whether it may be None: `float | None` → `(float, True)`."""
+    if owner not in _KINDS:
+        options = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(owner).items()}
+        _KINDS[owner] = {name: (kinds[0], type(None) in kinds) for name, kinds in options.items()}
+    return _KINDS[owner]
 
 
 def fields_table(title: str, owner: Any) -> Table:
     """Return the fields of a dataclass and their values."""
-    rows = [
-        (f.name, "open" if getattr(owner, f.name) is None else getattr(owner, f.name))
-        for f in dataclasses.fields(owner)
-    ]
+    rows = [(name, "open" if value is None else value) for name, value in vars(owner).items()]
     return Table(title=title, columns=("field", "value"), rows=rows)
 
 
@@ -114,14 +129,13 @@ def add_flags(
     """
     for owner in owners:
         group = parser.add_argument_group(owner.__name__)
-        kinds = typing.get_type_hints(owner)
         for f in dataclasses.fields(owner):
             if f.name in without:
                 continue
-            kind, later = _type_of(kinds[f.name]), f.metadata.get("later", ())
-            values = [value for value in f.metadata.get("values", ()) if value not in later]
+            kind, _ = _kinds(owner)[f.name]
+            values = [value for value in f.metadata.get("values", ()) if value not in f.metadata["later"]]
             metavar = "|".join(values) if values else kind.__name__.upper()
-            text = f"{f.metadata['help']} (default: {default or _default(f)})"
+            text = f"{f.metadata['help']} (default: {default or ('open' if f.default is None else f.default)})"
             if len(flag(f.name)) + len(metavar) > MAX_METAVAR:
                 metavar, text = "WORD", f"{', '.join(values)}; {text}"
             if not f.metadata["help"]:  # no engine runs it yet: the flag exists for its error message
@@ -133,18 +147,6 @@ def add_flags(
             if alias := f.metadata.get("alias", ""):
                 text = f"the same as {flag(f.name)} (also with _)"
                 group.add_argument(flag(alias), f"--{alias}", dest=f.name, type=kind, metavar=metavar, help=text)
-
-
-def _type_of(kind: Any) -> type[Any]:
-    """Return the type of an optional field: `float | None` → `float`."""
-    if isinstance(kind, types.UnionType):
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    plain: type[Any] = kind
-    return plain
-
-
-def _default(f: dataclasses.Field[Any]) -> str:
-    return "open" if f.default is None else str(f.default)
 
 
 def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
     Raises:
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
     """
-    kinds = {name: _type_of(kind) for owner in owners for name, kind in typing.get_type_hints(owner).items()}
+    kinds = {name: kind for owner in owners for name, (kind, _) in _kinds(owner).items()}
     values: dict[str, Any] = {}
     for word in filter(None, (part.strip(", ") for part in re.split(r",(?=[^,]*=)", text))):
         name, equals, value = word.rpartition("=")
@@ -207,15 +209,10 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     Raises:
         StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
     """
-    names = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
-    kinds = typing.get_type_hints(owner)
-    for name, value in values.items():
+    names = list(_kinds(owner))
+    for name in values:
         if name not in names:
             raise StrategyError(
                 f"{owner.__name__} has no field {name!r}.{nearest(name, names)} Known: {', '.join(names)}."
             )
-        kind = _type_of(kinds[name])
-        right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) <= (kind is bool)
-        if not right and not (value is None and kind != kinds[name]):
-            raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
     return owner(**values)

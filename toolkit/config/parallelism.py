@@ -104,22 +104,20 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
 
 def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int) -> None:
     """Refuse a number of data-parallel ranks that the sharding cannot divide; `product`: ranks of each of them."""
-    word, ranks = strategy.sharding, count_ranks(data * product)
-    if kind == "none" and data != 1:
-        count = "one process" if product == 1 else count_ranks(product)
-        choose = "1 process" if product == 1 else f"{product} processes"
-        other = "ddp" if product == 1 else "fsdp"
-        raise StrategyError(f"sharding {word!r} is {count}; got {ranks}. Choose sharding {other!r}, or {choose}.")
-    if kind == "replicate" and data < 2:
+    groups, alone = strategy.dp_replicate, product == 1
+    one = "is one process" if alone else f"is {count_ranks(product)}"
+    many = f"with dp_replicate {groups} needs groups of at least 2 ranks each"
+    rules = {
+        "none": (data == 1, one, product, "ddp" if alone else "fsdp"),
+        "replicate": (data > 1, f"needs at least {2 * product} ranks", 2 * product, "none"),
+        "hybrid": (data >= 2 * groups and data % groups == 0, many, 2 * groups * product, "fsdp"),
+        "shard": (True, "", 0, ""),
+    }
+    divides, rule, processes, other = rules[kind]
+    if not divides:
         raise StrategyError(
-            f"sharding {word!r} needs at least {count_ranks(2 * product)}; got {data * product}. "
-            f"Choose sharding 'none', or {2 * product} processes."
-        )
-    groups = strategy.dp_replicate
-    if kind == "hybrid" and (data % groups or data < 2 * groups):
-        raise StrategyError(
-            f"sharding {word!r} with dp_replicate {groups} needs groups of at least 2 ranks each; got {ranks}. "
-            f"Choose {2 * groups * product} processes, or sharding 'fsdp'."
+            f"sharding {strategy.sharding!r} {rule}; got {count_ranks(data * product)}. Choose sharding {other!r}, or "
+            f"{'1 process' if processes == 1 else f'{processes} processes'}."
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from toolkit.config.flags import amount
-from toolkit.core.errors import StrategyError
+from toolkit.config.flags import amount, validate
 
 EMBEDDED = "embedded"
 """The name of the model and of the data that are used where none are named."""
@@ -26,7 +24,7 @@ class RunConfig:
     """As `data.find_source` says."""
     eval_data: str | None = amount(None, "data whose loss is reported")
     """Evaluated every `eval_every` steps, and at the end."""
-    eval_every: int = amount(0, "steps between evaluations; 0: at the end alone")
+    eval_every: int = amount(0, "steps between evaluations; 0: at the end alone", least=0)
     """In optimizer steps."""
     mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
@@ -44,25 +42,19 @@ class RunConfig:
     """Where fused experts stay in the compute dtype."""
     save: bool = amount(True, "save and check the trained model at the end")
     """Into the run's folder, `export/`."""
-    save_every: int = amount(0, "steps between checkpoints; 0: by time alone")
+    save_every: int = amount(0, "steps between checkpoints; 0: by time alone", least=0)
     """In optimizer steps."""
-    save_seconds: float = amount(1800.0, "seconds between checkpoints; 0: by steps alone")
+    save_seconds: float = amount(1800.0, "seconds between checkpoints; 0: by steps alone", least=0)
     """Whichever comes first. Where both are 0 there are no checkpoints at all."""
-    keep: int = amount(2, "complete checkpoints to keep")
+    keep: int = amount(2, "complete checkpoints to keep", least=1)
     """The newest ones."""
-    workers: int = amount(0, "processes that a rank loads its batches in; 0: none")
+    workers: int = amount(0, "processes that a rank loads its batches in; 0: none", least=0)
     """Order and values do not depend on it."""
-    timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung")
+    timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung", least=1)
     """Of a rank's heartbeat, and of every rank in a collective that waits for another."""
 
     def __post_init__(self) -> None:
-        for name, least in (("eval_every", 0), ("save_every", 0), ("keep", 1), ("workers", 0)):
-            if getattr(self, name) < least:
-                raise StrategyError(f"{name} {getattr(self, name)}: expected a whole number of at least {least}.")
-        if not (math.isfinite(self.save_seconds) and self.save_seconds >= 0):
-            raise StrategyError(f"save_seconds {self.save_seconds}: expected a number of at least 0.")
-        if not (math.isfinite(self.timeout) and self.timeout >= 1):
-            raise StrategyError(f"timeout {self.timeout}: expected at least 1 second; a rank beats once a second.")
+        validate(self)
 
     @property
     def checkpoints(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from toolkit.config.flags import amount, check_choices, check_count, choice, fields_table
+from toolkit.config.flags import amount, choice, fields_table, validate
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, nearest
@@ -25,6 +26,9 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 """Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
 
+BUCKETS = ("bucket_elements", "gather_bucket_elements")
+"""Sizes of communication buffers."""
+
 LATER_SIZES = ("cp", "ep", "pp")
 """Dimensions that no engine has yet: no flag, and no help."""
 
@@ -44,6 +48,9 @@ class Sharding:
     adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
     precision: tuple[str, ...] = ("auto", *PRECISIONS)
     grad_accum_dtype: tuple[str, ...] = ("auto",)
+    overlap_comm: tuple[str, ...] = ("auto",)
+    buckets: tuple[str, ...] = ()
+    """The fields of `BUCKETS` that it takes: the others have no such buffer there."""
     data_parallel: str = "shard"
     """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
     smaller: tuple[str, ...] = ("fsdp", "zero3")
@@ -57,66 +64,43 @@ class Sharding:
         return self.data_parallel == "hybrid"
 
 
+_ddp = partial(Sharding, engine="ddp", adapter=ADAPTERS)
+_zero = partial(
+    Sharding,
+    engine="deepspeed",
+    offload=("none", "optimizer"),
+    grad_accum_dtype=GRAD_ACCUM_DTYPES,
+    overlap_comm=("auto", "on", "off"),
+    buckets=BUCKETS,
+)
+_fsdp = partial(Sharding, engine="fsdp", offload=("none", "cpu"))
+_ALL = "optimizer states, gradients, parameters"
+
 SHARDINGS: dict[str, Sharding] = {
     row.word: row
     for row in (
-        Sharding(
-            word="none", engine="ddp", shards="nothing, one process", adapter=ADAPTERS, data_parallel="none", smaller=()
-        ),
-        Sharding(
+        _ddp(word="none", shards="nothing, one process", data_parallel="none", smaller=()),
+        _ddp(
             word="ddp",
-            engine="ddp",
             shards="nothing, every rank holds all",
             aliases=("NO_SHARD",),
-            adapter=ADAPTERS,
             data_parallel="replicate",
+            buckets=BUCKETS[:1],
             usual=True,
         ),
-        Sharding(
-            word="zero1",
-            engine="deepspeed",
-            shards="optimizer states",
-            offload=("none", "optimizer"),
-            grad_accum_dtype=GRAD_ACCUM_DTYPES,
-        ),
-        Sharding(
-            word="zero2",
-            engine="deepspeed",
-            shards="optimizer states, gradients",
-            offload=("none", "optimizer"),
-            grad_accum_dtype=GRAD_ACCUM_DTYPES,
-        ),
-        Sharding(
-            word="zero3",
-            engine="deepspeed",
-            shards="optimizer states, gradients, parameters",
-            offload=("none", "optimizer", "cpu"),
-            grad_accum_dtype=GRAD_ACCUM_DTYPES,
-            smaller=(),
-            usual=True,
-        ),
-        Sharding(
-            word="fsdp",
-            engine="fsdp",
-            shards="optimizer states, gradients, parameters",
-            aliases=("FULL_SHARD",),
-            offload=("none", "cpu"),
-            smaller=(),
-            usual=True,
-        ),
-        Sharding(
+        _zero(word="zero1", shards="optimizer states", overlap_comm=("auto", "off")),
+        _zero(word="zero2", shards="optimizer states, gradients"),
+        _zero(word="zero3", shards=_ALL, offload=("none", "optimizer", "cpu"), smaller=(), usual=True),
+        _fsdp(word="fsdp", shards=_ALL, aliases=("FULL_SHARD",), smaller=(), usual=True),
+        _fsdp(
             word="fsdp_grad_op",
-            engine="fsdp",
             shards="optimizer states, gradients; parameters between steps",
             aliases=("SHARD_GRAD_OP",),
-            offload=("none", "cpu"),
         ),
-        Sharding(
+        _fsdp(
             word="hsdp",
-            engine="fsdp",
             shards="all as fsdp inside a group, groups replicate",
             aliases=("HYBRID_SHARD",),
-            offload=("none", "cpu"),
             data_parallel="hybrid",
         ),
     )
@@ -174,6 +158,21 @@ class Strategy(Result):
         GRAD_ACCUM_DTYPES,
         "zero1-3: the dtype that gradients are added up in; auto: fp32; the compute dtype takes half, and rounds each sum",
     )
+    overlap_comm: str = choice(
+        "auto",
+        ("auto", "on", "off"),
+        "zero2, zero3: reduce gradients while the backward goes on; takes a second bucket; auto: zero3 on a GPU",
+    )
+    bucket_elements: int | None = amount(
+        None,
+        "ddp, zero1-3: gradients that are reduced at once; open: 25 MiB, or the square of the hidden size",
+        least=1,
+    )
+    gather_bucket_elements: int | None = amount(
+        None,
+        "zero1-3: parameters that are gathered at once; open: 0.9 to 1 times the square of the hidden size",
+        least=1,
+    )
     attention: str = choice(
         "auto", ATTENTION_WORDS, "auto: the best that is installed and works for this dtype and device"
     )
@@ -183,19 +182,17 @@ class Strategy(Result):
         "full: recompute each layer in the backward",
         LATER["activation_checkpointing"],
     )
-    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy")
-    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp")
-    cp: int = amount(1, "")
-    ep: int = amount(1, "")
-    pp: int = amount(1, "")
-    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that")
+    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy", least=1)
+    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp", least=1)
+    cp: int = amount(1, "", least=1)
+    ep: int = amount(1, "", least=1)
+    pp: int = amount(1, "", least=1)
+    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that", least=1)
     lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
-        check_choices(self)
-        for name in (*LATER_SIZES, "tp", "dp_replicate", "lora_rank"):
-            check_count(name, getattr(self, name))
+        validate(self)
         for name in LATER_SIZES:
             if getattr(self, name) > 1:
                 raise StrategyError(f"{name} {getattr(self, name)} is not available yet.")
@@ -203,13 +200,20 @@ class Strategy(Result):
 
     def _check_table(self) -> None:
         row = SHARDINGS[self.sharding]
-        for name in ("offload", "adapter", "precision", "grad_accum_dtype"):
+        for name in ("offload", "adapter", "precision", "grad_accum_dtype", "overlap_comm"):
             value, supported = getattr(self, name), getattr(row, name)
             if value not in supported:
                 able = [word for word, other in SHARDINGS.items() if value in getattr(other, name)]
                 raise StrategyError(
                     f"sharding {self.sharding!r} cannot run with {name} {value!r}: it runs with "
                     f"{', '.join(supported)}. {name} {value!r} runs with sharding {', '.join(able)}."
+                )
+        for name in BUCKETS:
+            if getattr(self, name) is not None and name not in row.buckets:
+                able = [word for word, other in SHARDINGS.items() if name in other.buckets]
+                raise StrategyError(
+                    f"sharding {self.sharding!r} takes no {name}: it has no such buffer. Leave it out, or choose sharding "
+                    f"{', '.join(able)}."
                 )
         if row.hybrid and self.dp_replicate < 2:
             raise StrategyError(

@@ -100,23 +100,19 @@ class Optimizer:
     """Upstream's classes that keep exactly these states."""
     passes: int
     """Times that a step, with clipping, reads or writes each element."""
-    cpu_temporaries: int
-    """Temporary tensors of its step on a CPU, each as large as the largest trained tensor."""
-    cuda_temporaries: int
-    """Temporary copies of its step on CUDA, of all trained tensors."""
+    unfused_temporaries: int
+    """Temporary copies of all trained tensors in its step on CUDA without fused kernels."""
     engines: tuple[str, ...] = ()
     """Engines that run it; empty: all."""
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    # torch takes tensors one by one on a CPU, with the root of the second moment and its quotient (`_single_tensor_adam`);
-    # on CUDA all at once, with the roots alone (`_multi_tensor_adam`).
+    # Without fused kernels torch takes all tensors at once, with the roots of their second moments (`_multi_tensor_adam`).
     "adamw": Optimizer(
         states=(OptimizerState(name="exp_avg"), OptimizerState(name="exp_avg_sq")),
         torch="AdamW",
         classes=("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam"),
         passes=9,
-        cpu_temporaries=2,
-        cuda_temporaries=1,
+        unfused_temporaries=1,
     ),
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.config.flags import amount, check_choices, check_count, choice, fields_table
+from toolkit.config.flags import amount, choice, fields_table, validate
 from toolkit.config.strategy import LATER, OPTIMIZER_WORDS
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
+
+SCHEDULERS = ("cosine", "linear", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,30 +21,50 @@ class TrainConfig(Result):
         StrategyError: for a value out of its range.
     """
 
-    micro_batch: int = amount(4, "sequences of a rank in one forward", "per_device_train_batch_size")
-    accumulation: int = amount(1, "micro-batches before one optimizer step", "gradient_accumulation_steps")
-    seq_len: int = amount(256, "tokens of a sequence")
-    max_grad_norm: float = amount(1.0, "the global gradient norm is clipped to this; 0 clips nothing")
-    optimizer: str = choice("adamw", OPTIMIZER_WORDS, "the optimizer, with torch's defaults", LATER["optimizer"])
+    micro_batch: int = amount(4, "sequences of a rank in one forward", "per_device_train_batch_size", least=1)
+    accumulation: int = amount(1, "micro-batches before one optimizer step", "gradient_accumulation_steps", least=1)
+    seq_len: int = amount(256, "tokens of a sequence; each token predicts the next", least=2)
+    max_grad_norm: float = amount(1.0, "the global gradient norm is clipped to this; 0 clips nothing", least=0)
+    optimizer: str = choice("adamw", OPTIMIZER_WORDS, "the optimizer", LATER["optimizer"])
     lr: float | None = amount(
-        None, "peak learning rate; open: 1e-3 embedded, 2e-4 for an adapter, 2e-5 for all weights", "learning_rate"
+        None,
+        "peak learning rate; open: 1e-3 embedded, 2e-4 for an adapter, 2e-5 for all weights",
+        "learning_rate",
+        above=0,
     )
-    warmup: int = amount(5, "steps in which the rate rises linearly; then it falls as a cosine, towards 0")
-    steps: int = amount(100, "optimizer steps", "max_steps")
-    seed: int = amount(0, "of the data's order, dropout, and an adapter's first weights")
+    weight_decay: float = amount(0.01, "share of a weight that a step takes away, times the rate", least=0)
+    beta1: float = amount(0.9, "decay of the first moment", least=0, below=1)
+    beta2: float = amount(0.999, "decay of the second moment", least=0, below=1)
+    eps: float = amount(1e-8, "added to the root of the second moment", above=0)
+    scheduler: str = choice("cosine", SCHEDULERS, "how the rate falls after the warm-up, over the steps that are left")
+    warmup: int = amount(5, "steps in which the rate rises to its peak", least=0)
+    warmup_type: str = choice("linear", ("linear", "log"), "how it rises; log: as DeepSpeed's schedulers do by default")
+    min_lr: float = amount(0.0, "the rate that the warm-up begins from and the scheduler falls to", least=0)
+    loss_scale: float = amount(65536.0, "fp16: the first scale of the loss, a power of 2; it adapts", least=1)
+    loss_scale_window: int = amount(2000, "fp16: steps without an overflow before the scale doubles", least=1)
+    steps: int = amount(100, "optimizer steps", "max_steps", least=1)
+    seed: int = amount(0, "of the data's order, dropout, and an adapter's first weights", least=0)
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulation", "seq_len", "steps"):
-            check_count(name, getattr(self, name))
-        for name in ("warmup", "seed"):
-            check_count(name, getattr(self, name), least=0)
-        if self.seq_len < 2:
-            raise StrategyError(f"seq_len {self.seq_len}: expected at least 2, since each token predicts the next.")
-        if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
-            raise StrategyError(f"max_grad_norm {self.max_grad_norm}: expected a number of at least 0.")
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise StrategyError(f"lr {self.lr}: expected a number above 0.")
-        check_choices(self)
+        validate(self)
+        if self.lr is not None and self.min_lr > self.lr:
+            raise StrategyError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}. Choose a lower min_lr.")
+        if not math.log2(self.loss_scale).is_integer():
+            raise StrategyError(f"loss_scale {self.loss_scale:g}: expected a power of 2, such as 65536.")
+
+    def rate_factor(self, done: int) -> float:
+        """Return the learning rate after `done` steps as a share of `lr`, which is resolved."""
+        assert self.lr is not None, "a resolved TrainConfig has a learning rate"
+        if done < self.warmup:
+            risen = done + 1
+            height = (
+                risen / self.warmup if self.warmup_type == "linear" else math.log(risen) / math.log(max(2, self.warmup))
+            )
+        else:
+            left = max(0.0, 1 - (done - self.warmup) / max(1, self.steps - self.warmup))
+            height = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[self.scheduler]
+        least = self.min_lr / self.lr
+        return least + (1 - least) * height
 
     def tables(self) -> list[Table]:
         return [fields_table("TrainConfig", self)]

@@ -14,11 +14,12 @@ import secrets
 import shutil
 import stat
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from toolkit.core.errors import RunError
-from toolkit.core.redaction import redact_all
+from toolkit.core.redaction import map_leaves, redact_all
 
 LIMIT = 16 * 2**20
 """Bytes of the longest JSON that is read, of which Python makes objects of 400 MiB at most: a run's files have thousands."""
@@ -52,7 +53,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Never block on a pipe or a device in its place.
 
     Raises:
@@ -161,11 +162,19 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         RunError: where the disk does not take it.
     """
-    text = json.dumps(_finite(redact_all(value)), indent=2, allow_nan=False) + "\n"
+    write_or_explain(path, (_to_json(value, indent=2) + "\n").encode())
+
+
+def write_or_explain(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        RunError: where the disk does not take it.
+    """
     try:
-        write_whole(path, text.encode())
+        write_whole(path, data)
     except OSError as error:
-        raise unwritable(path, len(text.encode()), error.strerror or str(error)) from error
+        raise unwritable(path, len(data), error.strerror or str(error)) from error
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -174,7 +183,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     Raises:
         RunError: where the disk takes only a part of it, which is taken back, or nothing.
     """
-    data = (json.dumps(_finite(redact_all(line)), allow_nan=False) + "\n").encode()
+    data = (_to_json(line) + "\n").encode()
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -260,21 +269,16 @@ def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     remaining = [event for event in read_events(path) if event.get("step", 0) <= step]
-    data = "".join(json.dumps(event) + "\n" for event in remaining).encode()
-    try:
-        write_whole(path, data)
-    except OSError as error:
-        raise unwritable(path, len(data), error.strerror or str(error)) from error
+    write_or_explain(path, "".join(json.dumps(event) + "\n" for event in remaining).encode())
     return remaining
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON without secrets, and without NaN and infinity, which it does not have."""
+    finite = map_leaves(
+        redact_all(value), lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+    )
+    return json.dumps(finite, indent=indent, allow_nan=False)
 
 
 def unwritable(path: Path, needed: int, why: str) -> RunError:

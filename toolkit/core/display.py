@@ -28,6 +28,8 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     """Sentences below the table."""
+    picture: str = ""
+    """SVG of the same figures, for a report."""
 
     def text(self, width: int = UNLIMITED) -> str:
         """Return aligned columns for a terminal or a Markdown code block.

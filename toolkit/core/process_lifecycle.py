@@ -1,21 +1,16 @@
-"""Ranks die with their launcher, and what they print is kept. Standard library only, for before any heavy import."""
+"""Ranks die with their launcher, and stop on a signal. Standard library only, for before any heavy import."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
-import io
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from toolkit.core import redaction
+from typing import Any
 
 LAUNCHER = "TOOLKIT_LAUNCHER"
 """The environment variable in which our launcher leaves its process id for its ranks."""
@@ -30,14 +25,13 @@ SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 0.5
 
-_forks_arranged = False
 _parent_of_forks: int | None = None
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Kill this process when its parent ends, however it ends. Call it first, in the main thread.
 
-    Linux does it by `prctl(PR_SET_PDEATHSIG)`; elsewhere a thread looks twice a second. A parent that was gone before
+    The kernel does it by `prctl(PR_SET_PDEATHSIG)`; where it refuses, a thread looks twice a second. A parent that was gone before
     the call ends this process at once. The signal comes when the *thread* that forked ends: torch elastic and
     `accelerate launch` fork in their main thread. What this process's main thread forks later (a DataLoader's workers)
     dies with it, too. Started by hand, without a launcher, a process stays its own master and nothing is done.
@@ -53,7 +47,9 @@ def die_with_parent(parent: int | None = None) -> None:
     parent_id = os.getppid()
     _watch(parent_id)
     if parent_id != parent if parent is not None else not _is_launcher(parent_id):
-        _end(f"the launcher of process {os.getpid()} has ended, and so it ends, too")
+        with contextlib.suppress(OSError):
+            os.write(2, f"toolkit: the launcher of process {os.getpid()} has ended, and so it ends, too.\n".encode())
+        os._exit(1)
     _register_fork_hooks()
 
 
@@ -61,32 +57,6 @@ def leave_safe_path() -> None:
     """Remove `SAFE_PATH` from the environment: the user's child processes import as usual."""
     if os.environ.get("PYTHONSAFEPATH") == _OURS:
         del os.environ["PYTHONSAFEPATH"]
-
-
-def tee_output(log: Path, *, rank: int, supervised: bool) -> None:
-    """Copy everything that this process prints into `log`, from libraries and crashes, too.
-
-    Under a supervisor rank 0 is shown too, both streams on standard output, and the other ranks are not; without one
-    (a bare `accelerate launch`) everybody prints as before. Secrets are redacted on the way, by a process of its own, so
-    that the last words of a killed rank are kept.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    if os.isatty(1):  # a progress bar asks the terminal for its width, and will find a pipe
-        os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
-    _flush()
-    if supervised and rank != 0:
-        log_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log_file, 1)
-        os.close(log_file)
-        redact_streams(1, 2)
-    elif supervised:
-        redact_streams(1, 2, log=log)
-    else:
-        redact_streams(1, log=log)
-        redact_streams(2, log=log)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.enable()
 
 
 def _watch(parent: int) -> None:
@@ -102,8 +72,6 @@ def _watch(parent: int) -> None:
 
 
 def _ask_kernel() -> bool:
-    if sys.platform != "linux":
-        return False
     import ctypes
 
     unused = ctypes.c_ulong(0)
@@ -118,20 +86,16 @@ def _is_launcher(pid: int) -> bool:
     from Python has not, but runs Python and is not process 1.
     """
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return sys.platform != "linux" and pid != 1
+        return False
     own = sys.orig_argv[1:]
     started = own[own.index("-m") + 1] if "-m" in own[:-1] else next((word for word in own if word[:1] != "-"), "")
-    return started in words or (pid != 1 and "python" in os.path.basename(words[0]))
+    return started in command or (pid != 1 and "python" in os.path.basename(command[0]))
 
 
 def _register_fork_hooks() -> None:
     """Apply the same to forked children, unless another thread forks: they would die with that thread."""
-    global _forks_arranged
-    if _forks_arranged:
-        return
-    _forks_arranged = True
     main, forking = threading.get_ident(), os.getpid()
 
     def before() -> None:
@@ -140,9 +104,7 @@ def _register_fork_hooks() -> None:
 
     def in_child() -> None:
         if threading.get_ident() == main:
-            _watch(forking)
-            if os.getppid() != forking:
-                os._exit(1)
+            _die_with(forking)
 
     os.register_at_fork(before=before, after_in_child=in_child)
 
@@ -164,27 +126,38 @@ def _in_fork() -> None:
     if _parent_of_forks:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
-        _watch(_parent_of_forks)
-        if os.getppid() != _parent_of_forks:
-            os._exit(1)
+        _die_with(_parent_of_forks)
+
+
+def _die_with(parent: int) -> None:
+    _watch(parent)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a wish: noted, so that a step can end and a checkpoint be published, and obeyed then.
+    """SIGTERM and SIGINT as a request: recorded, so that a step can end and a checkpoint be published, and obeyed then.
 
-    Every further one is ignored meanwhile: launchers send one after a terminal has. Used as a context in the main thread.
+    A context for the main thread. Python allows no other thread to handle signals; there it does nothing.
     """
 
     number: int | None = None
     """The first signal that came."""
+    again = False
+    """Whether another one followed: launchers send one after a terminal has."""
     listening = False
 
     def _on_signal(self, number: int, _: object) -> None:
+        self.again = self.number is not None
         self.number = self.number or number
 
     def __enter__(self) -> StopSignal:
         """Start to listen."""
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {
+                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+            }
         self.listening = True
         return self
 
@@ -192,36 +165,3 @@ class StopSignal:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def redact_streams(*streams: int, log: Path | None = None) -> None:
-    """Send file descriptors through `redacting`, on to where the first of them went (and to `log`), until this process ends."""
-    before = [os.dup(stream) for stream in streams]
-    command = [sys.executable, "-I", "-S", redaction.__file__, *([str(log)] if log else [])]
-    # Its own session: a signal to a rank's group must not stop the process that writes its last output.
-    passing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=before[0], start_new_session=True)
-    assert passing.stdin is not None
-    for stream in streams:
-        os.dup2(passing.stdin.fileno(), stream)
-    passing.stdin.close()
-
-    def restore() -> None:
-        _flush()
-        for stream, target in zip(streams, before, strict=True):
-            os.dup2(target, stream)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a child may hold the pipe open
-            passing.wait(1)
-
-    atexit.register(restore)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
-def _end(why: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"toolkit: {why}.\n".encode())
-    os._exit(1)

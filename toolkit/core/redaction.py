@@ -1,9 +1,9 @@
 """What is printed, logged or written: secrets are taken out (`redact`), and what a terminal would obey is spelled (`visible`).
 
-As a program, it does both to what passes through.
+As a program, it does both to the output of a node's ranks.
 
-Standard library only, and little of it: every rank's output passes through `python -I -S redacting.py [LOG]`, a process of
-its own, so that the last words of a killed rank are kept.
+Standard library only, and little of it: `python -I -S redaction.py` is one process for each node, and outlives its ranks: the
+last words of a killed rank are kept.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from typing import Any, TextIO
 
 MARK = "[redacted]"
@@ -88,7 +89,15 @@ def redact(text: str) -> str:
 
 def redact_all(value: Any) -> Any:
     """Return JSON containers with every string redacted, except for keys."""
-    return _redact_values(value, _secrets_pattern())
+    secrets = _secrets_pattern()
+    return map_leaves(value, lambda leaf: _redacted(leaf, secrets) if isinstance(leaf, str) else leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return JSON containers with every value in them changed, except for keys."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    return [map_leaves(item, change) for item in value] if isinstance(value, list | tuple) else change(value)
 
 
 @contextlib.contextmanager
@@ -123,14 +132,6 @@ def _redacted(text: str, secrets: re.Pattern[str] | None) -> str:
     for pattern, replacement in _SHAPES:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _redact_values(value: Any, secrets: re.Pattern[str] | None) -> Any:
-    if isinstance(value, str):
-        return _redacted(value, secrets)
-    if isinstance(value, Mapping):
-        return {key: _redact_values(item, secrets) for key, item in value.items()}
-    return [_redact_values(item, secrets) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _secrets_pattern() -> re.Pattern[str] | None:
@@ -190,7 +191,11 @@ QUIET = 0.1
 _LONGEST = 2**20
 
 
-def _copy(source: int, targets: Sequence[int]) -> None:
+IDLE_SECONDS = 60.0
+"""Time limit for the first rank. Afterwards the process ends with the last one."""
+
+
+def copy(source: int, targets: Sequence[int]) -> None:
     """Copy one file descriptor to others until it ends, by line; a failing one stops no other."""
     import select
 
@@ -226,7 +231,57 @@ def _write(target: int, data: bytes) -> None:
         data = data[os.write(target, data) :]
 
 
+def serve() -> None:
+    """Copy every stream that a rank hands over at the socket on standard input; end with the last stream.
+
+    A message holds the file descriptors of a source and its targets, and is answered by a byte. A thread copies each
+    source, so that one reader who waits stops no other rank. The connection ends once everything is written.
+    """
+    import socket
+    import threading
+
+    listener, lock, active = socket.socket(fileno=0), threading.Lock(), 0
+    listener.settimeout(IDLE_SECONDS)
+
+    def pass_through(connection: socket.socket, source: int, *targets: int) -> None:
+        nonlocal active
+        copy(source, targets)
+        for descriptor in (source, *targets):
+            os.close(descriptor)
+        with lock:
+            active -= 1
+            connection.close()
+            if not active:
+                os._exit(0)
+
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            with lock:
+                if not active:
+                    return
+            continue
+        descriptors = socket.recv_fds(connection, 1, 8)[1] if is_own(connection) else []
+        if not descriptors:
+            connection.close()
+            continue
+        with lock:
+            active += 1
+        with contextlib.suppress(OSError):  # the rank was killed: its last words are in the pipe
+            connection.send(b"+")
+        threading.Thread(target=pass_through, args=(connection, *descriptors), daemon=True).start()
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Return whether the other end of a Unix socket is a process of this user (SO_PEERCRED: pid, uid, gid)."""
+    import socket
+    import struct
+
+    size = struct.calcsize("3i")
+    uid: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+    return uid == os.getuid()
+
+
 if __name__ == "__main__":
-    _logs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in sys.argv[1:]]
-    _copy(0, [1, *_logs])
-    os._exit(0)
+    serve()

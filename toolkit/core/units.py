@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
@@ -37,6 +38,14 @@ def format_bytes(size: float) -> str:
     if size >= MiB:
         return f"{size / MiB:.1f} MiB"
     return f"{size / KiB:.1f} KiB" if size >= KiB else f"{size:.0f} B"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of a size such as `"60GiB"`, `"60 GB"` or `"512 MiB"`; None for another text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** (" KMGT".index(match[2].upper())))
 
 
 def format_count(count: float) -> str:

@@ -5,43 +5,22 @@ document → token ids and trained positions), `tokenization` (all documents, in
 of equal length), `preparation` (all of these once, into the cache), `rows` (reads the cache), `batching` (the rows of a rank).
 """
 
-from toolkit.data.batching import (
-    Order,
-    batches,
-    check_batch,
-    eval_batches,
-    hash_ids,
-    sample_ids,
-    spell_samples,
-)
-from toolkit.data.embedded import embedded_files, embedded_model, embedded_tokenizer, resolve_spec
-from toolkit.data.files import Document, documents
-from toolkit.data.ingestion import Contents, ingest
-from toolkit.data.packing import supports_packing
-from toolkit.data.preparation import prepare_data
-from toolkit.data.rows import Rows, find_rows, open_rows
-from toolkit.data.sources import find_source
-
-__all__ = [
-    "Contents",
-    "Document",
-    "Order",
-    "Rows",
-    "batches",
-    "check_batch",
-    "documents",
-    "embedded_files",
-    "embedded_model",
-    "embedded_tokenizer",
-    "eval_batches",
-    "find_rows",
-    "find_source",
-    "hash_ids",
-    "ingest",
-    "open_rows",
-    "prepare_data",
-    "resolve_spec",
-    "sample_ids",
-    "spell_samples",
-    "supports_packing",
-]
+from toolkit.data.batching import Order as Order
+from toolkit.data.batching import batches as batches
+from toolkit.data.batching import check_batch as check_batch
+from toolkit.data.batching import eval_batches as eval_batches
+from toolkit.data.batching import hash_ids as hash_ids
+from toolkit.data.batching import sample_ids as sample_ids
+from toolkit.data.batching import spell_samples as spell_samples
+from toolkit.data.embedded import embedded_files as embedded_files
+from toolkit.data.embedded import embedded_model as embedded_model
+from toolkit.data.embedded import embedded_tokenizer as embedded_tokenizer
+from toolkit.data.embedded import resolve_spec as resolve_spec
+from toolkit.data.files import documents as documents
+from toolkit.data.ingestion import Contents as Contents
+from toolkit.data.ingestion import ingest as ingest
+from toolkit.data.packing import supports_packing as supports_packing
+from toolkit.data.preparation import prepare_data as prepare_data
+from toolkit.data.rows import Rows as Rows
+from toolkit.data.rows import find_rows as find_rows
+from toolkit.data.sources import find_source as find_source

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import DataError
+from toolkit.core.errors import DataError, value_or
 from toolkit.core.units import ceil_div
 from toolkit.data.rows import Rows
 
@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """An endless sequence of row ids: every epoch holds each row once, in an order drawn from seed and epoch alone."""
+    """An endless sequence of row ids: every epoch holds each row once, in an order drawn from seed and epoch alone.
+
+    Without a seed every row once, in order, then -1.
+    """
 
     rows: int
-    seed: int
+    seed: int | None
 
     def ids(self, start: int, count: int) -> list[int]:
         """Return the row ids at positions `start` to `start + count` of the whole training."""
+        if self.seed is None:
+            return [at if at < self.rows else -1 for at in range(start, start + count)]
         ids: list[int] = []
         while len(ids) < count:
             epoch, at = divmod(start + len(ids), self.rows)
@@ -48,9 +53,13 @@ def _epoch(rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(rows)
 
 
+def _global_batch(train_config: TrainConfig, dp_size: int) -> int:
+    return train_config.micro_batch * train_config.accumulation * dp_size
+
+
 def sample_ids(rows: Rows, train_config: TrainConfig, *, dp_size: int, step: int) -> list[int]:
     """Return the row ids of the global batch of step `step` (from 0), in the order of training."""
-    size = train_config.micro_batch * train_config.accumulation * dp_size
+    size = _global_batch(train_config, dp_size)
     return Order(rows=rows.count, seed=train_config.seed).ids(step * size, size)
 
 
@@ -65,16 +74,15 @@ def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
     Never raises: what a message cannot tell must not cost the weights that are saved behind it.
     """
 
-    def spelled(at: int) -> str:
-        try:
-            return f"row {at} ({tokenizer.decode(rows.batch([at])['input_ids'][0][:SHOWN_TOKENS])!r} …)"
-        except Exception:  # a tokenizer may run anybody's code
-            return f"row {at}"
+    def row_text(at: int) -> str:
+        text = tokenizer.decode(rows.batch([at])["input_ids"][0][:SHOWN_TOKENS])
+        return f"row {at} ({text!r} …)"
 
-    more = [str(at) for at in ids[SHOWN_ROWS:LISTED_ROWS]]
+    parts = [value_or(f"row {at}", row_text, at) for at in ids[:SHOWN_ROWS]]  # a tokenizer may run anybody's code
+    parts += map(str, ids[SHOWN_ROWS:LISTED_ROWS])
     if len(ids) > LISTED_ROWS:
-        more.append(f"{len(ids) - LISTED_ROWS:,} more")
-    return ", ".join([*map(spelled, ids[:SHOWN_ROWS]), *more]) + f" of the rows in {rows.folder}"
+        parts.append(f"{len(ids) - LISTED_ROWS:,} more")
+    return f"{', '.join(parts)} of the rows in {rows.folder}"
 
 
 def check_batch(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> None:
@@ -83,7 +91,7 @@ def check_batch(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> None:
     Raises:
         DataError: with both sizes, and what to make smaller.
     """
-    size = train_config.micro_batch * train_config.accumulation * dp_size
+    size = _global_batch(train_config, dp_size)
     if rows.count < size:
         raise DataError(
             f"too little data: {rows.documents} documents with {rows.tokens:,} tokens make {rows.count} rows of"
@@ -119,10 +127,8 @@ def batches(
     """
     check_batch(rows, train_config, dp_size=dp_size)
     first, last = (step * train_config.accumulation for step in (start_step, train_config.steps))
-    ids = partial(
-        _train_ids, Order(rows=rows.count, seed=train_config.seed), train_config.micro_batch, dp_rank, dp_size
-    )
-    return _loader(_Batches(rows, attention, ids, range(first, max(first, last))), workers)
+    order, indices = Order(rows=rows.count, seed=train_config.seed), range(first, max(first, last))
+    return _loader(_Batches(rows, attention, order, train_config.micro_batch, dp_rank, dp_size, indices), workers)
 
 
 def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, attention: str = "sdpa") -> Loader:
@@ -131,27 +137,20 @@ def eval_batches(rows: Rows, *, micro_batch: int, dp_rank: int, dp_size: int, at
     All ranks get equally many batches of equal shape: what is missing at the end is rows without a trained label. So a
     batch may have no trained label at all, and its mean loss is then not a number: add up sums and counts.
     """
-    ids = partial(_eval_ids, rows.count, micro_batch, dp_rank, dp_size)
-    return _loader(_Batches(rows, attention, ids, range(ceil_div(rows.count, micro_batch * dp_size))))
-
-
-def _train_ids(order: Order, micro_batch: int, dp_rank: int, dp_size: int, index: int) -> list[int]:
-    return order.ids((index * dp_size + dp_rank) * micro_batch, micro_batch)
-
-
-def _eval_ids(count: int, micro_batch: int, dp_rank: int, dp_size: int, index: int) -> list[int]:
-    start = (index * dp_size + dp_rank) * micro_batch
-    return [at if at < count else -1 for at in range(start, start + micro_batch)]
+    order, indices = Order(rows=rows.count, seed=None), range(ceil_div(rows.count, micro_batch * dp_size))
+    return _loader(_Batches(rows, attention, order, micro_batch, dp_rank, dp_size, indices))
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """A torch map-style dataset whose items are whole batches. It can be pickled, for workers that are spawned."""
+    """A torch map-style dataset of whole batches. It can be pickled, for workers that are spawned."""
 
     rows: Rows
     attention: str
-    ids: Callable[[int], list[int]]
-    """Returns the row ids of a micro-batch."""
+    order: Order
+    micro_batch: int
+    dp_rank: int
+    dp_size: int
     indices: range
     """The micro-batches, counted from the training's beginning."""
 
@@ -159,7 +158,8 @@ class _Batches:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.rows.batch(self.ids(self.indices[index]), attention=self.attention)
+        start = (self.indices[index] * self.dp_size + self.dp_rank) * self.micro_batch
+        return self.rows.batch(self.order.ids(start, self.micro_batch), attention=self.attention)
 
 
 def _loader(dataset: _Batches, workers: int = 0) -> Loader:
@@ -168,12 +168,8 @@ def _loader(dataset: _Batches, workers: int = 0) -> Loader:
 
     # A generator of its own: without one, every pass over the loader draws from torch's global generator, and so moves
     # dropout.
-    loader: Loader = DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size=None,
-        generator=torch.Generator(),
-        num_workers=workers,
-    )
+    options: dict[str, Any] = {"batch_size": None, "generator": torch.Generator(), "num_workers": workers}
+    loader: Loader = DataLoader(dataset, **options)  # type: ignore[arg-type]
     # Accelerate's mark of a loader that it has sharded. It would shard this one again.
     loader._is_accelerate_prepared = True
     return loader

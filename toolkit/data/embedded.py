@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -51,18 +50,15 @@ def embedded_files() -> list[Path]:
             chosen.append(path)
             total += size
     if total < TEXT_BYTES:
-        raise DataError(
-            f"the embedded text: {root} holds {total:,} bytes of Python sources, expected at least {TEXT_BYTES:,}."
-            " Name a text with --data."
-        )
+        problem = f"{root} holds {total:,} bytes of Python sources, expected at least {TEXT_BYTES:,}"
+        raise DataError(f"the embedded text: {problem}. Name a text with --data.")
     return chosen
 
 
 def embedded_tokenizer(folder: Path) -> None:
     """Train a byte-level BPE of 4,096 tokens on a quarter of the embedded files and save it in `folder`.
 
-    The same Python and libraries give the same bytes. `folder` may exist; each file appears whole or not at all. Takes
-    a second or two.
+    The same Python and libraries give the same bytes. Takes a second or two.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -79,14 +75,7 @@ def embedded_tokenizer(folder: Path) -> None:
     )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=folder, prefix=".tokenizer-"))
-    try:
-        tokenizer.save_pretrained(fresh)
-        for path in fresh.iterdir():
-            path.replace(folder / path.name)
-    finally:
-        shutil.rmtree(fresh)
+    tokenizer.save_pretrained(folder)
 
 
 def resolve_spec(model: str, trust_remote_code: str | None = None) -> ModelSpec:
@@ -108,9 +97,9 @@ def embedded_model() -> Path:
     folder = root / hashlib.sha256(repr(made_with).encode()).hexdigest()[:16]
     with FileLock(root / f"{folder.name}.lock"):
         if not folder.exists():
-            fresh = root / f".{folder.name}.partial"
-            shutil.rmtree(fresh, ignore_errors=True)
-            embedded_checkpoint(fresh)
-            embedded_tokenizer(fresh)
-            fresh.rename(folder)
+            with tempfile.TemporaryDirectory(dir=root) as work:
+                draft = Path(work, "model")
+                embedded_checkpoint(draft)
+                embedded_tokenizer(draft)
+                draft.rename(folder)
     return folder

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ class Encoded:
     ids: Sequence[int]
     trained: Sequence[bool]
     """Whether the model learns to predict this token. Same length as `ids`."""
-    whole: bool
+    whole: bool = False
     """A prompt or conversation, which is never cut in two; a text may be."""
-    split: int
+    split: int = 0
     """The start of the completion, which an encoder-decoder model's decoder sees. 0 in a text."""
 
 
@@ -54,31 +55,29 @@ class Encoder:
         """
         for kind, alike in groupby(documents, lambda document: document.kind):
             while some := list(islice(alike, BATCH)):
-                if kind == "text":
-                    yield from self._texts(some)
-                elif kind == "prompt":
-                    yield from self._prompts(some)
+                if kind == "messages":
+                    yield from map(self._conversation, some)
                 else:
-                    yield from map(self._messages, some)
+                    yield from self._texts(some) if kind == "text" else self._prompts(some)
 
-    def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
+    def _ids(self, documents: list[Document], name: str, special: bool = True) -> list[list[int]]:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
         options = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
+        ids: list[list[int]] = self.tokenizer([document.content[name] for document in documents], **options)[
+            "input_ids"
+        ]
         return ids
 
     def _with_eos(self, ids: list[int]) -> list[int]:
         return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
 
     def _texts(self, documents: list[Document]) -> Iterator[Encoded]:
-        for ids in self._ids([document.content["text"] for document in documents]):
-            closed = self._with_eos(ids)
-            yield Encoded(ids=closed, trained=[True] * len(closed), whole=False, split=0)
+        for ids in map(self._with_eos, self._ids(documents, "text")):
+            yield Encoded(ids=ids, trained=[True] * len(ids))
 
     def _prompts(self, documents: list[Document]) -> Iterator[Encoded]:
-        prompts = self._ids([document.content["prompt"] for document in documents])
-        completions = self._ids([document.content["completion"] for document in documents], special=False)
-        for prompt, completion in zip(prompts, map(self._with_eos, completions), strict=True):
+        completions = map(self._with_eos, self._ids(documents, "completion", special=False))
+        for prompt, completion in zip(self._ids(documents, "prompt"), completions, strict=True):
             # Some tokenizers close every text. An encoder wants that; between prompt and completion it would be an end
             # in the middle.
             if not self.seq2seq and prompt and prompt[-1] == self.eos:
@@ -86,95 +85,79 @@ class Encoder:
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
             yield Encoded(ids=prompt + completion, trained=trained, whole=True, split=len(prompt))
 
-    def _messages(self, document: Document) -> Encoded:
+    def _conversation(self, document: Document) -> Encoded:
         if self.seq2seq:
             raise DataError(
                 f"{document.where}: messages train a causal model, and this one is an encoder-decoder. Use prompt and"
                 " completion."
             )
-        template = chat_template_of(self.tokenizer, self.template, document.where)
+        template = self.template or (self.tokenizer.chat_template and str(self.tokenizer.get_chat_template()))
+        if not template:
+            raise DataError(
+                f"{document.where}: has messages, and the tokenizer {self.tokenizer.name_or_path} has no chat template."
+                " Give one with --chat-template FILE (a Jinja template), or use prompt and completion."
+            )
+        apply = partial(self._apply, template, document.where)
         messages = document.content["messages"]
         marked = self.mask_prompts and _GENERATION.search(template) is not None
-        shaped = self._shaped(messages, template, document.where, return_assistant_tokens_mask=marked)
-        ids = list(shaped["input_ids"])
+        tokens = apply(messages, return_dict=True, return_assistant_tokens_mask=marked)
+        trained = [not self.mask_prompts] * len(tokens["input_ids"])
         if marked:
-            trained = [bool(flag) for flag in shaped["assistant_masks"]]
-            self._check_marks(messages, template, shaped, document.where)
+            trained = [bool(flag) for flag in tokens["assistant_masks"]]
+            _check_marks(messages, apply(messages, tokenize=False), tokens, document.where)
         elif self.mask_prompts:
-            trained = self._turns(messages, ids, template, document.where)
-        else:
-            trained = [True] * len(ids)
-        return Encoded(ids=ids, trained=trained, whole=True, split=0)
+            for start, end in _turns(messages, tokens["input_ids"], apply, document.where):
+                trained[start:end] = [True] * (end - start)
+        return Encoded(ids=list(tokens["input_ids"]), trained=trained, whole=True)
 
-    def _check_marks(self, messages: list[dict[str, str]], template: str, shaped: Any, where: str) -> None:
-        """Refuse a mask that covers what others say.
-
-        transformers marks everything to the end where a marked part ends in a character that became no token
-        (`apply_chat_template`, `end_token`), as whitespace does with some tokenizers.
-        """
-        text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        trained = {token for token, flag in enumerate(shaped["assistant_masks"]) if flag}
-        end = 0
-        for index, message in enumerate(messages):
-            content = message["content"].strip()
-            if (start := text.find(content, end)) < 0:
-                continue  # the template writes it in another way
-            end = start + len(content)
-            tokens = {shaped.char_to_token(at) for at in range(start, end)}
-            if message["role"] != "assistant" and tokens & trained:
-                raise DataError(
-                    f"{where}: message {index} ({message['role']}) would be trained as the assistant's: with this"
-                    " tokenizer the end of {% generation %} is lost. Move {% endgeneration %} in the chat template to"
-                    " before the whitespace that it follows."
-                )
-
-    def _turns(self, messages: list[dict[str, str]], ids: list[int], template: str, where: str) -> list[bool]:
-        """Return which tokens are the assistant's: those that a turn adds to the conversation, without its header."""
-        trained = [False] * len(ids)
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = messages[:index]
-            before = self._shaped(prompt, template, where, add_generation_prompt=True)["input_ids"] if prompt else []
-            after = self._shaped(messages[: index + 1], template, where)["input_ids"]
-            if after[: len(before)] != before or ids[: len(after)] != after:
-                raise DataError(
-                    f"{where}: message {index}: the chat template writes earlier turns differently once later ones"
-                    " follow, so the assistant's tokens cannot be told apart. Put {% generation %} and"
-                    " {% endgeneration %} around them in the template and give it as --chat-template FILE, or train on"
-                    " all tokens with --no-mask-prompts."
-                )
-            trained[len(before) : len(after)] = [True] * (len(after) - len(before))
-        return trained
-
-    def _shaped(self, messages: list[dict[str, str]], template: str, where: str, **options: Any) -> Any:
+    def _apply(self, template: str, where: str, messages: list[dict[str, str]], **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=True, return_dict=True, **options
-            )
-        except (
-            Exception
-        ) as error:  # templates raise what they like: Jinja's errors, TypeError, their own raise_exception
+            return self.tokenizer.apply_chat_template(messages, chat_template=template, **options)
+        except Exception as error:  # templates raise Jinja's errors, TypeError, their own raise_exception
             raise DataError(
                 f"{where}: the chat template refuses these messages: {error}. Change them, or give another with"
                 " --chat-template FILE."
             ) from error
 
 
-def chat_template_of(tokenizer: Any, template: str | None, where: str) -> str:
-    """Return the template's text.
+def _check_marks(messages: list[dict[str, str]], text: str, tokens: Any, where: str) -> None:
+    """Refuse a mask that covers what others say.
 
-    Raises:
-        DataError: for a tokenizer that has none, when none is given.
+    transformers marks everything to the end where a marked part ends in a character that became no token
+    (`apply_chat_template`, `end_token`), as whitespace does with some tokenizers.
     """
-    if template is not None:
-        return template
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"{where}: has messages, and the tokenizer {tokenizer.name_or_path or 'of this model'} has no chat"
-            " template. Give one with --chat-template FILE (a Jinja template), or use prompt and completion."
-        )
-    return str(tokenizer.get_chat_template())
+    end = 0
+    for index, message in enumerate(messages):
+        content = message["content"].strip()
+        if (start := text.find(content, end)) < 0:
+            continue  # the template writes it in another way
+        end = start + len(content)
+        own = {tokens.char_to_token(at) for at in range(start, end)} - {None}
+        if message["role"] != "assistant" and any(tokens["assistant_masks"][token] for token in own):
+            raise DataError(
+                f"{where}: message {index} ({message['role']}) would be trained as the assistant's: with this tokenizer"
+                " the end of {% generation %} is lost. Move {% endgeneration %} in the chat template to before the"
+                " whitespace that it follows."
+            )
+
+
+def _turns(
+    messages: list[dict[str, str]], ids: list[int], apply: Callable[..., list[int]], where: str
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the assistant's tokens: those that a turn adds to the conversation, without its header."""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = apply(messages[:index], return_dict=False, add_generation_prompt=True) if index else []
+        after = apply(messages[: index + 1], return_dict=False)
+        if after[: len(before)] != before or ids[: len(after)] != after:
+            raise DataError(
+                f"{where}: message {index}: the chat template writes earlier turns differently once later ones follow,"
+                " so the assistant's tokens cannot be told apart. Put {% generation %} and {% endgeneration %} around"
+                " them in the template and give it as --chat-template FILE, or train on all tokens with"
+                " --no-mask-prompts."
+            )
+        yield len(before), len(after)
 
 
 def read_template(template: str | Path | None) -> str | None:
@@ -188,7 +171,7 @@ def read_template(template: str | Path | None) -> str | None:
     try:
         return expand_user(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"chat template {template}: cannot be read: {why}. Give a file with a Jinja template."
+            f"chat template {template}: cannot be read: {why}. Give a UTF-8 file with a Jinja template."
         ) from error

@@ -6,10 +6,10 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit.data.encoder import Encoded
 from toolkit.models import ModelSpec
@@ -17,16 +17,14 @@ from toolkit.models import ModelSpec
 if TYPE_CHECKING:
     import numpy as np
 
-    Columns = dict[str, np.ndarray[Any, Any]]
+Columns: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
+"""The columns of a row, int32 [seq_len] each."""
 
 IGNORED = -100
 """The label that trains nothing: transformers' and torch's own."""
 
 OPEN_ROWS = 64
 """Rows that a prompt or conversation may still be fitted into."""
-
-PACKED, PADDED = ("input_ids", "labels", "position_ids"), ("input_ids", "labels", "attention_mask")
-"""Columns of a row, int32 [seq_len] each."""
 
 _MASKS = re.compile(r"create_\w*causal_mask")
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -102,113 +100,118 @@ def pack_rows(
     and the completion the labels; of a text, each 2 × `seq_len` tokens (or what is left) are a row, the first half the
     input and the second the labels.
     """
-    make = _seq2seq if kind == "seq2seq" else _packed if packed else _padded
-    for row in make(_count_documents(encoded, counts), counts, seq_len, pad):
-        columns = row.columns()
+    documents = _count_documents(encoded, counts, kind == "seq2seq", seq_len)
+    if kind == "seq2seq":
+        rows = (_pair_columns(*pair, seq_len, pad) for pair in _seq2seq(documents, seq_len))
+    else:
+        make = _packed if packed else _padded
+        rows = (_row_columns(row, packed, seq_len, pad) for row in make(documents, seq_len))
+    for columns, tokens in rows:
         trained = int((columns["labels"] != IGNORED).sum())
         if trained:
-            counts.tokens += row.tokens
+            counts.tokens += tokens
             counts.trained_tokens += trained
             yield columns
         else:
             counts.dropped += 1
 
 
-def _count_documents(encoded: Iterable[Encoded], counts: Counts) -> Iterator[Encoded]:
+def _count_documents(encoded: Iterable[Encoded], counts: Counts, seq2seq: bool, seq_len: int) -> Iterator[Encoded]:
     for document in encoded:
         counts.documents += 1
+        size = len(document.ids)
+        longest = max(document.split, size - document.split) if seq2seq else size
+        counts.truncated += document.whole and longest > seq_len
         yield document
 
 
+@dataclass(eq=False)
 class _Row:
     """A row that is being filled."""
 
-    def __init__(self, seq_len: int, pad: int, names: tuple[str, ...]) -> None:
-        import numpy as np
-
-        self.tokens, self.left, self._names, self._np = 0, seq_len, names, np
-        self.ids = np.full(seq_len, pad, np.int32)
-        self.labels = np.full(seq_len, IGNORED, np.int32)
-        # A row that is never filled counts as one more document.
-        self.positions = np.arange(seq_len, dtype=np.int32)
-        self.mask = np.zeros(seq_len, np.int32)
+    left: int
+    pieces: list[Encoded] = field(default_factory=list)
 
     def put(self, document: Encoded, start: int = 0) -> int:
-        """Put in as much of the document, from `start`, as there is room for; returns how much."""
-        np, at = self._np, self.tokens
-        count = min(self.left, len(document.ids) - start)
-        ids = np.asarray(document.ids[start : start + count], np.int32)
-        self.ids[at : at + count] = ids
-        self.labels[at : at + count] = np.where(np.asarray(document.trained[start : start + count], bool), ids, IGNORED)
-        # The token before belongs to another document, or to none: it must not predict this one.
-        self.labels[at] = IGNORED
-        self.mask[at : at + count] = 1
-        self.positions[at:] = np.arange(len(self.positions) - at)
-        self.positions[at + count :] = np.arange(len(self.positions) - at - count)
-        self.tokens, self.left = at + count, self.left - count
-        return count
-
-    def put_pair(self, source: list[int], target: list[int]) -> _Row:
-        """Put in an encoder's input and a decoder's labels; the model shifts the labels, so the first is trained."""
-        self.ids[: len(source)], self.mask[: len(source)], self.labels[: len(target)] = source, 1, target
-        self.tokens = len(source) + len(target)
-        return self
-
-    def columns(self) -> Columns:
-        """Return the requested columns, int32 [seq_len] each."""
-        arrays = {
-            "input_ids": self.ids,
-            "labels": self.labels,
-            "position_ids": self.positions,
-            "attention_mask": self.mask,
-        }
-        return {name: arrays[name] for name in self._names}
+        """Put in as much of the document, from `start`, as there is room for. Return how much."""
+        end = min(start + self.left, len(document.ids))
+        self.pieces.append(Encoded(ids=document.ids[start:end], trained=document.trained[start:end]))
+        self.left -= end - start
+        return end - start
 
 
-def _packed(documents: Iterable[Encoded], counts: Counts, seq_len: int, pad: int) -> Iterator[_Row]:
-    text, waiting = _Row(seq_len, pad, PACKED), list[_Row]()
+def _packed(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
+    text, waiting = _Row(seq_len), list[_Row]()
     for document in documents:
-        if not document.whole:
-            at = 0
-            while at < len(document.ids):
-                at += text.put(document, at)
-                if not text.left:
-                    yield text
-                    text = _Row(seq_len, pad, PACKED)
-            continue
-        counts.truncated += len(document.ids) > seq_len
-        size = min(len(document.ids), seq_len)
-        row = next((row for row in waiting if row.left >= size), None)
-        if row is None:
-            if len(waiting) == OPEN_ROWS:
-                yield waiting.pop(min(range(OPEN_ROWS), key=lambda index: waiting[index].left))
-            row = _Row(seq_len, pad, PACKED)
-            waiting.append(row)
-        row.put(document)
-        if not row.left:
-            waiting.remove(row)
-            yield row
-    yield from (row for row in (text, *waiting) if row.tokens)
+        at, size = 0, len(document.ids)
+        while not document.whole and at < size:
+            at += text.put(document, at)
+            if not text.left:
+                yield text
+                text = _Row(seq_len)
+        if document.whole:
+            row = next((row for row in waiting if row.left >= min(size, seq_len)), None)
+            if row is None:
+                if len(waiting) == OPEN_ROWS:
+                    yield waiting.pop(min(range(OPEN_ROWS), key=lambda index: waiting[index].left))
+                row = _Row(seq_len)
+                waiting.append(row)
+            row.put(document)
+            if not row.left:
+                waiting.remove(row)
+                yield row
+    yield from (row for row in (text, *waiting) if row.pieces)
 
 
-def _padded(documents: Iterable[Encoded], counts: Counts, seq_len: int, pad: int) -> Iterator[_Row]:
+def _padded(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
     for document in documents:
-        counts.truncated += document.whole and len(document.ids) > seq_len
         for start in range(0, 1 if document.whole else len(document.ids), seq_len):
-            row = _Row(seq_len, pad, PADDED)
+            row = _Row(seq_len)
             row.put(document, start)
             yield row
 
 
-def _seq2seq(documents: Iterable[Encoded], counts: Counts, seq_len: int, pad: int) -> Iterator[_Row]:
+def _seq2seq(documents: Iterable[Encoded], seq_len: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield an encoder's inputs and a decoder's labels."""
     for document in documents:
-        ids = list(document.ids)
+        ids = document.ids
         if document.whole:
-            source, target = ids[: document.split], ids[document.split :]
-            counts.truncated += max(len(source), len(target)) > seq_len
-            yield _Row(seq_len, pad, PADDED).put_pair(source[:seq_len], target[:seq_len])
+            yield ids[: document.split][:seq_len], ids[document.split :][:seq_len]
             continue
         for start in range(0, len(ids), 2 * seq_len):
             piece = ids[start : start + 2 * seq_len]
             half = (len(piece) + 1) // 2
-            yield _Row(seq_len, pad, PADDED).put_pair(piece[:half], piece[half:])
+            yield piece[:half], piece[half:]
+
+
+def _row_columns(row: _Row, packed: bool, seq_len: int, pad: int) -> tuple[Columns, int]:
+    """Return a causal model's row and its tokens. The first token of a document is predicted by none: it has no label."""
+    import numpy as np
+
+    ids = np.concatenate([piece.ids for piece in row.pieces])
+    trained = np.concatenate([piece.trained for piece in row.pieces])
+    # What is left of the row counts as one more document.
+    positions = np.concatenate([np.arange(size) for size in (*(len(piece.ids) for piece in row.pieces), row.left)])
+    labels = np.where(trained & (positions[: len(ids)] > 0), ids, IGNORED)
+    columns = {"input_ids": _filled(ids, seq_len, pad), "labels": _filled(labels, seq_len, IGNORED)}
+    if packed:
+        return {**columns, "position_ids": positions.astype(np.int32)}, len(ids)
+    return {**columns, "attention_mask": _filled(np.ones_like(ids), seq_len, 0)}, len(ids)
+
+
+def _pair_columns(source: Sequence[int], target: Sequence[int], seq_len: int, pad: int) -> tuple[Columns, int]:
+    """Return an encoder-decoder's row and its tokens. The model shifts the labels, so the first one is trained."""
+    columns = {
+        "input_ids": _filled(source, seq_len, pad),
+        "labels": _filled(target, seq_len, IGNORED),
+        "attention_mask": _filled([1] * len(source), seq_len, 0),
+    }
+    return columns, len(source) + len(target)
+
+
+def _filled(values: Sequence[int] | np.ndarray[Any, Any], size: int, rest: int) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    row = np.full(size, rest, np.int32)
+    row[: len(values)] = values
+    return row

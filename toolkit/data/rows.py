@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +14,7 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.cache import cache_folder
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError
-from toolkit.data.packing import IGNORED, PACKED, PADDED, Counts
+from toolkit.data.packing import IGNORED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,17 +53,16 @@ class Rows(Result):
         """The columns as read-only memory maps, int32 [count, seq_len]."""
         import numpy as np
 
-        names, shape = PACKED if self.packed else PADDED, (self.count, self.seq_len)
+        shape, names = (self.count, self.seq_len), column_names(self.packed)
         return {name: np.memmap(self.folder / f"{name}.bin", "<i4", "r", shape=shape) for name in names}
 
     @cached_property
     def one_document(self) -> bool:
         """Whether no row holds a second document, or padding: then attention needs no mask."""
-        if not self.packed:
-            return False
-        starts = self.columns["position_ids"]
         # A block at a time: most data answer with the first one.
-        return not any((starts[at : at + 1024, 1:] == 0).any() for at in range(0, self.count, 1024))
+        return self.packed and not any(
+            (self.columns["position_ids"][at : at + 1024, 1:] == 0).any() for at in range(0, self.count, 1024)
+        )
 
     def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, torch.Tensor]:
         """Return the inputs of the model's forward, int64 [len(ids), seq_len]; a row with the id -1 is not trained.
@@ -99,54 +96,26 @@ class Rows(Result):
         return {**dataclasses.asdict(self), "folder": str(self.folder)}
 
 
+def column_names(packed: bool) -> tuple[str, ...]:
+    """Return the columns of a row, int32 [seq_len] each."""
+    return ("input_ids", "labels", "position_ids" if packed else "attention_mask")
+
+
 def find_rows(fingerprint: str) -> Rows | None:
-    """Return the rows with this fingerprint if the cache has them."""
-    folder = cache_folder("data") / fingerprint
-    return open_rows(folder) if folder.exists() else None
-
-
-def open_rows(folder: Path) -> Rows:
-    """Open the rows in a cache folder.
+    """Open the rows with this fingerprint if the cache has them.
 
     Raises:
-        DataError: for a folder that is not one, or whose files are not as long as it says.
+        DataError: for a folder with files that are not as long as it says.
     """
+    folder = cache_folder("data") / fingerprint
+    if not folder.exists():
+        return None
     try:
         rows = Rows(folder=folder, **json.loads((folder / META).read_text(encoding="utf-8")))
-        for name in PACKED if rows.packed else PADDED:
+        for name in column_names(rows.packed):
             size, expected = (folder / f"{name}.bin").stat().st_size, rows.count * rows.seq_len * 4
             if size != expected:
                 raise ValueError(f"{name}.bin has {size:,} bytes, expected {expected:,}")
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"cached data {folder}: damaged ({error}). Delete the folder; it is made again.") from error
     return rows
-
-
-def write_rows(
-    folder: Path, rows: Iterable[dict[str, np.ndarray[Any, Any]]], counts: Counts, about: dict[str, Any]
-) -> None:
-    """Write rows as `folder`, whole or not at all; `counts` is complete once `rows` is used up; `about` is the rest."""
-    names = PACKED if about["packed"] else PADDED
-    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:16]}-"))
-    try:
-        files = {name: (fresh / f"{name}.bin").open("wb") for name in names}
-        count = 0
-        try:
-            for row in rows:
-                for name, file in files.items():
-                    file.write(row[name].astype("<i4").tobytes())
-                count += 1
-        finally:
-            for file in files.values():
-                file.close()
-        meta = {**about, **dataclasses.asdict(counts), "count": count}
-        if not count:
-            raise DataError(
-                f"data: no token to train on: {counts.documents} documents gave {counts.dropped} rows, none with a"
-                f" trained label. Give more text, a --seq-len above {about['seq_len']} where prompts fill it, or"
-                " --no-mask-prompts."
-            )
-        (fresh / META).write_text(json.dumps(meta, indent=2), encoding="utf-8")
-        fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)

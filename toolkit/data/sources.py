@@ -1,19 +1,19 @@
-"""Where data are: a name given as `--data` → its files, those that a folder leaves out, or a dataset."""
+"""Where data are: a name given as `--data` → its files, those that a folder leaves out, or rows of the `datasets` library."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections import Counter
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import expand_user, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
-from toolkit.data.hub import check_hub, configured_files, load_dataset, open_saved
+from toolkit.models.hub import first_line, hub_reachable
 
 EMBEDDED = "embedded"
 """The source's name that means the embedded text, as None does."""
@@ -32,7 +32,10 @@ READ = (*JSONL, *TEXT, *TABLES)
 """Formats that are read from a folder."""
 
 NAMED = 5
-"""Files of a kind that a message lists by name."""
+"""Files that a message lists by name."""
+
+LARGE = 64 << 20
+"""Bytes from which on `datasets` shows its progress on a terminal."""
 
 _DESCRIBES = re.compile(r"dataset_infos?.*\.json|(config|dataset_dict)\.json|.*\.ya?ml", re.I)
 _DOCUMENTS = re.compile(r"(readme|licen[cs]e).*", re.I)
@@ -58,7 +61,7 @@ class Source:
     dataset: Any = None
     """The open dataset of a Hub id."""
     summary: str = ""
-    """Of a folder: which files are read and which are left out, with counts."""
+    """Of a folder: which files are read and which are left out."""
 
     def where(self, file: int, line: int) -> str:
         """Return a document's place for messages: its file and line (of a text: 0), or its row in a dataset."""
@@ -67,14 +70,23 @@ class Source:
         return f"{self.files[file]}, line {line}" if line else str(self.files[file])
 
     def rows(self, cache: Path | None) -> Iterator[Mapping[str, Any]]:
-        """Return the rows of a dataset. Tables are converted in the folder `cache`."""
-        if self.kind == "saved":
-            yield from open_saved(self.name, self.files[0].parent)
-        elif self.kind == "hub":
-            yield from self.dataset
-        for suffix, kind in TABLES.items() if self.kind == "tables" else ():
-            if files := [str(path) for path in self.files if path.suffix.lower() == suffix]:
-                yield from load_dataset(self.name, path=kind, data_files=files, cache_dir=cache and str(cache))
+        """Yield the rows of a dataset. Tables are converted in the folder `cache`.
+
+        Raises:
+            DataError: with the library's own first line.
+        """
+        import datasets
+
+        options = {"split": "train", "cache_dir": cache and str(cache)}
+        with _datasets_errors(self.name), _datasets_progress(sum(path.stat().st_size for path in self.files)):
+            if self.kind == "saved":
+                dataset = datasets.load_from_disk(str(self.files[0].parent))
+                yield from dataset["train"] if isinstance(dataset, dict) else dataset
+            elif self.kind == "hub":
+                yield from self.dataset
+            for suffix, kind in TABLES.items() if self.kind == "tables" else ():
+                if files := [str(path) for path in self.files if _suffix(path) == suffix]:
+                    yield from datasets.load_dataset(kind, data_files=files, **options)
 
 
 def find_source(source: str | Path | None) -> Source:
@@ -97,20 +109,58 @@ def find_source(source: str | Path | None) -> Source:
                 return Source(name=name, files=(first, *others), kind="saved")
         return _folder(name, path)
     if path.exists():
-        return Source(name=name, files=(path,), kind="tables" if path.suffix.lower() in TABLES else "files")
-    hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name)
-    if not hub or Path(name).suffix.lower() in READ:
+        return Source(name=name, files=(path,), kind="tables" if _suffix(path) in TABLES else "files")
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name) or _suffix(name) in READ:
+        raise DataError(f"data {name}: no such file or folder. Give a path that exists, or leave --data out.")
+    return _hub_dataset(name)
+
+
+def _hub_dataset(name: str) -> Source:
+    """Open a dataset of the Hub. Its own code never runs."""
+    from huggingface_hub import constants
+
+    # Asked first: without a network the libraries would retry for 23 s with a warning each time.
+    if not constants.HF_HUB_OFFLINE and not hub_reachable():
         raise DataError(
-            f"data {name}: no such file or folder. Give a path that exists, or leave --data out to train on the"
-            " embedded text."
+            f"data {name}: no such file or folder, and the Hugging Face Hub cannot be reached. Give a local file,"
+            " connect to the network, or set HF_HUB_OFFLINE=1 where this dataset is in the local cache."
         )
+    import datasets
+
     identifier, *rest = name.split(":")
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) == 2 else None
-    check_hub(name)
-    dataset = load_dataset(name, path=identifier, config=config, split=split)
-    files = tuple(Path(entry["filename"]) for entry in dataset.cache_files)
-    return Source(name=name, files=files, kind="hub", dataset=dataset)
+    with _datasets_errors(name):
+        dataset = datasets.load_dataset(identifier, config, split=split)
+    return Source(
+        name=name, files=tuple(Path(entry["filename"]) for entry in dataset.cache_files), kind="hub", dataset=dataset
+    )
+
+
+@contextlib.contextmanager
+def _datasets_errors(source: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library lets its own, the Hub's and the HTTP client's exceptions through
+        raise DataError(
+            f"data {source}: cannot be loaded as a dataset: {first_line(error)} ({type(error).__name__})."
+            " Check the name (ID, ID:SPLIT or ID:CONFIG:SPLIT) and the network, or give a local file."
+        ) from error
+
+
+@contextlib.contextmanager
+def _datasets_progress(size: int) -> Iterator[None]:
+    """Show the progress bars of `datasets` only for many bytes and on a terminal."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    disabled = are_progress_bars_disabled()
+    if size < LARGE or not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            enable_progress_bars()
 
 
 def _folder(name: str, path: Path) -> Source:
@@ -123,44 +173,73 @@ def _folder(name: str, path: Path) -> Source:
             train on.
     """
     every = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    visible = [n for n in every if not _is_hidden(n)]
+    visible = [n for n in every if not any(part.startswith(".") for part in Path(n).parts)]
     data = [n for n in visible if not _is_description(n)]
-    configured = configured_files(name, path)
+    configured = _configured_files(name, path)
     # Files that describe are data only in a folder that holds nothing else.
     chosen = configured or data or [n for n in visible if _suffix(n) in TEXT]
     read = [n for n in chosen if _suffix(n) in READ]
-    unread = _list_names(set(chosen) - set(read))
+    unread = [n for n in chosen if n not in read]
     if not read or (configured and unread):
         what = "README.md configures" if configured else "the folder holds no text or rows, only"
-        problem = f"{what} files that cannot be read: {unread}" if unread else "the folder holds no text or rows"
+        problem = (
+            f"{what} files that cannot be read: {_list_names(unread)}" if unread else "the folder holds no text or rows"
+        )
+        formats = f"{', '.join(JSONL)}, tables ({', '.join(TABLES)}), or text such as .txt, .md or .py"
         raise DataError(
-            f"data {name}: {problem}. Expected {', '.join(JSONL)},"
-            f" tables ({', '.join(TABLES)}), or text such as .txt, .md or .py. Unpack or convert the files, or name a"
-            " single text file."
+            f"data {name}: {problem}. Expected {formats}. Unpack or convert the files, or name one text file."
         )
     tables = [n for n in read if _suffix(n) in TABLES]
     if tables and len(tables) < len(read):
+        texts = _list_names(n for n in read if n not in tables)
         raise DataError(
-            f"data {name}: the folder holds tables ({_list_names(tables)}) and text ({_list_names(set(read) - set(tables))})."
+            f"data {name}: the folder holds tables ({_list_names(tables)}) and text ({texts})."
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
     picked, split = (read, "train") if configured else _training_split(name, read)
     for n in picked:
         if leads := outside_target(path / n, path):
             raise DataError(
-                f"data {path / n} is a link that leaves its folder, to {leads}, and a folder from elsewhere could bring any file "
-                "of yours into a model. Copy the file there in its place, or name it itself."
+                f"data {path / n} is a link that leaves its folder, to {leads}. Copy the file there in its place."
             )
-    others = {n for n in data if _suffix(n) in READ} - set(picked)
+    # Files of data come first among those that are left out; a hidden folder such as .git counts as one.
+    others = [n for n in (*data, *every) if n not in picked]
+    left_out = dict.fromkeys(next((part for part in Path(n).parts if part.startswith(".")), n) for n in others)
+    summary = (
+        f"{len(picked):,} file{'s' * (len(picked) > 1)}{split and f' of the split {split}'} ({_list_names(picked)})"
+    )
     return Source(
         name=name,
         files=tuple(path / n for n in picked),
         kind="tables" if tables else "files",
-        summary=_summary(picked, split, sorted(others), sorted(set(every) - set(picked) - others)),
+        summary=summary + (f"; left out: {_list_names(left_out)}" if left_out else ""),
     )
 
 
-def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
+def _configured_files(source: str, folder: Path) -> list[str]:
+    """Return the training files under `configs` in the folder's README.md, relative to the folder, if there are any.
+
+    Raises:
+        DataError: for several configurations, for one without a split `train`, and for what the library cannot read.
+    """
+    header = ""
+    with contextlib.suppress(OSError):
+        header = (folder / "README.md").read_text(encoding="utf-8", errors="replace").split("\n---")[0]
+    if not header.startswith("---") or "\nconfigs:" not in header:
+        return []
+    import datasets
+
+    folder = folder.resolve()  # as the library does
+    with _datasets_errors(source):
+        splits = datasets.load_dataset_builder(str(folder)).config.data_files
+        files = [Path(file).relative_to(folder).as_posix() for file in splits.get("train", ())]
+    if not files:
+        names = ", ".join(splits)
+        raise DataError(f"data {source}: README.md configures the splits {names}, expected train. Name a single file.")
+    return files
+
+
+def _training_split(name: str, data: Sequence[str]) -> tuple[Sequence[str], str]:
     """Return the files of the training split and its name; all files where the names contain no split.
 
     A file of rows names one as `datasets` finds it: `train.jsonl`, `test/part-0.parquet`. Where none names `train`, files
@@ -168,19 +247,18 @@ def _training_split(name: str, data: Sequence[str]) -> tuple[list[str], str]:
     `test_model.py` of a program is no split.
     """
     splits = {n: _split_of(n) for n in data}
-    rows = [n for n in data if _suffix(n) not in TEXT]
-    named = {splits[n] for n in rows or data} - {""}
-    if not named or (not rows and ("" in splits.values() or "train" not in named)):
-        return list(data), ""
-    train = [n for n in data if splits[n] == "train"] or [n for n in data if not splits[n]]
-    if train:
+    texts = all(_suffix(n) in TEXT for n in data)
+    named = {split for n, split in splits.items() if split and (texts or _suffix(n) not in TEXT)}
+    if not named or (texts and ("" in splits.values() or "train" not in named)):
+        return data, ""
+    if train := [n for n in data if splits[n] == "train"] or [n for n in data if not splits[n]]:
         return train, "train"
     if len(named) > 1:
+        words = " and ".join(sorted(named))
         raise DataError(
-            f"data {name}: the folder holds the splits {' and '.join(sorted(named))}, expected train. Name a single file:"
-            f" {_list_names(data)}."
+            f"data {name}: the folder holds the splits {words}, expected train. Name a single file: {_list_names(data)}."
         )
-    return list(data), named.pop()
+    return data, named.pop()
 
 
 def _split_of(name: str) -> str:
@@ -189,37 +267,16 @@ def _split_of(name: str) -> str:
     return _SPLIT_NAMES[(match.lastindex or 1) - 1] if match else ""
 
 
-def _suffix(name: str) -> str:
-    return Path(name).suffix.lower()
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in Path(name).parts)
+def _suffix(path: str | Path) -> str:
+    return Path(path).suffix.lower()
 
 
 def _is_description(name: str) -> bool:
     """Return whether a file describes data and does not count as data where there are other files."""
-    file = Path(name).name
-    text = _suffix(name) in ("", *TEXT)
+    file, text = Path(name).name, _suffix(name) in ("", *TEXT)
     return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
 
 
 def _list_names(names: Iterable[str]) -> str:
-    names = sorted(names)
+    names = list(names)
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
-
-
-def _summary(chosen: Sequence[str], split: str, other_splits: Sequence[str], left_out: Sequence[str]) -> str:
-    """Return a summary such as `12 parquet files; left out: README.md, 2 .yaml files`."""
-    kinds = Counter(Path(n).suffix.lower().lstrip(".") for n in chosen)
-    text = ", ".join(f"{count:,} {kind} file{'s' * (count > 1)}" for kind, count in sorted(kinds.items()))
-    text += f" of the split {split}" if split else ""
-    groups: dict[str, list[str]] = {}
-    for n in left_out:
-        # A hidden folder such as .git counts as one.
-        hidden = next((part for part in Path(n).parts if part.startswith(".")), None)
-        groups.setdefault(hidden or Path(n).suffix.lower() or n, []).append(hidden or n)
-    others = [f"{len(other_splits):,} of no or another split ({_list_names(other_splits)})"] if other_splits else []
-    alike = (ns[0] if len(set(ns)) == 1 else f"{len(ns):,} {kind} files" for kind, ns in groups.items())
-    words = list(chain(others, sorted(alike)))
-    return text + (f"; left out: {', '.join(words)}" if words else "")

@@ -2,130 +2,108 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import forks_die_with_parent
 from toolkit.data.encoder import Encoded, Encoder
-from toolkit.data.files import COLUMNS, Document
-from toolkit.data.hub import progress
-from toolkit.data.ingestion import BATCH_BYTES, Contents, is_shown, progress_bar
-from toolkit.data.sources import Source
+from toolkit.data.files import KINDS, Document
+from toolkit.data.ingestion import Contents, progress_bar
 
 PROCESS_BYTES = 32 << 20
 """Bytes of documents for each process: fewer cost less time than another process."""
 
-BATCH_DOCUMENTS = 1000
-"""Documents that a process takes at once, if they are short."""
-
-PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""The environment variable by which tokenizers start threads. `datasets` sets it for its processes."""
+_work: tuple[Contents, Encoder]
+"""What a process encodes; set as it starts."""
 
 
-def tokenize(contents: Contents, encoder: Encoder, folder: Path) -> Iterator[Encoded]:
-    """Yield the documents' tokens in order. Tokens of several processes lie in `folder` meanwhile, memory-mapped.
+def tokenize(contents: Contents, encoder: Encoder) -> Iterator[Encoded]:
+    """Yield the documents' tokens in order.
 
     Raises:
-        DataError: as `Encoder.encode`.
+        DataError: as `Encoder.encode`, and for a process that was killed.
     """
     import pyarrow as pa
 
     size = contents.documents.stat().st_size
     processes = min(_cores(), size // PROCESS_BYTES)
-    if processes > 1:
-        yield from _by_processes(contents, encoder, folder, processes)
-        return
     with pa.memory_map(str(contents.documents)) as file, progress_bar("tokenizing", size, "B") as bar:
-        for records in pa.ipc.open_stream(file):
-            yield from encoder.encode(_documents(records.to_pydict(), contents.source))
-            bar.update(records.nbytes)
-
-
-def _by_processes(contents: Contents, encoder: Encoder, folder: Path, processes: int) -> Iterator[Encoded]:
-    import datasets
-
-    documents = datasets.Dataset.from_file(str(contents.documents))
-    size = contents.documents.stat().st_size
-    batch = max(1, min(BATCH_DOCUMENTS, BATCH_BYTES * len(documents) // size))
-    integers, flags = datasets.Value("int32"), datasets.Value("bool")
-    with progress(is_shown(size)), _workers():
-        tokens = documents.map(
-            partial(_encode, encoder=encoder, source=dataclasses.replace(contents.source, dataset=None)),
-            batched=True,
-            batch_size=batch,
-            writer_batch_size=batch,
-            remove_columns=documents.column_names,
-            features=datasets.Features(
-                ids=datasets.LargeList(integers), trained=datasets.LargeList(flags), whole=flags, split=integers
-            ),
-            cache_file_name=str(folder / "tokens.arrow"),
-            new_fingerprint="tokens",  # the caller keeps the result under its own fingerprint
-            num_proc=min(processes, len(documents)),
-            desc="tokenizing",
+        reader = pa.ipc.open_file(file)
+        sizes = (reader.get_batch(number).nbytes for number in range(reader.num_record_batches))
+        batches: Iterator[Iterable[Encoded]] = (
+            _by_processes(contents, encoder, processes, reader.num_record_batches)
+            if processes > 1
+            else (encoder.encode(_documents(contents, number)) for number in range(reader.num_record_batches))
         )
-    with progress_bar("packing", len(tokens), " documents") as bar:
-        for records in tokens.data.table.to_batches():
-            yield from _encoded(records)
-            bar.update(len(records))
+        for nbytes, batch in zip(sizes, batches, strict=True):
+            yield from batch
+            bar.update(nbytes)
 
 
-def _documents(columns: Mapping[str, Sequence[Any]], source: Source) -> Iterator[Document]:
-    """Yield the documents of a batch of the cache."""
-    names = ("text", "prompt", "completion", "messages")
-    for file, line, *values in zip(columns["file"], columns["line"], *(columns[name] for name in names), strict=True):
-        content = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        kind = next((kind for kind, needed in COLUMNS.items() if needed[0] in content), "text")
-        yield Document(kind=kind, content=content, where=source.where(file, line), size=0)
+def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: int) -> Iterator[list[Encoded]]:
+    """Yield batches in order; at most two for each process are encoded ahead."""
+    others = multiprocessing.active_children()
+    ahead: deque[Future[list[Encoded]]] = deque()
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(processes, mp_context=fork, initializer=_start, initargs=(contents, encoder))
+    try:
+        with forks_die_with_parent():
+            for number in range(count):
+                ahead.append(pool.submit(_encode, number))
+                if len(ahead) == 2 * processes:
+                    yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "tokenizing: a process was killed, most likely for its memory. Split long documents, or free some memory."
+        ) from error
+    finally:
+        for process in set(multiprocessing.active_children()) - set(others):
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
-def _encode(columns: Mapping[str, Sequence[Any]], encoder: Encoder, source: Source) -> dict[str, list[Any]]:
-    """Encode a batch of documents into columns of tokens."""
-    encoded = list(encoder.encode(_documents(columns, source)))
-    return {name: [getattr(document, name) for document in encoded] for name in ("ids", "trained", "whole", "split")}
+def _start(contents: Contents, encoder: Encoder) -> None:
+    global _work
+    _work = contents, encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the tokenizer do not survive a fork
 
 
-def _encoded(records: Any) -> Iterator[Encoded]:
-    """Yield the documents of an Arrow record batch; their tokens are views of the memory map."""
-    ids, trained = records.column("ids"), records.column("trained")
-    values, flags = ids.values.to_numpy(), trained.values.to_numpy(zero_copy_only=False)
-    ends = ids.offsets.to_numpy()[1:].tolist()
-    start = ends[0] - len(ids[0]) if ends else 0
-    for end, whole, split in zip(
-        ends, records.column("whole").to_pylist(), records.column("split").to_pylist(), strict=True
-    ):
-        yield Encoded(ids=values[start:end], trained=flags[start:end], whole=whole, split=split)
-        start = end
+def _encode(number: int) -> list[Encoded]:
+    """Return a batch with tokens as arrays: they are sent in a tenth of the bytes."""
+    import numpy as np
+
+    contents, encoder = _work
+    return [
+        Encoded(
+            ids=np.asarray(document.ids, np.int32),  # type: ignore[arg-type]
+            trained=np.asarray(document.trained, bool),  # type: ignore[arg-type]
+            whole=document.whole,
+            split=document.split,
+        )
+        for document in encoder.encode(_documents(contents, number))
+    ]
+
+
+def _documents(contents: Contents, number: int) -> Iterator[Document]:
+    """Yield the documents of a batch in the cache."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(contents.documents)) as file:
+        rows: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(number).to_pylist()
+    for row in rows:
+        where = contents.source.where(row.pop("file"), row.pop("line"))
+        content = {name: value for name, value in row.items() if value is not None}
+        yield Document(kind=next(name for name in KINDS if name in content), content=content, where=where)
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _workers() -> Iterator[None]:
-    """Let `datasets`' child processes end with this one. The environment is restored afterwards."""
-    environ, parallelism = os.environ, os.environ.get(PARALLELISM)
-    try:
-        with forks_die_with_parent():
-            yield
-    except Exception as error:
-        # `datasets` asks unfinished processes for results when a signal ends it, and their time-out hides the signal.
-        if type(error).__name__ == "TimeoutError" and error.__context__ is not None:
-            raise error.__context__ from None
-        if "abruptly died" in str(error):
-            raise DataError(
-                "tokenizing: a process was killed, most likely for its memory. Split long documents, or free some memory."
-            ) from error
-        raise
-    finally:
-        os.environ = environ  # noqa: B003 - `datasets` leaves a copy of it in its place
-        os.environ.pop(PARALLELISM, None)
-        if parallelism is not None:
-            os.environ[PARALLELISM] = parallelism

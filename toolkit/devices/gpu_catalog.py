@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from toolkit.core.errors import ToolkitError, nearest
 from toolkit.core.units import GiB
 
+WORKSTATION = "a workstation"
+
 
 @dataclass(frozen=True)
 class GPUSpec:
@@ -37,14 +39,23 @@ class GPUSpec:
     sustained: float = 0.8
     """The share of the fastest product's speed that a training step's products reach."""
 
+    @property
+    def host_memory(self) -> float:
+        """GB/s that an optimizer on the host reads and writes, all ranks of a node together.
+
+        A third of the peak of two sockets, or of a workstation's four channels of DDR4 (94 GB/s).
+        """
+        return 30 if self.machine == WORKSTATION else 150
+
 
 CARDS = {
     "T4": GPUSpec(14.56, (7, 5), 65, 8.1, 320, 16, 16, 0.6, 16, "AWS g4dn.xlarge", 41.6, 0.55),
     "V100-16GB": GPUSpec(15.77, (7, 0), 125, 15.7, 900, 150, 16, 1.2, 61, "AWS p3.2xlarge", 83),
     "V100-32GB": GPUSpec(31.73, (7, 0), 125, 15.7, 900, 150, 16, 1.5, 96, "AWS p3dn.24xlarge", 83),
-    "RTX-3090": GPUSpec(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, "a workstation"),
-    "RTX-4090": GPUSpec(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, "a workstation", 179.2),
-    "RTX-5090": GPUSpec(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, "a workstation", 254),
+    "TITAN-RTX": GPUSpec(23.62, (7, 5), 130.5, 16.3, 672, 16, 16, 1.2, 32, WORKSTATION),
+    "RTX-3090": GPUSpec(23.56, (8, 6), 71, 35.6, 936, 32, 32, 1.2, 64, WORKSTATION),
+    "RTX-4090": GPUSpec(23.52, (8, 9), 165.2, 82.6, 1008, 32, 32, 1.2, 64, WORKSTATION, 179.2),
+    "RTX-5090": GPUSpec(31.36, (12, 0), 209.5, 104.8, 1792, 64, 64, 1.2, 64, WORKSTATION, 254),
     "L4": GPUSpec(22.03, (8, 9), 121, 30.3, 300, 32, 32, 1.2, 16, "AWS g6.xlarge", sustained=0.55),
     "A10G": GPUSpec(21.98, (8, 6), 70, 35, 600, 32, 32, 1.2, 16, "AWS g5.xlarge"),
     "L40S": GPUSpec(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
@@ -57,13 +68,14 @@ CARDS = {
 }
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
 and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
-product (Turing, Volta, GA102, Ada and Blackwell architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of
-the Instinct MI300X; of the A10G, AWS's. Network and host memory: of the machine named, divided by its GPUs. Fastest products:
-T4, Jia et al. 2019 (arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090,
-github.com/xzwgit/gpu-flops-bench; A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200
-computes with the H100's chip. Hopper's sustained share: by the two runs of 96 H100 that
-github.com/foundation-model-stack/fms-fsdp publishes; the B200's is taken as the same. The T4's,
-by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
+product (Turing: of the TITAN RTX the full TU102, without its NVLink bridge; Volta, GA102, Ada and Blackwell
+architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instinct MI300X; of the A10G, AWS's.
+Network and host memory: of the machine named, divided by its GPUs. Fastest products: T4, Jia et al. 2019
+(arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench;
+A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's
+chip. Hopper's sustained share: by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes;
+the B200's is taken as the same. The T4's, by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as
+little power, is taken as the same."""
 
 
 def card_key(name: str, word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import platform
@@ -14,7 +15,7 @@ from typing import Any
 
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import MissingLibrary, ToolkitError
-from toolkit.core.units import GiB, format_bytes
+from toolkit.core.units import GiB, format_bytes, parse_bytes
 from toolkit.devices.gpu_catalog import CARDS, GPUSpec, card_key, card_of, mig_card
 
 
@@ -85,18 +86,35 @@ class Hardware(Result):
         return [Table(title="Hardware", columns=("figure", "value"), rows=rows, notes=self.notes)]
 
 
-def hardware(name: str | None = None) -> Hardware:
+def hardware(name: str | None = None, host_memory: str | None = None) -> Hardware:
     """Return this machine, or a named one.
 
     Args:
         name: `"cpu"`, `"2x cpu"` (ranks that share this host), `"T4"`, `"8x H100-80GB"`, `"2 nodes x 8x A100-80GB"`.
             Left out: this machine's visible GPUs, or its processor where there are none, or where torch is a CPU build.
+        host_memory: memory of a node's host, as `"60GiB"`. Left out: this machine's; of a named one the catalog's.
 
     Raises:
         ToolkitError: for a name that is not in the catalog, with the nearest; for a GPU whose driver does not answer.
         MissingLibrary: where there are GPUs, and the library that counts them is not installed.
     """
-    return _this_machine() if name is None else _parse_name(name)
+    machine = _this_machine() if name is None else _parse_name(name)
+    if host_memory is None:
+        return machine
+    size = parse_bytes(host_memory)
+    if not size:
+        raise ToolkitError(f"host_memory {host_memory!r}: expected a size such as 60GiB.")
+    device = machine.device
+    if device.kind == "cpu":
+        device = dataclasses.replace(device, total_bytes=size, free_bytes=size)
+    notes = tuple(note for note in machine.notes if note != _assumed_host(device.card))
+    return dataclasses.replace(machine, device=device, host_bytes=size, host_free_bytes=size, notes=notes)
+
+
+def _assumed_host(card: GPUSpec | None) -> str:
+    if card is None:
+        return ""
+    return f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
 
 
 def torch_build() -> str | None:
@@ -163,9 +181,7 @@ def _this_machine() -> Hardware:
             raise
         gpus, notes = [], (str(error),)
     if gpus and not build.startswith("cuda"):
-        what = (
-            f"{len(gpus)} x {gpus[0].name} cannot be used: torch here is {'a CPU build' if build == 'cpu' else build}."
-        )
+        what = f"{len(gpus)} x {gpus[0].name} cannot be used: torch here is {build}."
         gpus, notes = [], (f"{what} Install one for CUDA from pytorch.org.",)
     if not gpus:
         return Hardware(device=_cpu(total, free), count=1, host_bytes=total, host_free_bytes=free, notes=notes)
@@ -207,13 +223,9 @@ def _gpus() -> list[Device]:
         return []
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        if present:
-            raise ToolkitError(_driver(error)) from None
-        return []
-    try:
+        present = True
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        by_uuid = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        by_uuid = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
         devices = []
         for uuid in visible(list(by_uuid), chosen):
             if uuid in by_uuid:
@@ -227,9 +239,12 @@ def _gpus() -> list[Device]:
                 break
         return devices
     except pynvml.NVMLError as error:
-        raise ToolkitError(_driver(error)) from None
-    finally:
-        pynvml.nvmlShutdown()
+        if present:
+            raise ToolkitError(
+                f"the NVIDIA driver does not answer: {error}. `nvidia-smi` should list the GPUs; restart after an update. "
+                "To train on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
+            ) from None
+        return []
 
 
 def first_instance(nvml: Any, gpu: Any) -> Any:
@@ -243,24 +258,13 @@ def first_instance(nvml: Any, gpu: Any) -> Any:
 
 def _gpu(nvml: Any, part: Any, whole: Any) -> Device:
     """Return a GPU (`part` is `whole`), or a MIG instance of it."""
-    memory, name = nvml.nvmlDeviceGetMemoryInfo(part), _text(nvml.nvmlDeviceGetName(part))
+    memory, name = nvml.nvmlDeviceGetMemoryInfo(part), nvml.nvmlDeviceGetName(part)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
     total, whole_total = int(memory.total), int(nvml.nvmlDeviceGetMemoryInfo(whole).total)
     card = card_of(name, whole_total)
     if card and part is not whole:
         card = mig_card(card, nvml.nvmlDeviceGetAttributes(part).computeInstanceSliceCount, total / whole_total)
     return _cuda(name, total, int(memory.free), (major, minor), card, named=False)
-
-
-def _driver(error: Exception) -> str:
-    return (
-        f"the NVIDIA driver does not answer: {error}. `nvidia-smi` should list the GPUs; restart after an update. "
-        "To train on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
-    )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
@@ -302,10 +306,9 @@ def _parse_name(name: str) -> Hardware:
     key = card_key(name, word)
     card = CARDS[key]
     size, host = int(card.gib * GiB), card.host_gib * count * GiB
-    note = f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
     return Hardware(
         device=_cuda(key, size, size, card.capability, card, named=True),
-        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(note,),
+        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(_assumed_host(card),),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from toolkit.diagnosis.libraries import main
+from toolkit.diagnosis.checks import main
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -3,72 +3,90 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
-from toolkit.core.display import Result, Table
+from toolkit.core.errors import ToolkitError
+from toolkit.core.process_lifecycle import die_with_parent
 from toolkit.diagnosis import libraries, machine
-from toolkit.diagnosis.result import Finding
-from toolkit.diagnosis.support import Ability, list_abilities
+from toolkit.diagnosis.libraries import library
+from toolkit.diagnosis.result import Diagnosis, Finding, Outcome
+from toolkit.diagnosis.support import list_abilities
 
 LIMIT = 60.0
 """Seconds that one check of a library may take."""
 COMPILE_LIMIT = 900.0
 
-_GROUPS = (
+COMPILE = "deepspeed compile"
+"""The check that compiles an operator. It runs on request only."""
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "python": machine.python,
+    "torch": libraries.torch_computes,
+    "torch build": machine.build,
+    "transformers": partial(library, "transformers"),
+    "accelerate": partial(library, "accelerate"),
+    "deepspeed": libraries.deepspeed_device,
+    COMPILE: libraries.compile_operators,
+    "deepspeed operators": libraries.operators,
+    "bitsandbytes": libraries.bitsandbytes_packs,
+    "peft": partial(library, "peft"),
+    "flash-attn": libraries.flash_attention,
+    "datasets": partial(library, "datasets"),
+    "ipywidgets": machine.widgets,
+    "GPUs": machine.gpus,
+    "bf16": libraries.bf16_computes,
+    "processes": libraries.process_groups,
+    "host memory": machine.memory,
+    "/dev/shm": machine.shared_memory,
+    "disk": machine.disk,
+    "limits": machine.limits,
+    "Hugging Face cache": machine.hub_cache,
+    "Hugging Face Hub": machine.hub,
+}
+"""In the order of the table that is printed."""
+
+APART = (
     ("torch", "bf16", "processes", "transformers", "accelerate", "datasets"),
-    ("bitsandbytes", "peft", "deepspeed", "deepspeed operators", "flash-attn"),
+    ("bitsandbytes", "peft", "deepspeed", COMPILE, "deepspeed operators", "flash-attn"),
 )
-"""The checks of one child process, in order. Two processes run at once."""
+"""The checks of one child process, in order. Two processes run at once; all other checks run in the caller's."""
+
+_REINSTALLED = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "bitsandbytes", "peft")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis(Result):
-    """What works on this machine, what does not and why."""
-
-    findings: tuple[Finding, ...]
-    abilities: tuple[Ability, ...]
-
-    def status(self, check: str) -> str:
-        """Return the status of a check."""
-        return next(finding.status for finding in self.findings if finding.check == check)
-
-    def ability(self, field: str, value: str) -> Ability:
-        """Return whether a value of a Strategy's field can run here."""
-        return next(ability for ability in self.abilities if (ability.field, ability.value) == (field, value))
-
-    def headline(self) -> str:
-        """Return how many checks failed, and the shardings that run here."""
-        failed = [finding.check for finding in self.findings if finding.status in ("missing", "broken")]
-        checks = (
-            f"{len(failed)} of {len(self.findings)} checks failed: {', '.join(failed)}."
-            if failed
-            else "All checks passed."
+def check(name: str) -> Finding:
+    """Run one check. Any exception of a library becomes a finding."""
+    try:
+        return Finding(check=name, status="ok", detail=CHECKS[name]())
+    except Outcome as outcome:
+        status, detail, fix = outcome.args
+        return (
+            Finding(check=name, status=status, detail=detail, fix=fix)
+            if fix or status != "broken"
+            else broken(name, detail)
         )
-        shardings = [ability for ability in self.abilities if ability.field == "sharding"]
-        runs = [ability.value for ability in shardings if ability.runs]
-        return f"{checks} {len(runs)} of {len(shardings)} shardings run here."
+    except ToolkitError as error:
+        return broken(name, str(error))
+    except Exception as error:  # a broken library may raise anything
+        return broken(name, f"{type(error).__name__}: {libraries.first_line(error)}")
 
-    def tables(self) -> list[Table]:
-        """Return the checks with their fixes, and the values of a Strategy that run here."""
-        checks = [(finding.check, finding.status, finding.detail) for finding in self.findings]
-        fixes = [f"{finding.check}: {finding.fix}" for finding in self.findings if finding.fix]
-        values = [
-            (ability.field, ability.value, "yes" if ability.runs else "no", ability.reason)
-            for ability in self.abilities
-        ]
-        return [
-            Table(title="This machine", columns=("check", "status", "detail"), rows=checks, notes=fixes),
-            Table(title="Values of a Strategy on this machine", columns=("field", "value", "runs", "why"), rows=values),
-        ]
+
+def broken(name: str, detail: str) -> Finding:
+    """Return the finding for a check that failed or did not finish."""
+    fix = f"`pip install --force-reinstall {name}`" if name in _REINSTALLED else ""
+    return Finding(check=name, status="broken", detail=detail, fix=fix)
 
 
 def diagnose(*, compile_ops: bool = False) -> Diagnosis:
@@ -79,102 +97,75 @@ def diagnose(*, compile_ops: bool = False) -> Diagnosis:
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    groups = [_with_compiling(group) if compile_ops else group for group in _GROUPS]
+    groups = [[name for name in group if compile_ops or name != COMPILE] for group in APART]
+    here = [name for name in CHECKS if not any(name in group for group in APART)]
     stop = threading.Event()
     with ThreadPoolExecutor() as pool:
         try:
-            apart = [pool.submit(lambda names: list(run_apart(names, stop=stop)), group) for group in groups]
-            here = [check() for check in machine.CHECKS]
-            all_findings = [finding for future in apart for finding in future.result()]
+            apart = [pool.submit(lambda names: list(run_apart(names, stop=stop)), names) for names in groups]
+            findings = [check(name) for name in here]
+            findings += [finding for future in apart for finding in future.result()]
         finally:
-            # Where somebody interrupts, the pool would else wait for every child.
-            stop.set()
-    findings = tuple(sorted([*here, *all_findings], key=_rank))
-    return Diagnosis(findings=findings, abilities=tuple(list_abilities(findings)))
-
-
-def _with_compiling(group: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name + libraries.COMPILE if name + libraries.COMPILE in libraries.CHECKS else name for name in group)
-
-
-def _rank(finding: Finding) -> int:
-    """Order findings: software, the machine, the Hub."""
-    order = (
-        "python", "torch", "torch build", "transformers", "accelerate", "deepspeed", "deepspeed operators",
-        "bitsandbytes", "peft", "flash-attn", "datasets", "ipywidgets", "GPUs", "bf16", "processes",
-        "host memory", "/dev/shm", "disk", "limits", "Hugging Face cache", "Hugging Face Hub",
-    )  # fmt: skip
-    return order.index(finding.check)
+            stop.set()  # after an interrupt the pool would else wait for every child
+    order = list(CHECKS)
+    findings.sort(key=lambda finding: order.index(finding.check))
+    return Diagnosis(findings=tuple(findings), abilities=tuple(list_abilities(findings)))
 
 
 def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Event | None = None) -> Iterator[Finding]:
     """Check libraries in a child process. Where a check ends it or hangs, continue in another one.
 
     Args:
-        names: of `libraries.CHECKS`.
+        names: of `CHECKS`.
         each: seconds that one check may take.
         stop: set, it ends the child, and nothing more is checked.
     """
     stop = stop or threading.Event()
     left = list(names)
     while left and not stop.is_set():
-        with tempfile.TemporaryFile() as errors:
-            # Its own session: compilers that it starts end with it.
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "toolkit.diagnosis", str(os.getpid()), *left],
-                stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-            )  # fmt: skip
+        reader, writer = Pipe(duplex=False)
+        with tempfile.TemporaryFile() as errors, reader:
+            with writer:
+                # Its own session: compilers that it starts end with it.
+                child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "toolkit.diagnosis", str(os.getpid()), str(writer.fileno()), *left],
+                    stdout=errors, stderr=errors, pass_fds=[writer.fileno()], start_new_session=True,
+                )  # fmt: skip
             try:
-                lines = _lines(child)
-                while left:
-                    limit = COMPILE_LIMIT if left[0].endswith(libraries.COMPILE) else each
-                    line = _next_line(lines, limit, stop)
-                    if line is None:
-                        child.wait()
-                        errors.seek(0)
-                        yield _exit_text(left.pop(0), child.returncode, errors.read().decode(errors="replace"))
-                        break
+                while left and _answers(reader, COMPILE_LIMIT if left[0] == COMPILE else each, stop):
+                    yield Finding(**json.loads(reader.recv_bytes()))
                     left.pop(0)
-                    yield libraries.read(line)
-            except queue.Empty:
-                yield libraries.broken(left.pop(0), f"did not end within {limit:g} s")
+                if left and not stop.is_set():
+                    yield broken(left.pop(0), f"did not end within {each:g} s")
+            except EOFError:
+                child.wait()
+                errors.seek(0)
+                yield broken(left.pop(0), _exit_text(child.returncode, errors.read().decode(errors="replace")))
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
 
 
-def _lines(child: subprocess.Popen[str]) -> queue.Queue[str | None]:
-    """Return a queue of the lines that a child prints; None at their end."""
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        assert child.stdout is not None, "opened as a pipe"
-        with child.stdout:
-            for line in child.stdout:
-                lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
-
-
-def _next_line(lines: queue.Queue[str | None], limit: float, stop: threading.Event) -> str | None:
-    """Return the next line within `limit` seconds.
-
-    Raises:
-        queue.Empty: where none came, or somebody said stop.
-    """
+def _answers(reader: Connection, limit: float, stop: threading.Event) -> bool:
+    """Wait until the child answers or has ended. Return False after `limit` seconds, and at a stop."""
     deadline = time.monotonic() + limit
-    while True:
-        try:
-            return lines.get(timeout=0.1)
-        except queue.Empty:
-            if stop.is_set() or time.monotonic() > deadline:
-                raise
+    while not reader.poll(0.1):
+        if stop.is_set() or time.monotonic() > deadline:
+            return False
+    return True
 
 
-def _exit_text(name: str, code: int, errors: str) -> Finding:
+def _exit_text(code: int, output: str) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with {code}"
-    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
-    return libraries.broken(name, f"{how}: {last}" if last else how)
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+    return f"{how}: {last}" if last else how
+
+
+def main(parent: int, descriptor: int, names: list[str]) -> None:
+    """Run checks in order in the child, and send a finding as soon as it is there."""
+    die_with_parent(parent)
+    os.set_inheritable(descriptor, False)
+    with Connection(descriptor, readable=False) as results:
+        for name in names:
+            results.send_bytes(json.dumps(dataclasses.asdict(check(name))).encode())

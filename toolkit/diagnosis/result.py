@@ -1,15 +1,22 @@
-"""`Finding`: the result of one check, which a child process sends as JSON."""
+"""`Finding`, `Ability`, `Diagnosis`: the results of the checks. `Outcome`: how a check ends with another status than ok."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-STATUSES = ("ok", "missing", "broken", "n/a")
+from toolkit.core.display import Result, Table
+
+
+class Outcome(Exception):
+    """Raised by a check that is not ok: a status (`missing`, `broken`, `n/a`), a detail, and a fix if there is one."""
+
+    def __init__(self, status: str, detail: str, fix: str = "") -> None:
+        super().__init__(status, detail, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One check."""
+    """The result of one check. A child process sends it as JSON."""
 
     check: str
     status: str
@@ -17,3 +24,53 @@ class Finding:
     detail: str
     fix: str = ""
     """What to do, if anything."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something cannot be done."""
+        return self.status in ("missing", "broken")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ability:
+    """Whether a value of a Strategy's field can run on this machine, as far as that field decides."""
+
+    field: str
+    value: str
+    runs: bool
+    reason: str
+    """Why not, or under which condition; else empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis(Result):
+    """What works on this machine, what does not and why."""
+
+    findings: tuple[Finding, ...]
+    abilities: tuple[Ability, ...]
+
+    def status(self, check: str) -> str:
+        """Return the status of a check."""
+        return next(finding.status for finding in self.findings if finding.check == check)
+
+    def ability(self, field: str, value: str) -> Ability:
+        """Return whether a value of a Strategy's field can run here."""
+        return next(ability for ability in self.abilities if (ability.field, ability.value) == (field, value))
+
+    def headline(self) -> str:
+        """Return how many checks failed, and the shardings that run here."""
+        failed = ", ".join(finding.check for finding in self.findings if finding.failed)
+        count = sum(finding.failed for finding in self.findings)
+        checks = f"{count} of {len(self.findings)} checks failed: {failed}." if failed else "All checks passed."
+        shardings = [ability.runs for ability in self.abilities if ability.field == "sharding"]
+        return f"{checks} {sum(shardings)} of {len(shardings)} shardings run here."
+
+    def tables(self) -> list[Table]:
+        """Return the checks with their fixes, and the values of a Strategy that run here."""
+        checks = [(finding.check, finding.status, finding.detail) for finding in self.findings]
+        fixes = [f"{finding.check}: {finding.fix}" for finding in self.findings if finding.fix]
+        values = [(row.field, row.value, "yes" if row.runs else "no", row.reason) for row in self.abilities]
+        return [
+            Table(title="This machine", columns=("check", "status", "detail"), rows=checks, notes=fixes),
+            Table(title="Values of a Strategy on this machine", columns=("field", "value", "runs", "why"), rows=values),
+        ]

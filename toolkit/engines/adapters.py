@@ -16,7 +16,7 @@ from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.core.units import format_count
 from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
-from toolkit.engines.states import adapted, quantizable
+from toolkit.engines.states import adapted, packed_names
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
+QLORA_FIX = "Install it with `pip install 'accelerate-toolkit[qlora]'`, or choose adapter 'lora'."
+
 MOST_UNQUANTIZED = 0.5
 """The largest share of unquantized weights for QLoRA: above it, it saves little memory."""
 
 
 def unquantized_share(spec: ModelSpec) -> float:
     """Return the share of weights, by elements, that is not quantized: embeddings, norms, head, fused experts."""
-    linear = {f"{name}.weight" for name in quantizable(spec)}
-    return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in linear) / spec.elements
+    packed = packed_names(spec)
+    return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in packed) / spec.elements
 
 
 def check_quantized(spec: ModelSpec, allow_unquantized: bool) -> None:
@@ -68,16 +70,12 @@ def require_adapter(strategy: Strategy) -> None:
     Raises:
         MissingLibrary: with the command that installs it.
     """
-    adapter = strategy.adapter
-    if adapter != "none" and importlib.util.find_spec("peft") is None:
-        raise MissingLibrary(
-            f"adapter {adapter!r} needs peft, which is not installed. Install it with `pip install peft`."
-        )
-    if strategy.quantized and importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingLibrary(
-            f"adapter {adapter!r} needs bitsandbytes, which is not installed. "
-            "Install it with `pip install 'accelerate-toolkit[qlora]'`, or choose adapter 'lora'."
-        )
+    for library, needed, fix in (
+        ("peft", strategy.adapter != "none", "Install it with `pip install peft`."),
+        ("bitsandbytes", strategy.quantized, QLORA_FIX),
+    ):
+        if needed and importlib.util.find_spec(library) is None:
+            raise MissingLibrary(f"adapter {strategy.adapter!r} needs {library}, which is not installed. {fix}")
 
 
 def import_bitsandbytes() -> None:

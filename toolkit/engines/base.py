@@ -1,21 +1,17 @@
 """`Engine`: everything about one way of sharding, with defaults where an engine is like the others.
 
-A subclass is one file or folder beside this one, or comes from elsewhere and calls `register`.
+A subclass is one file or folder beside this one, or comes from elsewhere and calls `plugins.register`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.strategy import SHARDINGS, Sharding, Strategy
-from toolkit.core.errors import StrategyError
+from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.core.phases import phase
 from toolkit.devices.machine import Device
 from toolkit.engines.job import Job
@@ -24,22 +20,28 @@ from toolkit.engines.optimizer_step import (
     backward_weighted,
     clip_and_step,
     clip_norm,
+    masks_known_from,
     read_counters,
+    steps_on_device,
     to_device,
     write_counters,
 )
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.traces import Segment, Trace, TraceConfig, trace_config
+from toolkit.engines.traces import Trace, TraceConfig, trace_config
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
 
-    from toolkit.engines.ledger import Ledger
+    from toolkit.engines.simulation import Simulation
 
     Batch = Mapping[str, torch.Tensor]
+
+
+LAUNCHER_PRECISIONS = ("bf16", "fp16", "fp8")
+"""Precisions that Accelerate's config file can say: there bf16 and fp16 keep fp32 masters, too."""
 
 
 class Engine:
@@ -92,16 +94,26 @@ class Engine:
         return {}
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """Return the content of Accelerate's config file."""
-        raise NotImplementedError
-
-    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the Strategy fields that a config file sets; None for another engine's file."""
-        return None
+        """Return the content of Accelerate's config file. Precisions that Accelerate does not know are written "no"."""
+        return {
+            "compute_environment": "LOCAL_MACHINE",
+            "machine_rank": 0,
+            "main_training_function": "main",
+            "mixed_precision": strategy.precision if strategy.precision in LAUNCHER_PRECISIONS else "no",
+            "num_machines": nodes,
+            "num_processes": ranks,
+            "rdzv_backend": "static",
+            "same_network": True,
+            "use_cpu": False,
+        }
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the Strategy fields that `accelerate launch --config_file` sets in a worker; None for another engine's."""
         return None
+
+    def train_config_from_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return the TrainConfig fields that `accelerate launch --config_file` sets in a worker."""
+        return {}
 
     # Forecast ---------------------------------------------------------------------------------------------------------
 
@@ -125,20 +137,16 @@ class Engine:
         """Return whether the simulation needs this event of a trace: the fewer, the faster a forecast."""
         return True
 
-    def simulate_step(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_step(self, simulation: Simulation) -> None:
         """Enter every allocation and release of a rank: load, prepare, one step of all micro-batches."""
-        self.simulate_load(job, ledger, rank=rank)
-        self.simulate_training(job, trace, step, ledger, rank=rank, checkpoints=checkpoints)
+        self.simulate_load(simulation)
+        self.simulate_training(simulation)
 
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+    def simulate_load(self, simulation: Simulation) -> None:
         """Enter what reading and sharding the weights allocates, until the rank holds its parameters."""
         raise NotImplementedError
 
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_training(self, simulation: Simulation) -> None:
         """Enter the rest of `prepare` and one step, of a rank that holds its parameters."""
         raise NotImplementedError
 
@@ -220,7 +228,8 @@ class Engine:
     def _loss_sum(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Copy a batch to the device and run the forward."""
         kind = loss_kind(prepared.job, prepared.model)
-        return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
+        with masks_known_from(batch):
+            return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
 
     def logits(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Return the logits [b, s, vocabulary] of a batch on every rank, without gradients."""
@@ -239,9 +248,19 @@ class Engine:
         """Clip the gradients in place and return their global L2 norm over all ranks; `limit` may be infinite."""
         return clip_norm(parameters, limit)
 
-    def step(self, prepared: Prepared) -> StepResult:
-        """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight."""
-        return clip_and_step(prepared)
+    def steps_on_device(self, prepared: Prepared) -> bool:
+        """Return whether `step` takes `found_inf`, so that the host need not wait for the gradients."""
+        return steps_on_device(prepared)
+
+    def step(self, prepared: Prepared, found_inf: torch.Tensor | None = None) -> StepResult:
+        """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
+
+        Args:
+            prepared: model and optimizer.
+            found_inf: where `steps_on_device`, a number on the device. At 1 the step changes nothing, and a norm that is not
+                finite sets it to 1. The host does not wait.
+        """
+        return clip_and_step(prepared, found_inf)
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
         """Yield every parameter, buffer, master and moment of this rank; `create` makes moments that do not exist yet."""
@@ -256,10 +275,8 @@ class Engine:
         write_counters(prepared, counters)
 
 
-_ENGINES: dict[str, Engine] = {}
-
-PLUGINS = "TOOLKIT_ENGINES"
-"""The environment variable with the modules of engines from elsewhere, or the files of modules that are not installed."""
+ENGINES: dict[str, Engine] = {}
+"""Engines that were used or registered, by name."""
 
 BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 """Module in `toolkit.engines` → its class."""
@@ -276,17 +293,23 @@ def engine_for(sharding: str, tp: int = 1) -> Engine:
     if tp == 1:
         return engine_named(name)
     key = f"mesh {name}"
-    if key not in _ENGINES:
-        _ENGINES[key] = importlib.import_module("toolkit.engines.mesh").Mesh(engine_named(name))
-    return _ENGINES[key]
+    if key not in ENGINES:
+        ENGINES[key] = importlib.import_module("toolkit.engines.mesh").Mesh(engine_named(name))
+    return ENGINES[key]
 
 
 def engine_named(name: str) -> Engine:
     """Return an engine by its name in the table of shardings."""
-    if name not in _ENGINES:
+    if name not in ENGINES:
         module = importlib.import_module(f"toolkit.engines.{name}")
-        _ENGINES[name] = getattr(module, BUILT_IN[name])()
-    return _ENGINES[name]
+        ENGINES[name] = getattr(module, BUILT_IN[name])()
+    return ENGINES[name]
+
+
+def read_precision(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the precision that the launch environment sets: "no" leaves it open."""
+    word = environ.get("ACCELERATE_MIXED_PRECISION")
+    return {"precision": word} if word in LAUNCHER_PRECISIONS else {}
 
 
 def kept_dtype(job: Job) -> str:
@@ -300,60 +323,15 @@ def all_engines() -> Iterator[Engine]:
         yield engine_named(name)
 
 
-def register(row: Sharding, engine: Engine) -> None:
-    """Add a sharding, and the engine that runs it, from outside this package.
-
-    Processes that this one starts import the engine's module, too: it is added to `TOOLKIT_ENGINES`. A class of `__main__` cannot
-    be imported there, so it is known to this process alone.
-
-    Args:
-        row: of the table of shardings; `row.engine` is the engine's name there.
-        engine: that runs it.
-
-    Raises:
-        StrategyError: for a sharding or an engine that exists already.
-    """
-    module = type(engine).__module__
-    registered = SHARDINGS.get(row.word)
-    other = type(_ENGINES.get(row.engine, engine)) is not type(engine)
-    if (registered is not None and registered != row) or row.engine in BUILT_IN or other:
-        raise StrategyError(
-            f"sharding {row.word!r} with engine {row.engine!r} cannot be registered: one of the two exists already. "
-            "Choose other names."
-        )
-    SHARDINGS[row.word] = row
-    _ENGINES[row.engine] = engine
-    named = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
-    if module not in (*named, "__main__"):
-        # Ranks do not look into the working directory, so a module that is one file is named by it.
-        file = Path(getattr(sys.modules[module], "__file__", None) or "")
-        os.environ[PLUGINS] = ",".join([*named, str(file.resolve()) if file.name == f"{module}.py" else module])
-
-
-def import_plugins() -> None:
-    """Import the modules and files that `TOOLKIT_ENGINES` names, separated by commas; each of them calls `register`.
-
-    Raises:
-        ImportError: for a module that cannot be imported.
-    """
-    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
-        try:
-            if name.endswith(".py"):
-                _import_file(Path(name))
-            else:
-                importlib.import_module(name)
-        except (ImportError, FileNotFoundError) as error:
-            raise ImportError(
-                f"{PLUGINS} names {name!r}, which cannot be imported: {error}. Install it, put its folder on PYTHONPATH, "
-                "or name its file."
-            ) from error
-
-
-def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, without its folder on the path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a file that ends with .py has a loader"
-    assert spec.loader is not None
-    if path.stem not in sys.modules:
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
+@contextmanager
+def engine_environment(job: Job) -> Iterator[None]:
+    """Set the variables that an engine's libraries read, and restore `os.environ` later: Accelerate writes into it, too."""
+    before = dict(os.environ)
+    try:
+        for name, value in engine_of(job.strategy).environment(job).items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})

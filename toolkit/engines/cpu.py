@@ -8,15 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from accelerate.utils import InitProcessGroupKwargs
-
-
-def gloo(timeout: timedelta | None = None) -> InitProcessGroupKwargs:
-    """Return the handler that makes Accelerate's DeepSpeed path use gloo."""
-    from accelerate.utils import InitProcessGroupKwargs
-
-    return InitProcessGroupKwargs(backend="gloo", timeout=timeout)
-
 
 def set_deepspeed_cpu() -> None:
     """Tell DeepSpeed that there is no accelerator, before transformers imports it: it would warn in every process."""

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, MiB, dtype_name
-from toolkit.engines.base import Engine
-from toolkit.engines.config_file import base_yaml, read_precision
+from toolkit.engines.base import Engine, read_precision
 from toolkit.engines.job import Job, advice_without_scaling
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.optimizer_step import write_counters
+from toolkit.engines.optimizer_step import loss_scaler, write_counters
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
-from toolkit.engines.shards import PARAMETER, Shard, whole_box
-from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
+from toolkit.engines.shards import Shard
+from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import (
-    buffer_shards,
-    measured_state,
-    moment_bytes,
+    distributed_shards,
+    measured_distributed,
     optimizer_bytes,
     optimizer_dtypes,
-    optimizer_shards,
     parameters_of,
+    trained_elements,
 )
 from toolkit.engines.timeouts import handlers
-from toolkit.engines.traces import Segment, Trace
+from toolkit.engines.traces import Trace
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -65,19 +63,17 @@ class DDP(Engine):
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],
-            "kwargs_handlers": [*handlers(timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            "kwargs_handlers": [
+                *handlers(timeout),
+                *loss_scaler(job),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job)),
+            ],
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """Return a config file. `MULTI_GPU` with `use_cpu: false` starts several CPU processes, `MULTI_CPU` one."""
         kind = "NO" if strategy.sharding == "none" else "MULTI_GPU"
-        return base_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
-
-    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the fields of a file without DeepSpeed and FSDP."""
-        kinds = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
-        sharding = kinds.get(str(config.get("distributed_type", "NO")))
-        return {"sharding": sharding} | read_precision(config.get("mixed_precision")) if sharding else None
+        return super().to_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the fields of `accelerate launch` without DeepSpeed and FSDP; None without `accelerate launch`."""
@@ -85,18 +81,18 @@ class DDP(Engine):
         if "ACCELERATE_MIXED_PRECISION" not in environ or any(environ.get(name) == "true" for name in other):
             return None
         sharding = "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "none"
-        return {"sharding": sharding} | read_precision(environ["ACCELERATE_MIXED_PRECISION"])
+        return {"sharding": sharding} | read_precision(environ)
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return all parameters and two moments of each trained one (Rajbhandari et al. 2020, section 3.1)."""
         states = list(parameters_of(job))
-        trained = sum(state.elements for state in states if state.trainable)
+        parts = ("trainable", "gradients", "reduce") if job.parallelism.dp_size > 1 else ("trainable", "gradients")
         return StateMemory(
             trainable=sum(state.bytes for state in states if state.trainable),
             frozen=sum(state.bytes for state in states if not state.trainable),
-            optimizer=optimizer_bytes(job, trained),
+            optimizer=optimizer_bytes(job, trained_elements(job)),
             dtypes={
-                **dict.fromkeys(("trainable", "gradients", *_reduced(job)), job.weight_dtype),
+                **dict.fromkeys(parts, job.weight_dtype),
                 "optimizer": optimizer_dtypes(job),
             },
         )
@@ -109,28 +105,25 @@ class DDP(Engine):
         """Return whether the event is a gradient."""
         return what == "gradient"
 
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+    def simulate_load(self, simulation: Simulation) -> None:
         """Simulate loading: every rank reads the whole model."""
-        hold_loaded(ledger, job, self.expected_state(job, rank).parameters)
+        simulation.hold_loaded(simulation.state.parameters)
 
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_training(self, simulation: Simulation) -> None:
         """Simulate whole gradients: on several ranks in buckets, which stay between steps."""
-        memory = self.expected_state(job, rank)
+        job, ledger, state = simulation.job, simulation.ledger, simulation.state
         if job.parallelism.dp_size > 1:
-            ledger.touch("buffers", min(memory.parameters, BROADCAST))
-            ledger.hold("buffers", memory.trainable)
-        hold_moments(ledger, job, memory, checkpoints)
-        walk(ledger, job, step, _Gradients(ledger, job))
-        ledger.enter("step")
-        optimizer_step(ledger, job, (state.elements for state in parameters_of(job) if state.trainable))
+            ledger.touch("buffers", min(state.parameters, BROADCAST))
+            ledger.hold("buffers", state.trainable)
+        simulation.hold_moments()
+        simulation.walk(_Gradients(ledger, job))
+        simulation.optimizer_step(state.elements for state in parameters_of(job) if state.trainable)
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return one all-reduce of all gradients in the last micro-batch: 2 (N - 1)/N of them (Rajbhandari 2020)."""
         ranks = job.parallelism.loss_size
-        size = sum(state.elements for state in parameters_of(job) if state.trainable) * BYTES_OF[job.weight_dtype]
+        size = trained_elements(job) * BYTES_OF[job.weight_dtype]
         sent = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
         return [sent] if ranks > 1 else []
 
@@ -144,23 +137,15 @@ class DDP(Engine):
         """Check that several ranks are wrapped in DDP, and one is not."""
         expected = "DistributedDataParallel" if prepared.job.parallelism.dp_size > 1 else None
         class_name = type(prepared.model).__name__
-        if expected and class_name != expected:
-            return [f"engine is {class_name}, expected {expected}"]
-        return (
-            [f"engine is {class_name}, expected the bare model"]
-            if not expected and hasattr(prepared.model, "module")
-            else []
-        )
+        wrong = class_name != expected if expected else hasattr(prepared.model, "module")
+        return [f"engine is {class_name}, expected {expected or 'the bare model'}"] if wrong else []
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
         """Measure the storages of the parameters and of the optimizer's state."""
-        size, kinds = moment_bytes(prepared.optimizer)
-        parameters = [(parameter, parameter.requires_grad) for parameter in prepared.model.parameters()]
-        # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`).
-        sent = "+".join(sorted({dtype_name(parameter.dtype) for parameter, trained in parameters if trained}))
-        return measured_state(
-            parameters, optimizer=size, dtypes={"optimizer": kinds, **dict.fromkeys(_reduced(prepared.job), sent)}
-        )
+        sent = {dtype_name(parameter.dtype) for parameter in prepared.model.parameters() if parameter.requires_grad}
+        # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`); one process reduces nothing.
+        reduce = "+".join(sorted(sent)) if prepared.job.parallelism.dp_size > 1 else ""
+        return measured_distributed(prepared.model, prepared.optimizer, reduce)
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
         """Average gradients over the ranks in the last micro-batch only. DDP decides it in the forward."""
@@ -168,15 +153,8 @@ class DDP(Engine):
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
         """Yield every parameter, moment and persistent buffer, whole, with the strides that it has."""
-        module = prepared.accelerator.unwrap_model(prepared.model)
-        for name, parameter in module.named_parameters():
-            shape = tuple(parameter.shape)
-            shard = Shard(name, PARAMETER, shape, whole_box(shape), 0, parameter.detach())
-            yield shard
-            if parameter.requires_grad:
-                optimizer, detach = prepared.optimizer, lambda tensor: tensor.detach()
-                yield from optimizer_shards(prepared.job, optimizer, parameter, shard, detach, create)
-        yield from buffer_shards(module)
+        model = prepared.accelerator.unwrap_model(prepared.model)
+        return distributed_shards(prepared.job, model, prepared.optimizer, create)
 
     def after_restore(self, prepared: Prepared, counters: Counters) -> None:
         """Set the counters; then run DDP through one step of gradients, which are discarded.
@@ -197,9 +175,10 @@ class DDP(Engine):
         prepared.optimizer.zero_grad()
 
 
-def _reduced(job: Job) -> tuple[str, ...]:
-    """Return the parts that are reduced; one process reduces nothing."""
-    return ("reduce",) if job.parallelism.dp_size > 1 else ()
+def _bucket_size(job: Job) -> dict[str, float]:
+    """Return DDP's name and unit of a bucket's size; nothing where it is left to DDP."""
+    elements = job.strategy.bucket_elements
+    return {} if elements is None else {"bucket_cap_mb": elements * BYTES_OF[job.weight_dtype] / MiB}
 
 
 class _Gradients:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.phases import phase
 from toolkit.core.units import dtype_name
+from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StepResult
 from toolkit.engines.states import set_steps, steps_of
 
@@ -16,14 +18,36 @@ if TYPE_CHECKING:
 
 
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy a batch to the device, without waiting."""
+    """Copy a batch to the device, without waiting. A mask without padding is left out: it is a model's default."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()  # the host waits for a copy from pageable memory
         return tensor.to(device, non_blocking=True)
 
-    return {name: copied(tensor) for name, tensor in batch.items()}
+    no_padding = "attention_mask" in batch and bool(batch["attention_mask"].all())
+    return {name: copied(tensor) for name, tensor in batch.items() if not (no_padding and name == "attention_mask")}
+
+
+@contextlib.contextmanager
+def masks_known_from(batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Tell transformers what a batch on the host shows: whether rows hold several documents, or padding.
+
+    It would read that on the device in every micro-batch, and so wait for it (transformers/masking_utils.py
+    `_ignore_causal_mask_sdpa`, `find_packed_sequence_indices`). While it traces, it takes masks as they are.
+    """
+    from transformers import masking_utils
+
+    positions = batch.get("position_ids")
+    packed = positions is not None and bool((positions.diff(dim=-1) != 1).any())
+    upstream = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+    masking_utils.is_tracing = lambda tensor=None: True
+    if not packed:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = upstream
 
 
 def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
@@ -33,22 +57,48 @@ def backward_weighted(prepared: Prepared, loss: torch.Tensor) -> None:
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
 
-def clip_and_step(prepared: Prepared) -> StepResult:
+def steps_on_device(prepared: Prepared) -> bool:
+    """Return whether the optimizer's kernels leave out a step by a number on the device: torch's fused ones do."""
+    fused = all(group.get("fused") for group in prepared.optimizer.param_groups)
+    return fused and prepared.accelerator.scaler is None and prepared.job.strategy.offload == "none"
+
+
+def clip_and_step(prepared: Prepared, found_inf: torch.Tensor | None = None) -> StepResult:
     """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
 
-    Under fp16 the scaler decides: it skips the step and lowers its scale.
+    Under fp16 the scaler decides: it skips the step and lowers its scale. With `found_inf` the device decides, and the
+    host does not wait: the kernels change neither weights nor states nor step counts where it is 1.
     """
+    import torch
+
+    accelerator, optimizer = prepared.accelerator, prepared.optimizer
     with phase("step"):
         parameters = list(prepared.model.parameters())
-        norm = float(prepared.accelerator.clip_grad_norm_(parameters, prepared.job.train_config.max_grad_norm))
+        norm = accelerator.clip_grad_norm_(parameters, prepared.job.train_config.max_grad_norm)
         gradients = _gradient_dtypes(parameters)
-        scaled = prepared.accelerator.scaler is not None
-        if scaled or math.isfinite(norm):
-            prepared.optimizer.step()
-        skipped = prepared.accelerator.optimizer_step_was_skipped if scaled else not math.isfinite(norm)
-        prepared.optimizer.zero_grad()
-    scale = prepared.accelerator.scaler.get_scale() if scaled else 1.0
+        scaled = accelerator.scaler is not None
+        if found_inf is not None:
+            found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))
+            with _kernels_that_see(found_inf, optimizer):
+                optimizer.step()
+        else:
+            norm = float(norm)
+            if scaled or math.isfinite(norm):
+                optimizer.step()
+        skipped = accelerator.optimizer_step_was_skipped if scaled else found_inf is None and not math.isfinite(norm)
+        optimizer.zero_grad()
+    scale = accelerator.scaler.get_scale() if scaled else 1.0
     return StepResult(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
+
+
+@contextlib.contextmanager
+def _kernels_that_see(found_inf: torch.Tensor, optimizer: Any) -> Iterator[None]:
+    """Give a prepared optimizer what torch's fused kernels read (torch/optim/adam.py `step`)."""
+    optimizer.optimizer.found_inf = found_inf
+    try:
+        yield
+    finally:
+        del optimizer.optimizer.found_inf
 
 
 def clip_norm(parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
@@ -74,6 +124,15 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _gradient_dtypes(parameters: Sequence[torch.nn.Parameter]) -> str:
     kinds = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
     return "+".join(sorted(map(dtype_name, kinds)))
+
+
+def loss_scaler(job: Job) -> list[Any]:
+    """Return Accelerate's handler with the job's loss scale; none without scaling."""
+    from accelerate.utils import GradScalerKwargs
+
+    config = job.train_config
+    options = {"init_scale": config.loss_scale, "growth_interval": config.loss_scale_window}
+    return [GradScalerKwargs(**options)] if job.precision.scaled else []
 
 
 def read_counters(prepared: Prepared) -> Counters:

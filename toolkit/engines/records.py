@@ -32,10 +32,10 @@ class Prepared:
 class StepResult:
     """The result of an optimizer step."""
 
-    norm: float
-    """The global L2 norm of the gradients before clipping, over all ranks."""
+    norm: float | torch.Tensor
+    """The global L2 norm of the gradients before clipping, over all ranks; on the device where the host did not wait."""
     skipped: bool
-    """Whether the weights stayed as they were: fp16's scaler met an overflow, or the norm is not finite."""
+    """Whether the weights stayed as they were: fp16's scaler met an overflow, or the host saw a norm that is not finite."""
     gradients: str
     """torch's names of the dtypes of the gradients."""
     scale: float = 1.0

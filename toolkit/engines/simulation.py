@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from toolkit.core.units import BYTES_OF, KiB, MiB, ceil_div
-from toolkit.engines.base import kept_dtype
+from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.states import State, checkpoint_bytes, parameters_of, quantizable
-from toolkit.engines.traces import Segment
+from toolkit.engines.states import (
+    SNAPSHOT_CHUNK,
+    State,
+    checkpoint_bytes,
+    packed_names,
+    parameters_of,
+    trained_elements,
+)
+from toolkit.engines.traces import Segment, Trace
 
 BLOCK, GROUP = 64, 256
 """Weights that share a 4-bit constant, and constants that share a nested one (bitsandbytes/functional.py `quantize_4bit`)."""
@@ -30,13 +39,84 @@ class Moves(Protocol):
         """Handle an event of `traces.Event`."""
 
 
-def walk(ledger: Ledger, job: Job, step: Sequence[Segment], moves: Moves) -> None:
-    """Walk through the different micro-batches of a step, forward and backward."""
-    for number in range(min(job.train_config.accumulation, 2 if moves.grows else 1)):
-        ledger.enter("forward")
-        if number == 0:
-            ledger.hold("workspace", blas_workspaces(job))
-        _walk(ledger, step, moves)
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A rank's load, preparation and one step, entered into a ledger."""
+
+    job: Job
+    trace: Trace
+    step: Sequence[Segment]
+    """The trace over the whole depth."""
+    ledger: Ledger
+    rank: int
+    checkpoints: bool
+    """Whether any are written."""
+
+    @cached_property
+    def state(self) -> StateMemory:
+        """The bytes of states that the rank holds."""
+        return engine_of(self.job.strategy).expected_state(self.job, self.rank)
+
+    def keep(self, part: str, size: int) -> None:
+        """Hold bytes of parameters, masters, gradients or moments, on the host where they are offloaded."""
+        offload = self.job.strategy.offload
+        on_host = offload == "cpu" if part == "parameters" else offload != "none"
+        (self.ledger.offload if on_host else self.ledger.hold)(part, size)
+
+    def hold_loaded(self, size: int) -> None:
+        """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
+        ledger, job = self.ledger, self.job
+        ledger.enter("load")
+        if job.device.kind == "cpu" or job.strategy.quantized:
+            ledger.hold("parameters", size)
+            ledger.touch("workspace", expert_copies(job))
+            ledger.hold("buffers", quantization_constants(job))
+            ledger.enter("prepare")
+        else:
+            ledger.offload("parameters", size)
+            ledger.touch_host("workspace", expert_copies(job))
+            ledger.enter("prepare")
+            ledger.hold("parameters", size)
+            ledger.offload("parameters", -size)
+
+    def hold_moments(self) -> None:
+        """Hold the moments: before the first step if checkpoints need their layout, else from the first step on.
+
+        The buffers of a checkpoint's snapshot come with them, but for offloaded states: those are written from their own memory.
+        """
+        if not self.checkpoints:
+            self.ledger.enter("step")
+        self.keep("optimizer", self.state.optimizer or 0)
+        if self.checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
+            # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
+            chunks, rest = divmod(checkpoint_bytes(self.job) // self.job.ranks, SNAPSHOT_CHUNK)
+            self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
+
+    def walk(self, moves: Moves) -> None:
+        """Walk through the different micro-batches of a step, forward and backward, until the optimizer's step."""
+        for number in range(min(self.job.train_config.accumulation, 2 if moves.grows else 1)):
+            self.ledger.enter("forward")
+            if number == 0:
+                self.ledger.hold("workspace", blas_workspaces(self.job))
+            backward = False
+            for rise, net, logits_rise, logits_net, what, size, name, *_ in self.step:
+                self.ledger.walk(rise, net, logits_rise, logits_net)
+                if what == "backward":
+                    backward = True
+                    self.ledger.enter("backward")
+                if what:
+                    moves.event(what, size, name, backward)
+        self.ledger.enter("step")
+
+    def optimizer_step(self, sizes: Iterable[int]) -> None:
+        """Enter the temporaries of a step by torch's optimizer over tensors of these elements, in the dtype that is trained.
+
+        Fused kernels need none. Under torch's GradScaler, which no CPU has, the recipe's optimizer is not fused.
+        """
+        job = self.job
+        if job.precision.scaled and job.strategy.offload == "none":
+            work = job.optimizer.unfused_temporaries * sum(sizes) * BYTES_OF[job.weight_dtype]
+            self.ledger.touch("workspace", work)
 
 
 def blas_workspaces(job: Job) -> int:
@@ -52,49 +132,22 @@ def blas_workspaces(job: Job) -> int:
     return 2 * (32 * MiB if job.device.capability[0] in (9, 10, 12) else 8 * MiB + 128 * KiB)
 
 
-def _walk(ledger: Ledger, step: Sequence[Segment], moves: Moves) -> None:
-    backward = False
-    for stretch in step:
-        rise, net, logits_rise, logits_net, what, size, name = stretch[:7]
-        ledger.walk(rise, net, logits_rise, logits_net)
-        if what == "backward":
-            backward = True
-            ledger.enter("backward")
-        if what:
-            moves.event(what, size, name, backward)
-
-
-def hold_loaded(ledger: Ledger, job: Job, size: int) -> None:
-    """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
-    ledger.enter("load")
-    if job.device.kind == "cpu" or job.strategy.quantized:
-        ledger.hold("parameters", size)
-        ledger.touch("workspace", expert_copies(job))
-        ledger.hold("buffers", quantization_constants(job))
-        ledger.enter("prepare")
-    else:
-        ledger.offload("parameters", size)
-        ledger.touch_host("workspace", expert_copies(job))
-        ledger.enter("prepare")
-        ledger.hold("parameters", size)
-        ledger.offload("parameters", -size)
-
-
 def streams(job: Job) -> bool:
     """Return whether weights are read one at a time: not where the files hold them in another form, or DoRA needs them all."""
     assert job.spec is not None
     converted = job.spec.copied or job.spec.frozen or "quantization_config" in job.spec.config
-    packs = job.strategy.adapter != "qlora" or bool(quantizable(job.spec))
+    packs = job.strategy.adapter != "qlora" or bool(packed_names(job.spec))
     return packs and not converted and job.strategy.adapter not in ("dora", "qlora8")
 
 
-def stream_weights(job: Job, ledger: Ledger) -> Iterator[State]:
+def stream_weights(simulation: Simulation) -> Iterator[State]:
     """Enter the weights that come from the files one at a time, each whole for a moment. Yield it before it is let go.
 
     Rank 0 packs a 4-bit weight in pieces, beside the exact constants of its blocks; these, packed too, stay on every rank.
     """
+    job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
-    names = {f"{name}.weight" for name in quantizable(job.spec)} if job.strategy.adapter == "qlora" else set()
+    names = packed_names(job.spec) if job.strategy.adapter == "qlora" else set()
     sources = {parameter.name: parameter for parameter in job.spec.parameters}
     stored = BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
     for state in parameters_of(job):
@@ -138,7 +191,7 @@ def quantization_constants(job: Job) -> int:
     if not job.strategy.quantized:
         return 0
     assert job.spec is not None
-    packed = {f"{name}.weight" for name in quantizable(job.spec)}
+    packed = packed_names(job.spec)
     weights = [parameter for parameter in job.spec.parameters if parameter.name in packed]
     if job.strategy.adapter == "qlora8":
         return sum(4 * parameter.shape[0] for parameter in weights)
@@ -154,37 +207,13 @@ def packing_constants(elements: int) -> int:
     return scales + 4 * ceil_div(scales, GROUP) + 4 * (16 + 256 + 1)
 
 
-def hold_moments(ledger: Ledger, job: Job, state: StateMemory, checkpoints: bool, *, offload: bool = False) -> None:
-    """Hold the moments: before the first step if checkpoints need their layout, else from the first step on.
-
-    A checkpoint's own buffers come with them.
-    """
-    if not checkpoints:
-        ledger.enter("step")
-    (ledger.offload if offload else ledger.hold)("optimizer", state.optimizer or 0)
-    if checkpoints and not ledger.shared:
-        # A snapshot's buffer, pinned, of a power of two (aten/src/ATen/core/CachingHostAllocator.h).
-        buffer = checkpoint_bytes(job) // job.ranks
-        ledger.offload("workspace", 1 << max(0, buffer - 1).bit_length())
-
-
-def optimizer_step(ledger: Ledger, job: Job, sizes: Iterable[int]) -> None:
-    """Enter the temporaries of an optimizer's step over tensors of these elements, each in the dtype that is trained."""
-    if job.strategy.offload != "none" and not ledger.shared:
-        return  # on the host: in place under DeepSpeed, under FSDP with torch's AdamW over one shard at a time
-    row, elements = job.optimizer, list(sizes)
-    on_cpu = job.device.kind == "cpu"
-    work = row.cpu_temporaries * max(elements, default=0) if on_cpu else row.cuda_temporaries * sum(elements)
-    ledger.touch("workspace", work * BYTES_OF[job.weight_dtype])
-
-
 def host_transfers(job: Job, gradients: Sequence[Transfer] = ()) -> list[Transfer]:
     """Return an offload's transfers: gradients (unless given) and weights once a step, parameters in every pass."""
     offload = job.strategy.offload
     if offload == "none":
         return []
     states, ranks = parameters_of(job), job.parallelism.shard_size
-    trained = sum(state.elements for state in states if state.trainable) / ranks
+    trained = trained_elements(job) / ranks
     back = trained * BYTES_OF[job.compute_dtype]
     sent = [
         *(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.units import BYTES_OF, ceil_div, dtype_name
+from toolkit.core.units import BYTES_OF, GiB, MiB, ceil_div, dtype_name
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
 from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
@@ -61,6 +61,11 @@ def quantizable(spec: ModelSpec) -> list[str]:
     return [name for name in spec.linears if name not in left]
 
 
+def packed_names(spec: ModelSpec) -> set[str]:
+    """Return the names of the weights that 4 and 8 bits pack."""
+    return {f"{name}.weight" for name in quantizable(spec)}
+
+
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model's checkpoint contains, by name."""
     return {
@@ -83,9 +88,22 @@ def packed_shape(elements: int, size: int) -> tuple[int, int]:
     return ceil_div(ceil_div(elements, 2), size), 1
 
 
+SNAPSHOT_CHUNK = GiB
+"""Bytes of the largest buffer of a checkpoint's snapshot, and of the largest tensor in its files."""
+
+
+def trained_elements(job: Job) -> int:
+    """Return the number of trained elements in the whole model."""
+    return sum(state.elements for state in parameters_of(job) if state.trainable)
+
+
+SEND_CHUNK = 4 * MiB
+"""Bytes that a rank sends at once, where rank 0 puts an export's tensors together."""
+
+
 def checkpoint_bytes(job: Job) -> int:
     """Return the bytes of the trained weights and of the optimizer's states."""
-    trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+    trained = trained_elements(job)
     return trained * BYTES_OF[job.weight_dtype] + optimizer_bytes(job, trained)
 
 
@@ -121,90 +139,90 @@ def parameters_of(job: Job) -> tuple[State, ...]:
 def _states(job: Job) -> Iterator[State]:
     spec, strategy = job.spec, job.strategy
     assert spec is not None
-    if strategy.adapter == "none":
-        for parameter in spec.parameters:
-            trained = spec.trains(parameter.name)
-            dtype = job.weight_dtype if trained else job.compute_dtype
-            yield State(name=parameter.name, shape=parameter.shape, trainable=trained, dtype=dtype)
-        return
-    packed = {f"{name}.weight" for name in quantizable(spec)} if strategy.quantized else set()
-    targets = set(adapted(spec, strategy.lora_targets))
+    packed = packed_names(spec) if strategy.quantized else set()
+    targets = set() if strategy.adapter == "none" else set(adapted(spec, strategy.lora_targets))
     for module, members in itertools.groupby(spec.parameters, key=lambda parameter: parameter.name.rpartition(".")[0]):
         for parameter in members:
-            name = parameter.name
+            name, shape = parameter.name, parameter.shape
+            trained = strategy.adapter == "none" and spec.trains(name)
+            dtype = job.weight_dtype if trained else job.compute_dtype
+            if name in packed and strategy.adapter == "qlora8":
+                dtype = "int8"
+            elif name in packed:
+                shape = packed_shape(parameter.elements, BYTES_OF[dtype])
             if module in targets:
-                name = f"{module}.base_layer{name.removeprefix(module)}"
                 if name.endswith(".weight"):
-                    weight = parameter
-            if parameter.name not in packed:
-                yield State(name=name, shape=parameter.shape, trainable=False, dtype=job.compute_dtype)
-            elif strategy.adapter == "qlora8":
-                yield State(name=name, shape=parameter.shape, trainable=False, dtype="int8")
-            else:
-                column = packed_shape(parameter.elements, BYTES_OF[job.compute_dtype])
-                yield State(name=name, shape=column, trainable=False, dtype=job.compute_dtype)
+                    weight = parameter.shape
+                name = f"{module}.base_layer{name.removeprefix(module)}"
+            yield State(name=name, shape=shape, trainable=trained, dtype=dtype)
         if module in targets:
-            yield from _adapter_parameters(job, module, *weight.shape)
+            yield from _adapter_parameters(job, module, *weight)
 
 
 def _adapter_parameters(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
     """Yield what an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
     rank = job.strategy.lora_rank
-    shapes = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
+    shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
+    if job.strategy.adapter == "dora":
+        shapes["lora_magnitude_vector"] = (out_features,)
     for part, shape in shapes.items():
         yield State(name=f"{module}.{part}.default.weight", shape=shape, trainable=True, dtype=job.weight_dtype)
-    if job.strategy.adapter == "dora":
-        name = f"{module}.lora_magnitude_vector.default.weight"
-        yield State(name=name, shape=(out_features,), trainable=True, dtype=job.weight_dtype)
 
 
 def measured_state(
     tensors: Iterable[tuple[torch.Tensor, bool]],
+    optimizer: torch.optim.Optimizer,
     *,
-    master: int = 0,
-    optimizer: int | None,
-    dtypes: dict[str, str],
-    more: Mapping[bool, int] | None = None,
+    masters: Sequence[torch.Tensor] = (),
+    reduce: str = "",
+    later: Mapping[bool, int] | None = None,
 ) -> StateMemory:
-    """Return a measured state from the tensors that hold parameters: unique storages, trainable and frozen.
+    """Return a measured state: unique storages, so a view counts what it keeps alive.
 
-    `tensors` yields (tensor, trainable); bytes are those of the tensors' storages, so a view counts what it keeps alive.
-    `more` are bytes, trainable and frozen, that the first step will hold from then on.
-    """
-    counted: set[int] = set()
-    sizes = {True: 0, False: 0, **(more or {})}
-    kinds: dict[bool, set[str]] = {True: set(), False: set()}
-    for tensor, trainable in tensors:
-        storage = tensor.untyped_storage()
-        kinds[trainable].add(dtype_name(tensor.dtype))
-        if storage.nbytes() and storage.data_ptr() not in counted:
-            counted.add(storage.data_ptr())
-            sizes[trainable] += storage.nbytes()
-    ledger = {"trainable": "+".join(sorted(kinds[True])), "frozen": "+".join(sorted(kinds[False]))}
-    return StateMemory(
-        trainable=sizes[True],
-        frozen=sizes[False],
-        master=master,
-        optimizer=optimizer,
-        dtypes={part: names for part, names in {**ledger, **dtypes}.items() if names},
-    )
-
-
-def moment_bytes(optimizer: torch.optim.Optimizer) -> tuple[int | None, str]:
-    """Return bytes and dtypes of an optimizer's moments on this rank; (None, "") before the first step.
-
-    Step counters (one element each) are not counted.
+    Args:
+        tensors: (tensor, trainable) of each tensor that holds parameters.
+        optimizer: that holds the moments. Step counters (one element each) are not counted.
+        masters: separate fp32 copies of the trained weights.
+        reduce: torch's name of the dtype that gradients are reduced in.
+        later: bytes, trainable and frozen, that the first step will hold from then on.
     """
     import torch
 
-    size, kinds = 0, set()
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                local = value.to_local() if hasattr(value, "to_local") else value
-                size += local.untyped_storage().nbytes()
-                kinds.add(dtype_name(local.dtype))
-    return (size, "+".join(sorted(kinds))) if kinds else (None, "")
+    counted: set[int] = set()
+    sizes = {True: 0, False: 0, **(later or {})}
+    kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for tensor, trainable in tensors:
+        storage = tensor.untyped_storage()
+        kinds[trainable].add(tensor.dtype)
+        if storage.nbytes() and storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            sizes[trainable] += storage.nbytes()
+    values = (value for state in optimizer.state.values() for value in state.values())
+    moments = [local_tensor(value) for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    dtypes = {
+        "trainable": _joined(kinds[True]),
+        "frozen": _joined(kinds[False]),
+        "master": _joined(master.dtype for master in masters),
+        "optimizer": _joined(moment.dtype for moment in moments),
+        "reduce": reduce,
+    }
+    return StateMemory(
+        trainable=sizes[True],
+        frozen=sizes[False],
+        master=sum(master.untyped_storage().nbytes() for master in masters),
+        optimizer=sum(moment.untyped_storage().nbytes() for moment in moments) if moments else None,
+        dtypes={part: names for part, names in dtypes.items() if names},
+    )
+
+
+def _joined(dtypes: Iterable[torch.dtype]) -> str:
+    return "+".join(sorted(set(map(dtype_name, dtypes))))
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor that lies on this rank: of a DTensor its shard, of another tensor all."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
 
 
 def optimizer_shards(
@@ -230,9 +248,10 @@ def optimizer_shards(
 
     kinds = [state.name for state in job.optimizer.states]
     if create and not optimizer.state.get(owner):
-        plain = type(optimizer).__name__ == "DeepSpeedCPUAdam"
         zeros = {kind: torch.zeros_like(owner, memory_format=torch.preserve_format) for kind in kinds}
-        optimizer.state[owner] = {"step": 0 if plain else torch.tensor(0.0), **zeros}
+        plain, fused = type(optimizer).__name__ == "DeepSpeedCPUAdam", optimizer.param_groups[0].get("fused")
+        step = 0 if plain else torch.zeros((), device=owner.device if fused else "cpu")
+        optimizer.state[owner] = {"step": step, **zeros}
     state = optimizer.state.get(owner, {})
     for kind in kinds:
         if kind in state:
@@ -242,13 +261,12 @@ def optimizer_shards(
 def distributed_shards(
     job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, create: bool
 ) -> Iterator[Shard]:
-    """Yield this rank's box of each parameter and its moments, of a model whose parameters may be DTensors."""
+    """Yield this rank's box of each parameter and its moments, with the strides that it has, and the persistent buffers whole.
+
+    Parameters may be plain tensors or DTensors.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    def local(tensor: Any) -> torch.Tensor:
-        shard_: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return shard_.detach()
 
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -256,24 +274,18 @@ def distributed_shards(
         if isinstance(parameter, DTensor):
             sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
             box = tuple(zip(offsets, sizes, strict=True))
-        shard = Shard(name, PARAMETER, shape, box, 0, local(parameter))
-        moments = optimizer_shards(job, optimizer, parameter, shard, local, create) if parameter.requires_grad else ()
-        for shard_ in (shard, *moments):
-            if shard_.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
-                yield shard_
+        shard = Shard(name, PARAMETER, shape, box, 0, local_tensor(parameter))
+        if shard.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
+            yield shard
+            if parameter.requires_grad:
+                yield from optimizer_shards(job, optimizer, parameter, shard, local_tensor, create)
+    yield from buffer_shards(model)
 
 
-def measured_distributed(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str]
-) -> StateMemory:
+def measured_distributed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reduce: str = "") -> StateMemory:
     """Measure the local shards of DTensors, plain parameters whole, and the optimizer's state."""
-    size, kinds = moment_bytes(optimizer)
-
-    def held() -> Iterator[tuple[torch.Tensor, bool]]:
-        for parameter in model.parameters():
-            yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.data, parameter.requires_grad
-
-    return measured_state(held(), optimizer=size, dtypes={"optimizer": kinds, **dtypes})
+    tensors = ((local_tensor(parameter), parameter.requires_grad) for parameter in model.parameters())
+    return measured_state(tensors, optimizer, reduce=reduce)
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:

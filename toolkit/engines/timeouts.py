@@ -36,11 +36,11 @@ def pg_timeout(seconds: float) -> timedelta:
     return timedelta(seconds=seconds, milliseconds=1)
 
 
-def handlers(timeout: timedelta | None) -> list[InitProcessGroupKwargs]:
-    """Return Accelerate's handlers for a timeout; none for torch's own default."""
+def handlers(timeout: timedelta | None, backend: str | None = None) -> list[InitProcessGroupKwargs]:
+    """Return Accelerate's handlers for a timeout and a backend; none for torch's and Accelerate's own defaults."""
     from accelerate.utils import InitProcessGroupKwargs
 
-    return [] if timeout is None else [InitProcessGroupKwargs(timeout=timeout)]
+    return [InitProcessGroupKwargs(backend=backend, timeout=timeout)] if timeout or backend else []
 
 
 def limit_all(timeout: timedelta) -> None:

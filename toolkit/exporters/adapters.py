@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.config.flags import from_dict
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
+from toolkit.core.units import dtype_name
 from toolkit.devices.machine import hardware
 from toolkit.engines.adapters import adapt, quantized_modules
 from toolkit.engines.job import Job
-from toolkit.exporters.base_weights import InMemory, Source
-from toolkit.exporters.reload import reopen_adapter
 from toolkit.exporters.results import SavedTensor
-from toolkit.exporters.verification import check_attention, logits, relative_error
+from toolkit.exporters.sources import Source
+from toolkit.exporters.verification import check_attention
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> Peft
     model = adapt(job, base)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     weights = source.weights
-    if {name: tuple(p.shape) for name, p in trainable.items()} != dict(weights.shapes):
+    if {name: tuple(p.shape) for name, p in trainable.items()} != weights.shapes:
         raise RunError(f"{source.path} holds another adapter than {job.strategy.adapter} on this model puts there.")
     for name, parameter in trainable.items():
         if parameter.device.type != "meta":
@@ -66,32 +67,16 @@ def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> Peft
     return cast("PeftModel", model.eval())
 
 
-def write_adapter(model: PeftModel, source: Source, dtype: str | None, folder: Path) -> dict[str, SavedTensor]:
-    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. Return the expected tensors."""
-    import torch
-
-    weights = source.weights
-    state = {name: weights.tensor(name).to(getattr(torch, dtype or weights.dtypes[name])) for name in weights.shapes}
-    model.save_pretrained(folder, state_dict=dict(state))
-    return planned_adapter(model, state)
-
-
-def planned_adapter(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
-    """Return what PEFT's `save_pretrained` has to write for a state: names on the disk, and bytes."""
+def write_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, SavedTensor]:
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. Return the tensors in the file."""
     from peft import get_peft_model_state_dict
 
-    return {
-        name: SavedTensor.of(tensor)
-        for name, tensor in get_peft_model_state_dict(model, state_dict=dict(state)).items()
-    }
+    model.save_pretrained(folder, state_dict=dict(state))
+    saved = get_peft_model_state_dict(model, state_dict=dict(state))
+    return {name: SavedTensor.of(tensor) for name, tensor in saved.items()}
 
 
-def compare_adapter(base: Any, expected: torch.Tensor, folder: Path, spec: ModelSpec) -> float:
-    """Return the logits' error of a saved adapter that PEFT opens on the base."""
-    return relative_error(logits(reopen_adapter(base, folder), spec), expected)
-
-
-def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:
+def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Weights:
     """Return the base's weights with the adapter merged by PEFT. Takes the model apart.
 
     Args:
@@ -118,5 +103,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> InMemory:
     gc.collect()
     whole = with_adapter(base, job, source, None).merge_and_unload(safe_merge=True)
     # What text does not pass is taken from its source: the base's may have gone through 4 bits.
-    trained = ((name, p.detach()) for name, p in whole.named_parameters() if job.spec.trains(name))
-    return InMemory({name: tensor.T if name in turned else tensor for name, tensor in trained})
+    trained = {name: p.detach() for name, p in whole.named_parameters() if job.spec.trains(name)}
+    tensors = {name: tensor.T if name in turned else tensor for name, tensor in trained.items()}
+    entries = {name: Entry(tuple(t.shape), dtype_name(t.dtype), t.cpu, source=name) for name, t in tensors.items()}
+    return Weights("merged model", entries)

@@ -7,10 +7,10 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoints.importers import Weights
 from toolkit.core.errors import RunError, is_out_of_memory
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
@@ -18,27 +18,26 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import on_main
-from toolkit.exporters.adapters import planned_adapter
+from toolkit.exporters.adapters import write_adapter
 from toolkit.exporters.engine_weights import EngineWeights, is_adapter
-from toolkit.exporters.model_card import rows_of, write_card
+from toolkit.exporters.model_card import finish_export, rows_of
 from toolkit.exporters.model_files import ModelFiles, skeleton
-from toolkit.exporters.publication import atomic_dir, check_room
+from toolkit.exporters.publication import atomic_dir
 from toolkit.exporters.reload import reopen
 from toolkit.exporters.results import (
     NO_ROOM,
     OTHER_KERNELS,
     PROBE_TOKENS,
     TOLERANCE,
+    Checked,
     Export,
     SavedTensor,
-    load_line,
     not_compared,
-    tensor_headers,
     tolerance_note,
 )
-from toolkit.exporters.state_dict import FullStateDict
-from toolkit.exporters.verification import check_attention, check_files, check_tied, relative_error
-from toolkit.models import copy_code, copy_processor
+from toolkit.exporters.state_dict import full_state
+from toolkit.exporters.verification import check_attention, check_files, relative_error
+from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import quiet_bars
 
 if TYPE_CHECKING:
@@ -55,76 +54,63 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     Returns:
         On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
     """
-    accelerator, weights = prepared.accelerator, EngineWeights(prepared)
+    accelerator, engine = prepared.accelerator, EngineWeights(prepared)
     writing = _write_adapter if is_adapter(accelerator.unwrap_model(prepared.model)) else _write_model
     with contextlib.ExitStack() as stack:
         draft: list[Path] = []  # rank 0's
-
-        def open_draft() -> None:
-            draft.append(stack.enter_context(atomic_dir(folder, replace=True)))
+        on_main(accelerator, lambda: draft.append(stack.enter_context(atomic_dir(folder, replace=True))))
+        written = writing(prepared, engine, draft)
 
         def finish() -> None:
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft[0])
             stack.close()
 
-        on_main(accelerator, open_draft)
-        written = writing(prepared, weights, draft)
         on_main(accelerator, finish)
     return written
 
 
-def _write_adapter(prepared: Prepared, weights: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
-    module = prepared.accelerator.unwrap_model(prepared.model)
-    weights.gather(list(weights.shapes))
+def _write_adapter(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
+    module, names = prepared.accelerator.unwrap_model(prepared.model), list(engine.weights.entries)
+    engine.gather(names)
     written: dict[str, SavedTensor] = {}
 
     def write() -> None:
-        state = {name: weights.tensor(name) for name in weights.shapes}
-        written.update(planned_adapter(module, state))
-        module.save_pretrained(draft[0], state_dict=state)
+        written.update(write_adapter(module, {name: engine.weights.tensor(name) for name in names}, draft[0]))
 
     on_main(prepared.accelerator, write)
     return written
 
 
-def _write_model(prepared: Prepared, weights: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
+def _write_model(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
     files: list[ModelFiles] = []  # rank 0's
 
     def begin() -> list[list[str]]:
-        spec = prepared.job.spec
         with quiet_bars(True, shown=False):
-            files.append(_planned_files(prepared, weights))
-        check_room(draft[0], files[0].bytes)
-        files[0].create(draft[0])
-        if spec is not None:
-            copy_code(spec, draft[0])
-            copy_processor(spec, draft[0])
+            files.append(_planned_files(prepared, engine.weights))
+        files[0].create(draft[0], prepared.job.spec)
         return [files[0].trained_names(group) for group in files[0].groups]
 
-    def write(number: int) -> None:
-        files[0].write(files[0].groups[number])
-
     for number, names in enumerate(on_main(prepared.accelerator, begin)):
-        weights.gather(names)
-        on_main(prepared.accelerator, partial(write, number))
+        engine.gather(names)
+        on_main(prepared.accelerator, lambda number=number: files[0].write(files[0].groups[number]))  # type: ignore[misc]
     return files[0].written if files else {}
 
 
 LOADED = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."
 
 
-def _planned_files(prepared: Prepared, weights: EngineWeights) -> ModelFiles:
+def _planned_files(prepared: Prepared, weights: Weights) -> ModelFiles:
     """Lay out the files of the running model, with its configs."""
     module, spec = prepared.accelerator.unwrap_model(prepared.model), prepared.job.spec
     config = copy.deepcopy(module.config)
     # Training switches the cache off; generation needs the checkpoint's own setting.
     config.use_cache = config.get_text_config().use_cache = spec.config.get("use_cache", True) if spec else True
     if spec is None:
-        return ModelFiles(module, weights, config=config)
+        return ModelFiles(module, weights.entries, config=config)
     model = skeleton(spec, config, module.generation_config)
     model._weight_conversions = getattr(module, "_weight_conversions", None)
-    return ModelFiles(model, FullStateDict(weights, model, spec, LOADED))
+    return ModelFiles(model, full_state(weights, model, spec, LOADED))
 
 
 def verify(
@@ -164,6 +150,8 @@ def verify(
     result: list[Export] = []
 
     def check() -> None:
+        job, adapter = prepared.job, prepared.job.strategy.adapter
+        assert job.spec is not None
         try:
             check_files(folder, planned)
             error, notes = _compare(prepared, folder, probe, trained)
@@ -171,7 +159,10 @@ def verify(
             raise RunError(
                 f"the saved model in {folder} differs from the trained model: {wrong}. Do not use it."
             ) from wrong
-        result.append(_result(prepared, folder, error, notes, about or {}))
+        checked = Checked(what="model" if adapter == "none" else "adapter", tensors=planned, error=error, notes=notes)
+        settings = dataclasses.asdict(job.strategy), dataclasses.asdict(job.train_config)
+        rows = {**rows_of(*settings, job.parallelism, job.train_config.steps), **(about or {})}
+        result.append(finish_export(folder, job.spec, checked, trained=adapter, rows=rows, folder=folder))
 
     on_main(accelerator, check)
     return result[0] if result else None
@@ -187,43 +178,40 @@ def _compare(
     Raises:
         RunError: for an opened model that lacks keys, has keys too many, or whose tied weights came untied.
     """
-    place = _device_for_check(prepared)
+    job, spec, trained_on = prepared.job, prepared.job.spec, prepared.accelerator.device.type
+    assert spec is not None
+    place = _device_for_check(job, spec, prepared.accelerator.device)
     if place is None:
         return None, (NO_ROOM,)
-    job = _job_on_device(prepared.job, place)
-    assert job.spec is not None
+    if place.type == "cpu" and job.strategy.attention not in ("sdpa", "eager"):
+        job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
+    is_open = False
     try:
         with quiet_bars(True, shown=False):
             model = reopen(job, folder)
-        if job.strategy.adapter == "none":
-            check_tied(model, job.spec)
-    except RunError:
-        raise
-    except Exception as problem:  # transformers and PEFT refuse a folder with exceptions of every type
-        lacks = isinstance(problem, ImportError) or is_out_of_memory(problem)
-        return None, (not_compared(problem, folder, opened=lacks),)
-    try:
+        is_open = True
         here = {name: tensor.to(place) for name, tensor in probe.items()}
         error = _error(job, model.to(place), here, trained)
-    except Exception as problem:  # a kernel or memory that this machine lacks
-        return None, (not_compared(problem, folder, opened=True),)
+    except RunError:
+        raise
+    except Exception as problem:  # transformers, PEFT and kernels raise exceptions of every type
+        lacks = is_open or isinstance(problem, ImportError) or is_out_of_memory(problem)
+        return None, (not_compared(problem, folder, opened=lacks),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
-    if job is prepared.job and place.type == prepared.accelerator.device.type:
+    if job is prepared.job and place.type == trained_on:
         return error, tolerance_note(error, limit)
-    how = f"Logits were compared on the {place.type} with {attention}; the model was trained on the "
-    how += f"{prepared.accelerator.device.type} with {prepared.job.strategy.attention}."
+    how = (
+        f"Logits were compared on the {place.type} with {attention}; the model was trained on the {trained_on} with "
+        f"{prepared.job.strategy.attention}."
+    )
     return error, (how, *tolerance_note(error, OTHER_KERNELS * limit))
 
 
-def _device_for_check(prepared: Prepared) -> torch.device | None:
+def _device_for_check(job: Job, spec: ModelSpec, device: torch.device) -> torch.device | None:
     """Return a device with memory for a second model and a fifth to spare; it is read on the host first."""
     import torch
 
-    job = prepared.job
-    device: torch.device = prepared.accelerator.device
-    assert job.spec is not None
-    each = 1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]
-    needed = 1.2 * each * job.spec.elements
+    needed = 1.2 * (1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]) * spec.elements
     if host_memory()[1] <= needed:
         return None
     if device.type == "cuda":
@@ -233,37 +221,6 @@ def _device_for_check(prepared: Prepared) -> torch.device | None:
         if job.strategy.quantized:  # bitsandbytes would quantize on the device
             return None
     return torch.device("cpu")
-
-
-def _job_on_device(job: Job, place: torch.device) -> Job:
-    """Return the same job with an attention kernel for this device."""
-    assert job.spec is not None
-    if place.type == "cuda" or job.strategy.attention in ("sdpa", "eager"):
-        return job
-    return dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(job.spec)))
-
-
-def _result(
-    prepared: Prepared, folder: Path, error: float | None, notes: tuple[str, ...], about: Mapping[str, Any]
-) -> Export:
-    """Write the model card and return the result."""
-    job = prepared.job
-    saved = tensor_headers(folder)
-    adapter = job.strategy.adapter != "none"
-    assert job.spec is not None
-    strategy, train_config = dataclasses.asdict(job.strategy), dataclasses.asdict(job.train_config)
-    rows = {**rows_of(strategy, train_config, parallelism=job.parallelism, steps=job.train_config.steps), **about}
-    what = "adapter" if adapter else "model"
-    write_card(folder, job.spec, what=what, trained=job.strategy.adapter, rows=rows, notes=notes, error=error)
-    return Export(
-        folder=str(folder),
-        adapter=adapter,
-        tensors=len(saved),
-        size_bytes=sum(BYTES_OF.get(dtype, 4) * elements for _, dtype, elements in saved),
-        logits_error=error,
-        load=load_line(job.spec, job.spec.source, str(folder), adapter=job.strategy.adapter),
-        notes=notes,
-    )
 
 
 def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +16,29 @@ from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Table
 from toolkit.core.redaction import redact
-from toolkit.exporters.results import load_line, logits_text
+from toolkit.exporters.results import Checked, Export, load_line, logits_text
 from toolkit.models import ModelSpec
 
 
-def write_card(
-    folder: Path,
-    spec: ModelSpec,
-    *,
-    what: str,
-    trained: str,
-    rows: Mapping[str, Any],
-    notes: Sequence[str],
-    error: float | None,
-) -> None:
-    """Write `README.md`, with the header that the Hugging Face Hub reads. It names no path of this machine.
+def finish_export(
+    draft: Path, spec: ModelSpec, checked: Checked, *, trained: str, rows: Mapping[str, Any], folder: Path
+) -> Export:
+    """Write `README.md`, with the header that the Hugging Face Hub reads, and return the result.
+
+    The card names no path of this machine.
 
     Args:
-        folder: of the export.
+        draft: where the files are now.
         spec: of the model that was trained.
-        what: `model`, `adapter` or `merged model`.
+        checked: the files.
         trained: the adapter that was trained, as in Strategy.
         rows: what it was trained with; those that are None are left out.
-        notes: sentences about the export.
-        error: of the logits on the probe.
+        folder: where the files will be.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    adapter, base = what == "adapter", base_name(spec)
+    adapter, base = checked.what == "adapter", base_name(spec)
+    loaded = trained if adapter else "none"
     on_hub = spec.source is not None and base == spec.name != EMBEDDED
     header = ModelCardData(
         library_name="peft" if adapter else "transformers",
@@ -52,7 +47,7 @@ def write_card(
         pipeline_tag="text-generation" if spec.kind == "causal" else None,
         tags=["accelerate-toolkit", *(["lora"] if adapter else [])],
     )
-    load = load_line(spec, base, "this folder", adapter=trained if adapter else "none")
+    load = load_line(spec, base, "this folder", adapter=loaded)
     auto = next(word for word in load.replace("(", ".").split(".") if word.startswith("AutoModel"))
     bits = ", BitsAndBytesConfig" if "BitsAndBytesConfig" in load else ""
     imports = [f"from transformers import {auto}{bits}", *(["from peft import PeftModel"] if adapter else [])]
@@ -61,16 +56,25 @@ def write_card(
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # no cell ends the block
     parts = [
         f"---\n{header.to_yaml()}\n---",
-        f"# {what.capitalize()} trained from {base}",
+        f"# {checked.what.capitalize()} trained from {base}",
         f"{spec.architecture}, {spec.elements:,} parameters.",
-        *notes,
+        *checked.notes,
         "## How it was trained",
         f"{fence}text\n{text}\n{fence}",
         "## How to load it",
         "```python\n" + "\n".join([*imports, "", f"model = {load}"]) + "\n```",
-        f"Checked when it was saved. Logits on a probe batch against the trained model: {logits_text(error)}.",
+        f"Checked when it was saved. Logits on a probe batch against the trained model: {logits_text(checked.error)}.",
     ]
-    ModelCard(redact("\n\n".join(parts) + "\n")).save(folder / "README.md")
+    ModelCard(redact("\n\n".join(parts) + "\n")).save(draft / "README.md")
+    return Export(
+        folder=str(folder),
+        adapter=adapter,
+        tensors=len(checked.tensors),
+        size_bytes=sum(tensor.nbytes for tensor in checked.tensors.values()),
+        logits_error=checked.error,
+        load=load_line(spec, spec.source, str(folder), adapter=loaded),
+        notes=checked.notes,
+    )
 
 
 def base_name(spec: ModelSpec) -> str:
@@ -82,7 +86,7 @@ def base_name(spec: ModelSpec) -> str:
 
 
 def rows_of(
-    strategy: Mapping[str, Any], train_config: Mapping[str, Any], *, parallelism: Parallelism, steps: int
+    strategy: Mapping[str, Any], train_config: Mapping[str, Any], parallelism: Parallelism, steps: int
 ) -> dict[str, Any]:
     """Return the settings of a training for the card, without data and versions, from fields of both dataclasses."""
     default = dataclasses.asdict(Strategy())
@@ -99,14 +103,9 @@ def rows_of(
 
 def manifest_rows(manifest: Manifest) -> dict[str, Any]:
     """Return the card's settings from a checkpoint's manifest."""
-    identity = manifest.identity
+    identity, parallelism = manifest.identity, Parallelism(**manifest.parallelism)
     return {
-        **rows_of(
-            manifest.strategy,
-            manifest.train_config,
-            parallelism=Parallelism(**manifest.parallelism),
-            steps=manifest.step,
-        ),
+        **rows_of(manifest.strategy, manifest.train_config, parallelism, manifest.step),
         "data": f"fingerprint {identity['data']}",
         "base revision": (identity.get("base") or {}).get("revision"),
         "versions": format_versions(manifest.versions),

@@ -7,15 +7,17 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoints.importers import Entry
+from toolkit.checkpoints.rank_files import check_space
 from toolkit.core.errors import RunError
 from toolkit.core.units import dtype_name
 from toolkit.exporters.results import SavedTensor
-from toolkit.exporters.state_dict import StateDict
-from toolkit.models import ModelSpec
+from toolkit.models import ModelSpec, copy_code, copy_processor
 from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, without_engine
 from toolkit.models.weights import SAFETENSORS_DTYPES
 
@@ -57,25 +59,26 @@ def skeleton(
     return model
 
 
-def common_dtype(weights: StateDict) -> str:
+def common_dtype(entries: Mapping[str, Entry]) -> str:
     """Return torch's name of the dtype that most trained elements have."""
-    counts: dict[str, int] = {}
-    for name in weights.trained:
-        counts[weights.dtypes[name]] = counts.get(weights.dtypes[name], 0) + math.prod(weights.shapes[name])
-    return max(counts, key=lambda dtype: counts[dtype])
+    counts: Counter[str] = Counter()
+    for entry in entries.values():
+        counts[entry.dtype] += math.prod(entry.shape) if entry.trained else 0
+    return counts.most_common(1)[0][0]
 
 
-def _saved_dtypes(model: PreTrainedModel, weights: StateDict, dtype: str | None) -> dict[str, str]:
+def _saved_dtypes(model: PreTrainedModel, entries: Mapping[str, Entry], dtype: str | None) -> dict[str, torch.dtype]:
     """Return the dtype of each saved tensor: its own or the requested one, except for those that stay in fp32."""
     import torch
     from transformers.core_model_loading import build_glob_alternation
 
-    saved = {name: own for name, own in weights.dtypes.items() if name not in (model._keys_to_ignore_on_save or ())}
-    if dtype is None:
-        return saved
-    plan = list(model._get_dtype_plan(getattr(torch, dtype)))
+    plan = list(model._get_dtype_plan(getattr(torch, dtype))) if dtype else []
     keeps_fp32 = build_glob_alternation(plan)[0].search if plan else lambda name: None
-    return {name: own if name not in weights.trained or keeps_fp32(name) else dtype for name, own in saved.items()}
+    return {
+        name: getattr(torch, dtype if dtype and entry.trained and not keeps_fp32(name) else entry.dtype)
+        for name, entry in entries.items()
+        if name not in (model._keys_to_ignore_on_save or ())
+    }
 
 
 class ModelFiles:
@@ -88,7 +91,7 @@ class ModelFiles:
     def __init__(
         self,
         model: PreTrainedModel,
-        weights: StateDict,
+        entries: Mapping[str, Entry],
         dtype: str | None = None,
         config: PretrainedConfig | None = None,
     ) -> None:
@@ -96,40 +99,37 @@ class ModelFiles:
 
         Args:
             model: of the class that opens them; on the meta device, say.
-            weights: of the model.
+            entries: every tensor of the model.
             dtype: torch's name of the one to save in, or None for their own.
             config: the one to save, if it is not the model's.
         """
         import torch
         from huggingface_hub import split_torch_state_dict_into_shards
 
-        self._model, self._weights, self._config = model, weights, config or model.config
-        self._dtype = dtype or common_dtype(weights)
-        self._dtypes = {name: getattr(torch, own) for name, own in _saved_dtypes(model, weights, dtype).items()}
-        metas = {
-            name: torch.empty(weights.shapes[name], dtype=own, device="meta") for name, own in self._dtypes.items()
-        }
-        groups = _conversion_groups(model, metas)
-        parts = [disk_tensors(model, {name: metas[name] for name in group}) for group in groups]
+        self._model, self._entries, self._config = model, entries, config or model.config
+        self._dtype = dtype or common_dtype(entries)
+        self._dtypes = _saved_dtypes(model, entries, dtype)
+        metas = {name: torch.empty(entries[name].shape, dtype=own, device="meta") for name, own in self._dtypes.items()}
         # Of a view the size of its whole storage would be counted.
-        self._metas = {name: torch.empty_like(meta) for part in parts for name, meta in part.items()}
+        self._metas = {name: torch.empty_like(meta) for name, meta in disk_tensors(model, dict(metas)).items()}
         self._layout = split_torch_state_dict_into_shards(self._metas, max_shard_size=FILE_BYTES)
         self._places: dict[str, tuple[Path, int]] = {}
-        self.groups = _batches(groups, {name: meta.nbytes for name, meta in metas.items()})
+        self.groups = _batches(_conversion_groups(model, metas, self._metas), metas)
         """Names of tensors that are written at once: no more bytes than the largest conversion."""
         self.bytes = sum(meta.nbytes for meta in self._metas.values())
         """Of the weights on the disk."""
         self.written: dict[str, SavedTensor] = {}
         """By name on the disk: what `write` has written."""
 
-    def create(self, folder: Path) -> None:
-        """Write the configs, the index, and files with headers and room for every tensor into a folder that exists.
+    def create(self, folder: Path, spec: ModelSpec | None) -> None:
+        """Write all but the tensors into a folder that exists: configs, index, files with room, the source's own files.
 
         Raises:
             RunError: where the disk has no room.
         """
         from transformers.dynamic_module_utils import custom_object_save
 
+        check_space(folder.parent, self.bytes, "the export", "Make room, or export to another disk.")
         for file, names in self._layout.filename_to_tensors.items():
             offsets = _create_safetensors(folder / file, {name: self._metas[name] for name in names})
             self._places |= {name: (folder / file, offset) for name, offset in offsets.items()}
@@ -146,11 +146,13 @@ class ModelFiles:
         config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
+        if spec is not None:
+            copy_code(spec, folder)
+            copy_processor(spec, folder)
 
     def trained_names(self, group: list[str]) -> list[str]:
         """Return the names under which `write` reads a group from the trained weights."""
-        sources = self._weights.sources
-        return [sources[name] for name in group if name in sources]
+        return [source for name in group if (source := self._entries[name].source)]
 
     def write(self, group: list[str]) -> None:
         """Read, convert and write one of `groups`.
@@ -160,7 +162,7 @@ class ModelFiles:
         """
         import torch
 
-        tensors = {name: self._weights.tensor(name).to(self._dtypes[name]) for name in group}
+        tensors = {name: self._entries[name].read().to(self._dtypes[name]) for name in group}
         for name, tensor in disk_tensors(self._model, tensors).items():
             path, offset = self._places[name]
             data = tensor.detach().contiguous()
@@ -205,7 +207,9 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _conversion_groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -> list[list[str]]:
+def _conversion_groups(
+    model: PreTrainedModel, metas: Mapping[str, torch.Tensor], disk: Mapping[str, torch.Tensor]
+) -> list[list[str]]:
     """Return names that are converted together: one, a repeated layer's, or all where a conversion joins more."""
     layers: dict[str, list[str]] = {}
     for name in metas:
@@ -219,19 +223,19 @@ def _conversion_groups(model: PreTrainedModel, metas: dict[str, torch.Tensor]) -
             return False
         return {name: meta.shape for part in parts for name, meta in part.items()} == expected
 
-    expected = {name: meta.shape for name, meta in disk_tensors(model, dict(metas)).items()}
+    expected = {name: meta.shape for name, meta in disk.items()}
     return next(filter(matches, ([[name] for name in metas], [*layers.values()])), [list(metas)])
 
 
-def _batches(groups: list[list[str]], sizes: Mapping[str, int]) -> list[list[str]]:
+def _batches(groups: list[list[str]], metas: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Join groups in their order, up to the bytes of the largest."""
-    totals = [sum(sizes[name] for name in group) for group in groups]
+    sizes = [sum(metas[name].nbytes for name in group) for group in groups]
     batches: list[list[str]] = []
-    room = 0
-    for group, size in zip(groups, totals, strict=True):
-        if not batches or size > room:
+    room = -1
+    for group, size in zip(groups, sizes, strict=True):
+        if size > room:
             batches.append([])
-            room = max(totals)
+            room = max(sizes)
         batches[-1] += group
         room -= size
     return batches

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoints import identify
 from toolkit.checkpoints.identity import check_same
+from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
@@ -17,16 +17,16 @@ from toolkit.config.tables import PRECISIONS
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
 from toolkit.core.units import BYTES_OF, format_bytes
-from toolkit.exporters.adapters import compare_adapter, job_of, merged, with_adapter, write_adapter
-from toolkit.exporters.base_weights import Source, Weights, opened_source
-from toolkit.exporters.model_card import manifest_rows, write_card
+from toolkit.exporters.adapters import job_of, merged, with_adapter, write_adapter
+from toolkit.exporters.model_card import finish_export, manifest_rows
 from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs
-from toolkit.exporters.publication import atomic_dir, check_room, check_target
-from toolkit.exporters.reload import read_base
-from toolkit.exporters.results import NO_ROOM, TOLERANCE, Export, load_line, tensor_headers, tolerance_note
-from toolkit.exporters.state_dict import FullStateDict
+from toolkit.exporters.publication import atomic_dir, check_target
+from toolkit.exporters.reload import read_base, reopen_adapter
+from toolkit.exporters.results import NO_ROOM, TOLERANCE, Checked, Export, SavedTensor, tolerance_note
+from toolkit.exporters.sources import Source, opened_source
+from toolkit.exporters.state_dict import full_state
 from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
-from toolkit.models import ModelSpec, copy_code, copy_processor, describe, require_weights
+from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.hf_loading import LONG, quiet_bars
 from toolkit.models.hub import cached
 from toolkit.models.tokenizer import load_tokenizer
@@ -35,21 +35,6 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 INT8 = 5e-2
 """`TOLERANCE` for a model on an 8-bit base, whose forward rounds activations, too (Dettmers et al. 2022)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    source: Source
-    spec: ModelSpec
-    dtype: str | None
-    """torch's name; None keeps the checkpoint's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    what: str
-    error: float | None
-    notes: tuple[str, ...] = ()
 
 
 def export(
@@ -84,46 +69,18 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
     check_target(folder, source)
-    with opened_source(source) as opened, quiet_bars(True, shown=False):
-        if merge and opened.adapter == "none":
-            raise RunError(f"{opened.path} holds a whole model, and merging is for adapters. Leave --merge out.")
-        request = _Request(
-            source=opened,
-            spec=_trained_model_spec(opened, model, trust_remote_code),
-            dtype=PRECISIONS[dtype].compute if dtype else None,
-        )
-        make = _whole if opened.adapter == "none" else _merged if merge else _adapter
+    with opened_source(source) as origin, quiet_bars(True, shown=False):
+        if merge and origin.adapter == "none":
+            raise RunError(f"{origin.path} holds a whole model, and merging is for adapters. Leave --merge out.")
+        spec, trained = _trained_model_spec(origin, model, trust_remote_code), origin.adapter
+        make = _whole if trained == "none" else _merged if merge else _adapter
         with atomic_dir(folder) as draft:
-            written = make(request, draft)
-            rows = manifest_rows(opened.manifest) if opened.manifest else {"checkpoint": opened.weights.kind}
-            trained = opened.adapter
-            write_card(
-                draft,
-                request.spec,
-                what=written.what,
-                trained=trained,
-                rows=rows,
-                notes=written.notes,
-                error=written.error,
-            )
-    return _result(request, written, folder)
-
-
-def _result(request: _Request, written: _Written, folder: Path) -> Export:
-    saved, adapter = tensor_headers(folder), written.what == "adapter"
-    return Export(
-        folder=str(folder),
-        adapter=adapter,
-        tensors=len(saved),
-        size_bytes=sum(BYTES_OF[dtype] * elements for _, dtype, elements in saved),
-        logits_error=written.error,
-        load=load_line(
-            request.spec, request.spec.source, str(folder), adapter=request.source.adapter if adapter else "none"
-        ),
-        checkpoint=str(request.source.path),
-        step=request.source.manifest.step if request.source.manifest else None,
-        notes=(*request.source.skipped, *written.notes),
-    )
+            checked = make(origin, spec, PRECISIONS[dtype].compute if dtype else None, draft)
+            rows = manifest_rows(origin.manifest) if origin.manifest else {"checkpoint": origin.weights.kind}
+            result = finish_export(draft, spec, checked, trained=trained, rows=rows, folder=folder)
+    step = origin.manifest.step if origin.manifest else None
+    notes = (*origin.skipped, *checked.notes)
+    return dataclasses.replace(result, checkpoint=str(origin.path), step=step, notes=notes)
 
 
 def _trained_model_spec(source: Source, model: str | None, trust: str | None) -> ModelSpec:
@@ -173,18 +130,16 @@ def _cached_folder(source: Source, name: str) -> str:
     return str(path)
 
 
-def _whole(request: _Request, draft: Path) -> _Written:
-    weights = _write(request, request.source.weights, request.dtype, draft)
-    own = common_dtype(weights)
-    dtype, notes = request.dtype or own, []
+def _whole(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> Checked:
+    entries, tensors = _write(spec, source.weights, dtype, draft)
+    own = common_dtype(entries)
+    dtype, notes = dtype or own, []
     if dtype not in TOLERANCE:
-        raise RunError(
-            f"{request.source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype."
-        )
+        raise RunError(f"{source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype.")
     if dtype != own:
         notes.append(f"Saved in {dtype}; the checkpoint holds {own}. Logits were compared in {dtype}.")
-    error = compare_whole(request.spec, weights, draft, dtype)
-    return _Written(what="model", error=error, notes=(*notes, *_logits_notes(error, TOLERANCE[dtype])))
+    error = compare_whole(spec, entries, draft, dtype)
+    return Checked(what="model", error=error, tensors=tensors, notes=(*notes, *_logits_notes(error, TOLERANCE[dtype])))
 
 
 def _logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
@@ -192,67 +147,68 @@ def _logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
     return (NO_ROOM,) if error is None else tolerance_note(error, limit)
 
 
-def _merged(request: _Request, draft: Path) -> _Written:
-    spec, source = request.spec, request.source
+def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> Checked:
     job = job_of(source, spec)
-    dtype = request.dtype or job.compute_dtype
-    wide = max(dtype, job.compute_dtype, key=lambda name: BYTES_OF[name])
-    if not fits(spec, wide):
+    dtype = dtype or job.compute_dtype
+    by_width = sorted((dtype, job.compute_dtype), key=lambda name: (BYTES_OF[name], name != "bfloat16"))
+    if not fits(spec, by_width[1]):
         raise RunError(
-            f"merging needs memory for {spec.name} in {wide}, {format_bytes(1.2 * BYTES_OF[wide] * spec.elements)}, and "
-            "there is less. Export the adapter without --merge, or merge on a larger machine."
+            f"merging needs memory for {spec.name} in {by_width[1]}, {format_bytes(1.2 * BYTES_OF[by_width[1]] * spec.elements)}, "
+            "and there is less. Export the adapter without --merge, or merge on a larger machine."
         )
     model = with_adapter(read_base(job, on_host=True), job, source, None)
     expected = logits(model, spec)
-    _write(request, merged(model, job, source, dtype), dtype, draft)
+    _, tensors = _write(spec, merged(model, job, source, dtype), dtype, draft)
     del model
-    actual, _ = logits_of(spec, draft, dtype)
-    error = relative_error(actual, expected)
-    coarse = min(dtype, job.compute_dtype, key=lambda name: (BYTES_OF[name], name != "bfloat16"))
-    limit = INT8 if source.adapter == "qlora8" else TOLERANCE[coarse]
+    error = relative_error(logits_of(spec, draft, dtype)[0], expected)
+    limit = INT8 if source.adapter == "qlora8" else TOLERANCE[by_width[0]]
     if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
         raise RunError(
             f"the export of {source.path} was removed, for it differs from the trained model: its logits differ by "
             f"{error:.1e} relative, more than {limit:.0e}."
         )
-    bits = {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter)
     notes = [f"The {source.adapter} adapter is merged into its base by PEFT, in {dtype}."]
-    if bits:
+    if bits := {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter):
         notes.append(
             f"The base is the {bits} one that the adapter was trained over, dequantized: its weights are not those of the "
             "model that was trained from."
         )
-    return _Written(what="merged model", error=error, notes=tuple(notes))
+    return Checked(what="merged model", error=error, tensors=tensors, notes=tuple(notes))
 
 
-def _adapter(request: _Request, draft: Path) -> _Written:
-    spec, source = request.spec, request.source
+def _adapter(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> Checked:
+    import torch
+
     job, tokenizer = job_of(source, spec), load_tokenizer(spec)
     real = fits(spec, job.compute_dtype)
     base = read_base(job, on_host=True) if real else skeleton(spec, *source_configs(spec, tokenizer))
-    model = with_adapter(base, job, source, request.dtype)
+    model = with_adapter(base, job, source, dtype)
     expected = logits(model, spec) if real else None
-    planned = write_adapter(model, source, request.dtype, draft)
+    entries = source.weights.entries
+    state = {name: entry.read().to(getattr(torch, dtype or entry.dtype)) for name, entry in entries.items()}
+    tensors = write_adapter(model, state, draft)
     tokenizer.save_pretrained(draft)
-    check_files(draft, planned)
-    error = None if expected is None else compare_adapter(model.unload(), expected, draft, spec)
-    return _Written(what="adapter", error=error, notes=_logits_notes(error, TOLERANCE[job.compute_dtype]))
+    check_files(draft, tensors)
+    error = None
+    if expected is not None:
+        error = relative_error(logits(reopen_adapter(model.unload(), draft), spec), expected)
+    notes = _logits_notes(error, TOLERANCE[job.compute_dtype])
+    return Checked(what="adapter", error=error, tensors=tensors, notes=notes)
 
 
-def _write(request: _Request, weights: Weights, dtype: str | None, draft: Path) -> FullStateDict:
-    """Write a whole model's files and check each."""
+def _write(
+    spec: ModelSpec, weights: Weights, dtype: str | None, draft: Path
+) -> tuple[dict[str, Entry], dict[str, SavedTensor]]:
+    """Write a whole model's files and check each. Return the model's tensors, and those in the files."""
     from tqdm import tqdm
 
-    tokenizer = load_tokenizer(request.spec)
-    model = skeleton(request.spec, *source_configs(request.spec, tokenizer))
-    complete = FullStateDict(weights, model, request.spec)
-    files = ModelFiles(model, complete, dtype)
-    check_room(draft, files.bytes)
-    files.create(draft)
-    for group in tqdm(files.groups, desc="writing", disable=request.spec.elements < LONG):
+    tokenizer = load_tokenizer(spec)
+    model = skeleton(spec, *source_configs(spec, tokenizer))
+    entries = full_state(weights, model, spec)
+    files = ModelFiles(model, entries, dtype)
+    files.create(draft, spec)
+    for group in tqdm(files.groups, desc="writing", disable=spec.elements < LONG):
         files.write(group)
     tokenizer.save_pretrained(draft)
-    copy_code(request.spec, draft)
-    copy_processor(request.spec, draft)
     check_files(draft, files.written)
-    return complete
+    return entries, files.written

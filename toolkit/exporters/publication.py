@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from toolkit.core.atomic_io import sync_folder
 from toolkit.core.errors import RunError
-from toolkit.core.units import format_bytes
 
 
 def check_target(folder: Path, source: Path) -> None:
@@ -36,20 +34,6 @@ def check_target(folder: Path, source: Path) -> None:
         raise RunError(f"{folder} lies among the checkpoints in {resolved}. Choose another place with -o.")
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Refuse to begin what does not fit on the disk.
-
-    Raises:
-        RunError: with the bytes that are needed and free.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunError(
-            f"the disk of {folder.parent} is too full for the export: {format_bytes(needed)} ({needed:,} bytes) are "
-            f"needed, {format_bytes(free)} ({free:,} bytes) are free. Make room, or export to another disk."
-        )
-
-
 @contextlib.contextmanager
 def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a draft folder that becomes `folder` on success and is removed on an error.
@@ -68,8 +52,8 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         if replace:  # in a run's folder: what lies there is the run's
             _restore_old(old, final)
-            for left in final.parent.glob(f".{final.name}.*.partial"):
-                shutil.rmtree(left, ignore_errors=True)
+            for unfinished in final.parent.glob(f".{final.name}.*.partial"):
+                shutil.rmtree(unfinished, ignore_errors=True)
         draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
         draft.mkdir()
     except OSError as error:
@@ -102,10 +86,6 @@ def _restore_old(old: Path, final: Path) -> None:
 
 def _flush(folder: Path) -> None:
     """Flush a folder and everything in it to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        elif path.is_dir():
-            sync_folder(path)
-    sync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        if path.is_file() or path.is_dir():
+            sync_folder(path)  # it flushes a file as well

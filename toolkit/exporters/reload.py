@@ -52,7 +52,8 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
     """Reopen a whole model in `folder`, in evaluation mode, on the host.
 
     Raises:
-        RunError: for keys that are missing or that the model does not know.
+        RunError: for keys that are missing or that the model does not know, and for tied parameters that no longer share
+            one tensor.
     """
     import torch
 
@@ -68,6 +69,9 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             raise RunError(f"{what.replace('_', ' ')}: {', '.join(map(str, list(info[what])[:3]))}")
+    for group in spec.tied:
+        if len({id(model.get_parameter(name)) for name in group}) > 1:
+            raise RunError(f"tied weights came untied: {', '.join(group)}")
     return model.eval()
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import struct
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.core.display import Result, Table
-from toolkit.core.units import dtype_name, format_bytes
+from toolkit.core.units import BYTES_OF, dtype_name, format_bytes
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class
 from toolkit.models.hub import first_line
@@ -128,6 +126,11 @@ class SavedTensor:
     sha256: str
     """Of its bytes."""
 
+    @property
+    def nbytes(self) -> int:
+        """Its size on the disk."""
+        return BYTES_OF[self.dtype] * math.prod(self.shape)
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
         """Return the fingerprint of `tensor`, on any device."""
@@ -137,22 +140,15 @@ class SavedTensor:
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data.numpy().data).hexdigest())
 
 
-def tensor_headers(folder: Path) -> list[tuple[str, str, int]]:
-    """Name, dtype and elements of every tensor in a folder's safetensors files."""
-    return [(name, dtype, math.prod(shape)) for name, dtype, shape in shapes(folder)]
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Written files, compared with the trained model."""
 
-
-def shapes(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of every tensor in a folder's safetensors files."""
-    return [header for path in sorted(folder.glob("*.safetensors")) for header in _tensors(path)]
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield the tensors of one file, from its header alone."""
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, names.get(entry["dtype"], dtype_name(entry["dtype"])), tuple(entry["shape"])
+    what: str
+    """`model`, `adapter` or `merged model`."""
+    tensors: Mapping[str, SavedTensor]
+    """In the files, by name."""
+    error: float | None
+    """As `Export.logits_error`."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the export."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoints.importers import Entry
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
-from toolkit.core.units import BYTES_OF, dtype_name
+from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
 from toolkit.exporters.reload import reopen_whole
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
-from toolkit.exporters.state_dict import FullStateDict
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class
 
@@ -30,16 +30,16 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    wrong, checked = [], set()
+    wrong, names = [], set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
-                    checked.add(name)
+                    names.add(name)
                     wrong += _tensor_faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
-    wrong = [f"{name} is missing" for name in planned if name not in checked] + wrong
+    wrong = [f"{name} is missing" for name in planned if name not in names] + wrong
     if wrong:
         raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
 
@@ -61,18 +61,7 @@ def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None)
     return [f"{name} has other bytes than were trained" if finite else f"{name} is not finite"]
 
 
-def check_tied(model: Any, spec: ModelSpec) -> None:
-    """Check that tied parameters still share one tensor.
-
-    Raises:
-        RunError: naming what does not.
-    """
-    for group in spec.tied:
-        if len({id(model.get_parameter(name)) for name in group}) > 1:
-            raise RunError(f"tied weights came untied: {', '.join(group)}")
-
-
-def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: str) -> float | None:
+def compare_whole(spec: ModelSpec, entries: Mapping[str, Entry], folder: Path, dtype: str) -> float | None:
     """Return the logits' error of a saved model against the checkpoint's tensors; None without enough memory.
 
     One model is in memory at a time.
@@ -80,11 +69,28 @@ def compare_whole(spec: ModelSpec, weights: FullStateDict, folder: Path, dtype: 
     Raises:
         RunError: for a model that does not open whole, or whose tied weights came untied.
     """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
     if not fits(spec, dtype):
         return None
     actual, dtypes = logits_of(spec, folder, dtype)
     gc.collect()
-    reference = _assemble_model(spec, weights, dtype, dtypes)
+    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+    with init_empty_weights():
+        reference = auto_class(spec).from_config(
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTIONS[check_attention(spec)].transformers,
+            trust_remote_code=spec.runs_code,
+        )
+    reference.tie_weights()  # `init_empty_weights` gives every name its own parameter
+    tensors = {name: entry.read().to(dtypes[name]) for name, entry in entries.items()}
+    reference.load_state_dict(tensors, strict=False, assign=True)
+    reference.tie_weights()
+    empty = [name for name, tensor in reference.state_dict().items() if tensor.device.type == "meta"]
+    assert not empty, f"nothing was put into {empty[:3]}"
     return relative_error(actual, logits(reference, spec))
 
 
@@ -95,11 +101,10 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
         RunError: for a model that does not open whole, or whose tied weights came untied.
     """
     model = reopen_whole(spec, folder, dtype=dtype, attention=check_attention(spec))
-    check_tied(model, spec)
     expected = {parameter.name: parameter.shape for parameter in spec.parameters}
-    opened = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if opened != expected:
-        raise RunError(f"parameters are others than the model's: {sorted(opened.items() ^ expected.items())[:3]}")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if shapes != expected:
+        raise RunError(f"parameters are others than the model's: {sorted(shapes.items() ^ expected.items())[:3]}")
     return logits(model, spec), {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
@@ -130,31 +135,3 @@ def fits(spec: ModelSpec, dtype: str) -> bool:
     """Return whether the host has memory for the whole model in this dtype, with a fifth to spare."""
     gc.collect()
     return host_memory()[1] > 1.2 * BYTES_OF[dtype] * spec.elements
-
-
-def _assemble_model(spec: ModelSpec, weights: FullStateDict, dtype: str, dtypes: Mapping[str, torch.dtype]) -> Any:
-    """Build a model from the checkpoint's tensors by name, in the dtypes of the saved model."""
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
-    with init_empty_weights():
-        model = auto_class(spec).from_config(
-            config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTIONS[check_attention(spec)].transformers,
-            trust_remote_code=spec.runs_code,
-        )
-    model.tie_weights()  # `init_empty_weights` gives every name its own parameter
-    for name in weights.shapes:
-        owner, _, leaf = name.rpartition(".")
-        module, tensor = model.get_submodule(owner), weights.tensor(name).to(dtypes[name])
-        if leaf in module._buffers:
-            module._buffers[leaf] = tensor
-        else:
-            setattr(module, leaf, torch.nn.Parameter(tensor, requires_grad=False))
-    model.tie_weights()
-    left = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"]
-    assert not left, f"nothing was put into {left[:3]}, {dtype_name(dtype)}"
-    return model

@@ -16,7 +16,6 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.forecasting.result import Forecast
-from toolkit.forecasting.timing import checkpoint_stall
 
 MARGIN = 0.95
 """The largest share of a rank's memory for a plan: unknowns take the rest."""
@@ -48,7 +47,7 @@ class Candidate:
         """The share of the time in which steps wait for checkpoints."""
         if self.forecast is None:
             return 0.0
-        return checkpoint_stall(self.forecast.job, self.forecast.hardware) / RunConfig().save_seconds
+        return self.forecast.checkpoint_stall_seconds / RunConfig().save_seconds
 
     @property
     def hours(self) -> float | None:

@@ -14,7 +14,8 @@ from toolkit.engines.adapters import require_adapter
 from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.states import checkpoint_bytes, parameters_of
+from toolkit.engines.simulation import Simulation
+from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
@@ -115,7 +116,9 @@ def replay(
         if index and trace.others:
             own = trace.others[index - 1]
             own_step = whole_step(job, own)
-        engine.simulate_step(job, own, own_step, ledgers[-1], rank=rank, checkpoints=checkpoints)
+        engine.simulate_step(
+            Simulation(job=job, trace=own, step=own_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints)
+        )
         _simulate_save(ledgers[-1], job, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
 
@@ -123,7 +126,7 @@ def replay(
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
 
-    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host.
+    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host, in pieces of `SEND_CHUNK` bytes.
     """
     ledger.enter("save")
     each = BYTES_OF[job.weight_dtype]
@@ -135,6 +138,6 @@ def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
         snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
         ledger.touch("workspace", max(written, snapshot))
     else:
-        ledger.touch("workspace", max(sizes, default=0))
+        ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
         ledger.rank0_host(written)
         ledger.rank0_host(-written)

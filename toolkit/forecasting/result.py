@@ -40,10 +40,12 @@ class Forecast(Result):
     phases: Mapping[str, int]
     """The highest total within each phase."""
     host_bytes: int
-    """The highest need of a node's host: of all its ranks, and of rank 0's additional memory."""
+    """The highest need of the host of rank 0's node at one moment: of all its ranks, and of rank 0's additional memory."""
     host_checkpoint_bytes: int = 0
     """Of `host_bytes`, what checkpoints alone need; 0 where the host has enough."""
     checkpoint_bytes: int
+    checkpoint_stall_seconds: float
+    """How long the steps wait for a checkpoint; for offloaded states, until these are written."""
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""
     communication_bytes: int
@@ -187,6 +189,7 @@ class Forecast(Result):
             "nvme": {"peak_bytes": 0},
             **(dataclasses.asdict(self.timing) if self.timing else unknown),
             "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "operations": self.operations,
             "communication_bytes": self.communication_bytes,
             "unknown": list(self.unknown),
@@ -224,6 +227,7 @@ class Forecast(Result):
             "operations of a rank": f"{self.operations:.3g}",
             "sent by a rank": format_bytes(self.communication_bytes),
             "a checkpoint": format_bytes(self.checkpoint_bytes),
+            "steps wait for it": format_step_seconds(self.checkpoint_stall_seconds),
         }
         rows = [(name, figure) for name, figure in figures.items() if figure]
         return [

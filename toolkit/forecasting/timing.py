@@ -24,7 +24,10 @@ Round numbers, chosen by published runs on A100s.
 """
 
 HOST = 150
-"""GB/s that an optimizer on the host reads and writes, all ranks of a node together: a third of two sockets' peak."""
+"""GB/s that a node without a known card copies in its memory, as `GPUSpec.host_memory` of two sockets."""
+
+DISK = 3
+"""GB/s that a node writes to its disk: the sequential writes of one NVMe disk, behind what the page cache takes."""
 
 CALL = 8e-6
 """Seconds that the host takes to start one operator: a lower bound of each."""
@@ -73,7 +76,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     if job.strategy.offload == "none":
         optimizer = moved / (card.memory * 1e9 * MEMORY)
     else:
-        optimizer = moved * min(job.ranks, machine.count) / (HOST * 1e9)
+        optimizer = moved * min(job.ranks, machine.count) / (card.host_memory * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
     for transfer in engine.communication(job):
         took[transfer.overlaps] += transfer.size * transfer.times / _bandwidth(transfer.link, job, machine, card)
@@ -138,10 +141,14 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
 
 
 def checkpoint_stall(job: Job, machine: Hardware) -> float:
-    """Return the seconds in which the steps wait for a checkpoint: its copy into host memory. A thread writes it then."""
+    """Return the seconds in which the steps wait for a checkpoint: its copy into host memory. A thread writes it then.
+
+    On a GPU machine offloaded states are not copied: the steps wait until all ranks of a node have written them.
+    """
     share = checkpoint_bytes(job) / job.ranks
     if job.strategy.offload != "none" or job.device.card is None:
-        return share * min(job.ranks, machine.count) / (HOST * 1e9)
+        rate = HOST if job.device.kind == "cpu" else DISK
+        return share * min(job.ranks, machine.count) / (rate * 1e9)
     return share / (job.device.card.host * 1e9 * LINK)
 
 

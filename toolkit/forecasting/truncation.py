@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.traces import LayerStack
 from toolkit.models import ModelSpec
-from toolkit.models.description import module_lists
+from toolkit.models.experts import module_lists
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,8 +5,7 @@ from toolkit.launcher.failures import RankDied, RankHung
 from toolkit.launcher.restarts import RestartPolicy, supervise_with_restarts
 from toolkit.launcher.run_handle import Run
 from toolkit.launcher.run_list import Runs, attach, runs
-from toolkit.launcher.stop_signals import Stopped
-from toolkit.launcher.supervisor import supervise
+from toolkit.launcher.supervisor import Stopped, supervise
 
 __all__ = [
     "RankDied",

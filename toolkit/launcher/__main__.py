@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.core import redaction
 from toolkit.core.atomic_io import write_json
 from toolkit.core.errors import RunError
-from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent, redact_streams
+from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent
+from toolkit.core.rank_output import redact_streams
+from toolkit.launcher.processes import is_redaction
+from toolkit.run_folder.run_lock import run_token
 
 
 def launch(supervisor: int, failures: Path, command: list[str]) -> int:
@@ -26,7 +28,7 @@ def launch(supervisor: int, failures: Path, command: list[str]) -> int:
         command: `accelerate launch` and what follows it.
     """
     die_with_parent(supervisor)
-    redact_streams(2)
+    redact_streams([2], [2], run_token())
     os.environ[LAUNCHER] = str(os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):  # torch elastic replaces them by its own
         signal.signal(number, _pass_on)
@@ -65,8 +67,8 @@ def _pass_on(number: int, _: object) -> None:
 
     ranks = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it may be ending
-            if redaction.__file__ not in child.cmdline():
+        if not is_redaction(child):
+            with contextlib.suppress(psutil.Error):  # it may be ending
                 child.send_signal(number)
                 ranks.append(child)
     if not ranks:

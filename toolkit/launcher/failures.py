@@ -6,17 +6,18 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.core import errors
 from toolkit.core.atomic_io import last_step, open_regular, read_json
 from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
-from toolkit.launcher.attempt_files import failures_of, launcher_log
 from toolkit.run_folder.folder import Folder, first_error
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.training.oom import aborted_for_memory, killed_for_memory
+
+if TYPE_CHECKING:
+    from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
 
 _LAST_LINES = 20
 _SAME_TIME = 5.0
@@ -41,64 +42,58 @@ class RankHung(RankDied):
     """A rank gave no sign of life, or did not come where the others waited for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptInfo:
-    """A supervisor's knowledge of an attempt besides its folder's files."""
+def failure(
+    folder: Folder,
+    code: int,
+    monitor: HeartbeatMonitor | None = None,
+    *,
+    cut_at: float = float("inf"),
+    memory_kills: int = 0,
+) -> ToolkitError:
+    """Return what ended the run first, as an exception. After a user error, remove a new folder without steps.
 
-    beats: Mapping[int, Heartbeat] = field(default_factory=dict)
-    """The ranks' last ones before the first of them failed."""
-    behind: Heartbeat | None = None
-    """Of the rank that had come least far then."""
-    timeout: float = float("inf")
-    """Seconds that ranks wait for each other."""
-    cut_at: float = float("inf")
-    """When the supervisor itself killed the ranks that were left, in seconds since 1970."""
-    memory_kills: int = 0
-    """Processes that the system ended meanwhile because memory had run out."""
-
-
-def failure(folder: Folder, code: int, attempt: AttemptInfo) -> ToolkitError:
-    """Return what ended the run first, as an exception. After a user error, remove a new folder without steps."""
+    Args:
+        folder: the run's.
+        code: the launcher's exit status.
+        monitor: of the attempt's heartbeats, up to the first failure.
+        cut_at: when the supervisor itself killed the ranks that were left, in seconds since 1970.
+        memory_kills: processes that the system ended meanwhile because memory had run out.
+    """
     raised = folder.errors()
-    failures = value_or(list[dict[str, Any]](), _read_exits, folder, attempt.cut_at)
+    failures = value_or(list[dict[str, Any]](), _read_exits, folder, cut_at)
     for report in raised.values():
         if report["type"] == OutOfMemory.__name__:  # whatever others raised meanwhile
             return OutOfMemory(report["message"])
-    rank, how = _first_failure(raised, failures)
+    rank, exitcode = _first_failure(raised, failures)
     error = raised.get(rank) if rank is not None else None
     if error and (ours := as_raised(error)):
         folder.discard()
         return ours
-    if short := _short_of_memory(folder, rank, how, error, attempt):
+    if short := _short_of_memory(folder, rank, exitcode, error, memory_kills):
         return short
-    if _waited_for_another(folder, rank, error, raised):
+    if monitor and _waited_for_another(folder, rank, error, raised):
         # Equally far, it is the one that does not complain.
-        quiet = (beat for number, beat in sorted(attempt.beats.items()) if number not in raised and number != rank)
-        if beat := attempt.behind or next(quiet, None):
-            return hung_error(
-                folder,
-                beat,
-                attempt.timeout,
-                at=min(float(record["time"]) for record in raised.values()) if raised else 0,
-            )
+        quiet = (beat for number, beat in sorted(monitor.beats.items()) if number not in raised and number != rank)
+        if beat := monitor.behind() or next(quiet, None):
+            at = min((float(record["time"]) for record in raised.values()), default=0.0)
+            return hung_error(folder, beat, monitor.timeout, at=at)
     if rank is None:
-        lines = last_lines(launcher_log(folder))
+        lines = last_lines(folder.launcher_log)
         return RankDied(f"accelerate launch {_exit_text(code)}, and no rank had failed. {lines}")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if error is None and how == _exit_text(128 + number):
-            return RankDied(f"rank {rank} was stopped by {number.name}, and the others with it.")
-    if error:
-        how = f"ended with {error['type']}: {error['message']}" if error["message"] else f"ended with {error['type']}"
+    if exitcode in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        return RankDied(f"rank {rank} was stopped by {signal.Signals(exitcode - 128).name}, and the others with it.")
+    how = (
+        _exit_text(exitcode or code)
+        if error is None
+        else f"ended with {error['type']}: {error['message']}".removesuffix(": ")
+    )
     return RankDied(f"rank {rank} {how.removesuffix('.')}. {_where_was(folder, rank)}{end_of_log(folder, rank)}")
 
 
 def _read_exits(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
     """Return how ranks ended by the launcher's record, before the supervisor killed the others."""
-    noted = read_json(failures_of(folder))
-    ended = [
-        {"rank": int(entry["rank"]), "exitcode": int(entry["exitcode"]), "time": float(entry["time"])}
-        for entry in noted
-    ]
+    kinds = {"rank": int, "exitcode": int, "time": float}
+    ended = [{name: kind(entry[name]) for name, kind in kinds.items()} for entry in read_json(folder.exits)]
     return [entry for entry in ended if entry["time"] + 1 < cut_at]  # torch elastic notes whole seconds
 
 
@@ -127,16 +122,15 @@ def _where_was(folder: Folder, rank: int) -> str:
 
 
 def _short_of_memory(
-    folder: Folder, rank: int | None, how: str, error: Mapping[str, Any] | None, attempt: AttemptInfo
+    folder: Folder, rank: int | None, exitcode: int | None, error: Mapping[str, Any] | None, memory_kills: int
 ) -> OutOfMemory | None:
     """Return the error for a rank, or its child, that the system killed for memory or that aborted without it."""
     beats = read_beats(folder.logs)
-    aborted = rank is not None and error is None and how == _exit_text(-signal.SIGABRT)
-    if rank is not None and aborted and (match := _ABORTED.search(_log_end(folder.log(rank)))):
+    if rank is not None and exitcode == -signal.SIGABRT and (match := _ABORTED.search(_log_end(folder.log(rank)))):
         return OutOfMemory(aborted_for_memory(folder, rank, match["bytes"], beats.get(rank)))
-    if not attempt.memory_kills:
+    if not memory_kills:
         return None
-    if how == _exit_text(-signal.SIGKILL) or rank is None or (error and _WORKER_KILLED.search(error["message"])):
+    if exitcode == -signal.SIGKILL or rank is None or (error and _WORKER_KILLED.search(error["message"])):
         most = max(beats.values(), key=lambda beat: beat.rss, default=None)
         return OutOfMemory(killed_for_memory(folder, rank, most if rank is None else beats.get(rank)))
     return None
@@ -157,8 +151,8 @@ def _waited_for_another(
     return bool(_BROKEN.search(str(error["message"]))) and any(_TIMED_OUT.search(text) for text in messages)
 
 
-def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-    """Return the rank that failed first, and how.
+def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:
+    """Return the rank that failed first, and its exit code unless it raised.
 
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
@@ -166,13 +160,11 @@ def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, An
     first = first_error(raised)
     stop_codes = (-signal.SIGTERM, -signal.SIGINT)
     silent = [error for error in failures if error["rank"] not in raised and error["exitcode"] not in stop_codes]
-    error = min(silent, key=lambda error: float(error["time"]), default=None)
-    if error is not None and (first is None or error["time"] <= raised[first]["time"] + _SAME_TIME):
-        return error["rank"], _exit_text(error["exitcode"])
-    if first is None and failures:
-        error = min(failures, key=lambda error: float(error["time"]))
-        return error["rank"], _exit_text(error["exitcode"])
-    return first, ""
+    candidates = silent or (failures if first is None else [])
+    died = min(candidates, key=lambda error: float(error["time"]), default=None)
+    if died is not None and (first is None or died["time"] <= raised[first]["time"] + _SAME_TIME):
+        return died["rank"], died["exitcode"]
+    return first, None
 
 
 def _exit_text(code: int) -> str:
@@ -186,7 +178,7 @@ def _exit_text(code: int) -> str:
 def end_of_log(folder: Folder, rank: int) -> str:
     """Return the last lines of a rank's log, or the launcher's if the rank had none yet."""
     log = folder.log(rank)
-    return last_lines(log if log.exists() else launcher_log(folder))
+    return last_lines(log if log.exists() else folder.launcher_log)
 
 
 def _log_end(log: Path) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 from toolkit.launcher.failures import RankHung, end_of_log, hung_error
-from toolkit.launcher.process_cleanup import lives
+from toolkit.launcher.processes import lives
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
-from toolkit.run_folder.run_lock import process_lives
 
 BEGIN_SECONDS = 300.0
 """Time limit for a rank's first heartbeat: a busy machine takes over a minute to start the interpreter and the launcher."""
@@ -43,14 +42,11 @@ class HeartbeatMonitor:
         if passed < EVERY:
             return
         self._looked = time.monotonic()
-        new = read_beats(self.folder.logs)
-        moved = False
-        for rank, silent in self._silent.items():
-            old, beat = self.beats.get(rank), new.get(rank)
-            fresh = beat is not None and (old is None or beat.time != old.time)
-            self._silent[rank] = 0.0 if fresh else silent + passed
-            moved = moved or (beat is not None and (old is None or beat.marks != old.marks))
-        self.beats |= new
+        new, old = read_beats(self.folder.logs), self.beats
+        fresh = {rank for rank, beat in new.items() if rank not in old or beat.time != old[rank].time}
+        moved = any(rank not in old or beat.marks != old[rank].marks for rank, beat in new.items())
+        self._silent = {rank: 0.0 if rank in fresh else silent + passed for rank, silent in self._silent.items()}
+        self.beats = old | new
         self._still = 0.0 if moved else self._still + passed
         if moved:
             self._cpu = {rank: beat.cpu for rank, beat in self.beats.items()}
@@ -59,7 +55,9 @@ class HeartbeatMonitor:
 
     def lost(self) -> bool:
         """Return whether a rank is gone that had not finished."""
-        return any(beat.phase != "ended" and not process_lives(beat.pid) for beat in self.beats.values())
+        import psutil
+
+        return any(beat.phase != "ended" and not psutil.pid_exists(beat.pid) for beat in self.beats.values())
 
     def behind(self) -> Heartbeat | None:
         """Return the rank with the least progress, if ranks of its stage differ."""

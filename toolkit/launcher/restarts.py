@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoints import list_checkpoints
-from toolkit.config.flags import amount, check_choices, choice, from_dict, spell
+from toolkit.config.flags import amount, choice, from_dict, spell, validate
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import last_step
-from toolkit.core.errors import OutOfMemory, StrategyError, value_or
+from toolkit.core.errors import OutOfMemory, value_or
 from toolkit.forecasting.memory_advice import halved
 from toolkit.launcher.failures import RankDied
 from toolkit.launcher.supervisor import supervise
@@ -29,15 +29,13 @@ IN_VAIN = 2
 class RestartPolicy:
     """Restarts after the failure of a rank."""
 
-    restarts: int = amount(0, "automatic restarts after a rank died or hung")
+    restarts: int = amount(0, "automatic restarts after a rank died or hung", least=0)
     """From the newest complete checkpoint, in a fresh process group. Not after a user's mistake or numbers not finite."""
     on_oom: str = choice("stop", ON_OOM, "after a rank ran out of memory; shrink: continue with half the micro-batch")
     """Whether to halve the micro-batch, with the same global batch."""
 
     def __post_init__(self) -> None:
-        if self.restarts < 0:
-            raise StrategyError(f"restarts {self.restarts}: expected a whole number of at least 0.")
-        check_choices(self)
+        validate(self)
 
 
 def supervise_with_restarts(

@@ -7,26 +7,27 @@ import dataclasses
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.core.atomic_io import open_regular, read_events, read_json
+from toolkit.core.atomic_io import open_regular, read_events
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
-from toolkit.launcher.attempt_files import live_supervisor, supervises, supervisor_file, supervisor_log
-from toolkit.launcher.progress import Progress, bar, held_bytes, read_progress, tail_of
+from toolkit.launcher.processes import supervises
 from toolkit.launcher.views import page
-from toolkit.reports import Report, ended, memory_of, report
+from toolkit.reports import Report, report
 from toolkit.run_folder.folder import run_paths
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others, supervisor_of
+from toolkit.run_folder.status import Progress, rank_bytes, read_memory, read_outcome, read_progress, tail_of
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
 
@@ -37,6 +38,9 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SI
 
 _LOG = 16 * 2**20
 """Bytes of a log that are read: its last."""
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines without a terminal."""
 
 _POLL = 0.25
 """Seconds: a bar moves four times a second at most."""
@@ -59,7 +63,7 @@ class Run(Result):
         self._supervisor_output: IO[bytes] | None = None
         with contextlib.suppress(OSError):
             # Open from now on: a new run that never began is removed with its folder, and its last words with it.
-            self._supervisor_output = open_regular(supervisor_log(self._files))
+            self._supervisor_output = open_regular(self._files.supervisor_log)
             weakref.finalize(self, self._supervisor_output.close)
 
     @property
@@ -73,7 +77,7 @@ class Run(Result):
         """Whether its supervisor runs."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return held_by_others(self.folder) or live_supervisor(self._files) is not None
+        return held_by_others(self.folder)
 
     @property
     def status(self) -> str:
@@ -91,7 +95,7 @@ class Run(Result):
     def _is_new(self) -> bool:
         """Whether its steps so far are those of an earlier attempt."""
         with contextlib.suppress(OSError):
-            return self._files.events.stat().st_mtime < supervisor_file(self._files).stat().st_mtime
+            return self._files.events.stat().st_mtime < (self.folder / "lock").stat().st_mtime
         return False
 
     @property
@@ -102,28 +106,24 @@ class Run(Result):
 
     def _ending(self) -> tuple[str, str]:
         """Return how the run ended and its message, from the supervisor that this `Run` started, or else the folder."""
-        code = None if self._process is None or not self._is_last else self._process.poll()
+        code = self._process.poll() if self._process is not None and self._is_last else None
         about = self._run_record()
         if code in (None, 0) and about:
-            return ended(self._files, about)
+            return read_outcome(self._files, about)
         how = "stopped" if code in STOPPED else "failed"
         return how, self._last_message() or (f"{how} before it had begun" if code is not None else "")
 
     @property
     def _is_last(self) -> bool:
         """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            ours, other = read_json(supervisor_file(self._files)), supervisor_of(self.folder) or {}
-            later = float(other.get("started") or 0) > float(ours["started"] or 0)
-            return self._process is not None and bool(ours["pid"] == self._process.pid) and not later
-        return True  # a new run that never began was removed with its folder
+        last = supervisor_of(self.folder)  # a new run that never began was removed with its folder
+        return self._process is not None and (last is None or bool(last["pid"] == self._process.pid))
 
     def _last_message(self) -> str:
         if self._supervisor_output is None:
             return ""
         with self._reading:
-            self._supervisor_output.seek(max(0, self._supervisor_output.seek(0, os.SEEK_END) - _LOG))
-            text = self._supervisor_output.read().decode(errors="replace")
+            text = _end_of(self._supervisor_output)
         _, separator, last = ("\n" + text).rpartition("\ntoolkit: ")
         return redact(last.strip() if separator else text.strip()[-2000:])
 
@@ -137,7 +137,7 @@ class Run(Result):
 
     @property
     def progress(self) -> Progress:
-        """The progress, with the forecast."""
+        """How far it is, next to the forecast."""
         return self._look()[1]
 
     @property
@@ -147,7 +147,7 @@ class Run(Result):
         `bytes` are those of the rank that held most as the step began.
         """
         steps = [
-            {**event, "bytes": held_bytes(event)[0]} if "bytes" in event else event
+            {**event, "bytes": max(rank_bytes(event)[1], default=0)} if "bytes" in event else event
             for event in read_events(self._files.events)
             if "loss" in event
         ]
@@ -164,7 +164,7 @@ class Run(Result):
         Raises:
             RunError: where it cannot be read.
         """
-        return memory_of(self._files, self._run_record())
+        return read_memory(self._files, self._run_record())
 
     def logs(self, rank: int = 0) -> str:
         """Return what a rank printed: the last 16 MiB.
@@ -175,8 +175,7 @@ class Run(Result):
         log = self._files.log(rank)
         try:
             with open_regular(log) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
-                return file.read().decode(errors="replace")
+                return _end_of(file)
         except OSError as error:
             names = sorted(path.stem for path in log.parent.glob("rank-*.log"))
             raise RunError(
@@ -193,17 +192,12 @@ class Run(Result):
         Raises:
             RunError: if the run failed, with the error of the rank that failed first; after `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         for view in views if progress else ():
             view(self)
         try:
-            with bar(self.folder, shown=progress and not views) as update:
-                while self.alive:
-                    update()
-                    if deadline is not None and time.monotonic() > deadline:
-                        raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
-                    time.sleep(_POLL)
-                update()
+            with _progress_bar(self.folder, shown=progress and not views) as update:
+                if not self._ends_within(timeout, update):
+                    raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
         except KeyboardInterrupt:
             raise _Interrupted(
                 f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
@@ -213,6 +207,15 @@ class Run(Result):
                 self.message or f"the run in {self.name} ended without a message: its supervisor was killed."
             )
         return self
+
+    def _ends_within(self, timeout: float | None, update: Callable[[], None]) -> bool:
+        """Wait for the end, at most `timeout` seconds, and show the run meanwhile. Return whether it has ended."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while (alive := self.alive) and time.monotonic() <= deadline:
+            update()
+            time.sleep(_POLL)
+        update()
+        return not alive
 
     def stop(self, timeout: float | None = None) -> Run:
         """Finish the step, publish a checkpoint, end all processes; then return.
@@ -234,11 +237,8 @@ class Run(Result):
             raise RunError(
                 f"{self.name} is another user's run: process {pid} may not be signalled from here."
             ) from None
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.alive:
-            if deadline is not None and time.monotonic() > deadline:
-                raise RunError(f"{self.name} has not stopped after {timeout:g} s: {self.progress.line}.")
-            time.sleep(_POLL)
+        if not self._ends_within(timeout, lambda: None):
+            raise RunError(f"{self.name} has not stopped after {timeout:g} s: {self.progress.line}.")
         return self
 
     def report(self) -> Report:
@@ -271,8 +271,6 @@ class Run(Result):
         """Return the supervisor's process id while it lives."""
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
-        if supervisor := live_supervisor(self._files):
-            return int(supervisor["pid"])
         supervisor = supervisor_of(self.folder)
         if supervisor is None or not supervises(supervisor, self.folder):
             where = f"process {supervisor['pid']} on {supervisor['host']}" if supervisor else "no supervisor of ours"
@@ -285,9 +283,36 @@ class Run(Result):
         return f"<Run {self.name}: {status}, {progress.line}>"
 
 
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
+    return file.read().decode(errors="replace")
+
+
 class _Interrupted(KeyboardInterrupt):
     """The waiting ended, and nothing else."""
 
     def _render_traceback_(self) -> list[str]:
         """Return a plain message for IPython, without frames."""
         return [f"KeyboardInterrupt: {self}"]
+
+
+@contextlib.contextmanager
+def _progress_bar(folder: Path, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar in a terminal, and occasional lines elsewhere. Yields the function that updates it."""
+    from tqdm import tqdm
+
+    visible, last = shown and sys.stderr.isatty(), 0.0
+    words = "{l_bar}{bar}| {n_fmt} of {total_fmt}{postfix}"
+    with tqdm(total=None, unit="step", disable=not visible, bar_format=words) as progress_bar:
+
+        def update() -> None:
+            nonlocal last
+            if visible:
+                now = read_progress(folder)
+                progress_bar.total, progress_bar.n = now.steps or None, now.step
+                progress_bar.set_postfix_str(now.line.partition(", ")[2], refresh=True)
+            elif shown and time.monotonic() >= last + LINE_SECONDS:
+                last = time.monotonic()
+                print(f"{folder.name}: {read_progress(folder).line}", file=sys.stderr)
+
+        yield update

@@ -11,12 +11,11 @@ from typing import Any
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
-from toolkit.launcher.attempt_files import supervisor_file
-from toolkit.launcher.progress import Progress
 from toolkit.launcher.run_handle import Run
-from toolkit.run_folder.folder import RUNS, run_paths
+from toolkit.run_folder.folder import RUNS
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import held_by_others
+from toolkit.run_folder.run_lock import is_lock
+from toolkit.run_folder.status import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ def attach(path: str | Path) -> Run:
     folder = expand_user(path)
     if not folder.exists() and (Path(RUNS) / folder).exists():
         folder = Path(RUNS) / folder  # as `runs()` names it
-    if not held_by_others(folder) and not supervisor_file(run_paths(folder)).exists():
+    if not is_lock(folder / "lock"):
         read_run_json(folder)
     return Run(folder)
 
@@ -79,7 +78,7 @@ def runs(root: str | Path = RUNS) -> Runs:
     """Return the runs under `root`, the newest first."""
     place = expand_user(root)
     places = {path.parent for path in place.glob("*/run.json")}
-    places |= {path.parents[1] for path in place.glob("*/logs/supervisor.json")}  # also those that never began
+    places |= {path.parent for path in place.glob("*/lock") if is_lock(path)}  # also those that never began
     folders = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
     return Runs(root=str(root), entries=tuple(_row(Run(path)) for path in folders))
 

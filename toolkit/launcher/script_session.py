@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from toolkit.config.flags import differing
-from toolkit.config.parallelism import Parallelism
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import write_json
@@ -36,40 +34,28 @@ def run_script(
         ToolkitError, Stopped: as `supervise`.
     """
     check_ranks(machine, ranks)
-    job = resolve(strategy, TrainConfig(), None, ranks, machine.device)
+    job, chosen = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
     with enter(path, resume=resume, token=new_token()) as entered, reported(path):
         folder = dataclasses.replace(entered, created=False)  # its output explains more than a message, and stays
-        old = read_run_json(path) if resume else {}
-        attempts = [
-            *old.get("attempts", []),
-            {"strategy": dataclasses.asdict(strategy), "ranks": ranks, "started": timestamp()},
-        ]
-        about = {**_run_record(target, strategy, job.parallelism, machine), "attempts": attempts}
-        write_json(folder.run_json, about)
+        earlier = read_run_json(path).get("attempts", []) if resume else []
+        record = {
+            "strategy": chosen,
+            "train_config": {},
+            "run_config": {},
+            "target": dataclasses.asdict(target),
+            "ranks": ranks,
+            "parallelism": dataclasses.asdict(job.parallelism),
+            "forecast": None,
+            "versions": versions(),
+            "hardware": machine.to_dict(),
+            "started": timestamp(),
+            "finished": None,
+            "attempts": [*earlier, {"strategy": chosen, "ranks": ranks, "started": timestamp()}],
+        }
+        write_json(folder.run_json, record)
         note_launch(folder, target)
         arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        supervise(
-            folder,
-            "toolkit.launcher.script_worker",
-            arguments,
-            config,
-            environ={STRATEGY: json.dumps(differing(strategy))},
-        )
-        write_json(folder.run_json, {**about, "finished": timestamp()})
-
-
-def _run_record(target: Target, strategy: Strategy, parallelism: Parallelism, machine: Hardware) -> dict[str, Any]:
-    return {
-        "strategy": dataclasses.asdict(strategy),
-        "train_config": {},
-        "run_config": {},
-        "target": dataclasses.asdict(target),
-        "ranks": parallelism.ranks,
-        "parallelism": dataclasses.asdict(parallelism),
-        "forecast": None,
-        "versions": versions(),
-        "hardware": machine.to_dict(),
-        "started": timestamp(),
-        "finished": None,
-    }
+        environ = {STRATEGY: json.dumps(differing(strategy))}
+        supervise(folder, "toolkit.launcher.script_worker", arguments, config, environ=environ)
+        write_json(folder.run_json, {**record, "finished": timestamp()})

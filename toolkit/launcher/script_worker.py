@@ -6,7 +6,7 @@ Started as `python -m toolkit.launcher.script_worker FOLDER KIND NAME SHA256 [AR
 from __future__ import annotations
 
 # First, so that a rank ends with its launcher even while it imports torch.
-from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path, tee_output
+from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path
 
 if __name__ == "__main__":
     die_with_parent()
@@ -19,8 +19,8 @@ import traceback
 from pathlib import Path
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.rank_output import tee_output
 from toolkit.engines import process_exit
-from toolkit.launcher.attempt_files import function_file
 from toolkit.launcher.targets import Target, load_function
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.run_lock import supervised
@@ -31,7 +31,7 @@ def host(path: Path, target: Target) -> int:
     """Run the target as this rank; its exit code. What ends it otherwise is left for the supervisor."""
     rank = int(os.environ.get("RANK", "0"))
     with enter(path, resume=True) as folder:
-        tee_output(folder.log(rank), rank=rank, supervised=supervised())
+        tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
         os.environ[RUN_DIR] = str(path.absolute())  # the target may go elsewhere
         with folder.room_for_error(rank):
             try:
@@ -54,7 +54,7 @@ def host(path: Path, target: Target) -> int:
 
 def _run(folder: Folder, target: Target) -> None:
     if target.kind == "function":
-        function, args, kwargs = load_function(function_file(folder), target.sha256)
+        function, args, kwargs = load_function(folder.function, target.sha256)
         function(*args, **kwargs)
     elif target.kind == "script":
         sys.argv = [target.name, *target.arguments]

@@ -9,18 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
-from toolkit.core.atomic_io import read_events
+from toolkit.core.atomic_io import read_events, write_or_explain
 from toolkit.core.errors import ToolkitError, value_or
-from toolkit.launcher.attempt_files import clear, ranks_here, start
-from toolkit.launcher.failures import AttemptInfo, RankHung, failure
+from toolkit.core.process_lifecycle import SAFE_PATH, StopSignal
+from toolkit.launcher.failures import RankHung, as_raised, failure
 from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
-from toolkit.launcher.process_cleanup import kill_run, run_processes, send
-from toolkit.launcher.stop_signals import Stop, Stopped
+from toolkit.launcher.processes import is_redaction, kill_run, run_processes, send
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import TOKEN
 from toolkit.training.oom import memory_kills
+from toolkit.training.resumption import resume_hint
 
 STOP_SECONDS = 40.0
 """What ranks without heartbeats have to end by themselves: torch elastic gives them 30 s, then kills them."""
@@ -34,6 +34,22 @@ FAILED_SECONDS = 4.0
 _POLL = 0.2
 
 
+class Stopped(Exception):
+    """SIGINT or SIGTERM reached the supervisor, and the run has ended."""
+
+    def __init__(self, number: int, then: str = "") -> None:
+        """Create the exception. `number`: the signal's; `then`: a sentence on what is left, and how to continue."""
+        super().__init__(f"stopped by {signal.Signals(number).name}" + (f". {then}" if then else ""))
+        self.exit_code = 128 + number
+
+    @classmethod
+    def of(cls, number: int, folder: Folder) -> Stopped:
+        """Return the exception with the message in `folder`, and why a rank refused to publish."""
+        refused = [str(error) for record in folder.errors().values() if (error := as_raised(record))]
+        then = value_or("", resume_hint, folder)
+        return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
+
+
 def supervise(
     folder: Folder,
     module: str,
@@ -41,7 +57,6 @@ def supervise(
     config: Mapping[str, Any],
     *,
     environ: Mapping[str, str] | None = None,
-    output: IO[Any] | int | None = None,
     timeout: float | None = None,
 ) -> None:
     """Run `accelerate launch -m module arguments…` to its end, and leave no process behind.
@@ -56,7 +71,6 @@ def supervise(
         arguments: its command line.
         config: content of the Accelerate config file.
         environ: added to the environment. OMP_NUM_THREADS is the cores divided by the ranks where it is not set.
-        output: where rank 0 is shown: standard output by default.
         timeout: seconds after which a rank without a heartbeat (`heartbeat.Beat`) has hung. None: the ranks write none.
 
     Raises:
@@ -66,13 +80,12 @@ def supervise(
         Stopped: after SIGINT or SIGTERM.
     """
     assert os.environ.get(TOKEN) != folder.token, "a supervisor needs a new token, or it would end itself with its run"
-    clear(folder, config)
+    _clear(folder, config)
     with _write_outcome(folder):
         kills = value_or(0, memory_kills)
         watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
-        stop = Stop()
-        with stop.listening():
-            launcher = start(folder, module, arguments, config, environ or {}, output)
+        with StopSignal() as stop:
+            launcher = _start(folder, module, arguments, config, environ or {})
             attempt = _Attempt(folder, launcher, stop, watch)
             try:
                 code = attempt.wait()
@@ -84,7 +97,8 @@ def supervise(
         if stop.number is not None:
             raise Stopped.of(stop.number, folder)
         if code != 0:
-            raise failure(folder, code, attempt.known(value_or(kills, memory_kills) - kills))
+            kills = value_or(kills, memory_kills) - kills
+            raise failure(folder, code, watch, cut_at=attempt.cut_at, memory_kills=kills)
 
 
 @contextlib.contextmanager
@@ -101,11 +115,12 @@ class _Attempt:
     """One launcher and its ranks, until they have ended."""
 
     def __init__(
-        self, folder: Folder, launcher: subprocess.Popen[bytes], stop: Stop, watch: HeartbeatMonitor | None
+        self, folder: Folder, launcher: subprocess.Popen[bytes], stop: StopSignal, watch: HeartbeatMonitor | None
     ) -> None:
         self.folder, self.launcher, self.stop, self.watch = folder, launcher, stop, watch
         self._failed_at: float | None = None
-        self._cut_at = float("inf")
+        self.cut_at = float("inf")
+        """When this process killed the ranks that were left."""
         self._passed_on_at: float | None = None
         self._step_seconds = 0.0
 
@@ -118,13 +133,6 @@ class _Attempt:
                 self.watch.look()
             time.sleep(_POLL)
         return code
-
-    def known(self, kills: int) -> AttemptInfo:
-        """Return what is known about the attempt, to explain a failure."""
-        if self.watch is None:
-            return AttemptInfo(cut_at=self._cut_at, memory_kills=kills)
-        beats, behind, timeout = self.watch.beats, self.watch.behind(), self.watch.timeout
-        return AttemptInfo(beats=beats, behind=behind, timeout=timeout, cut_at=self._cut_at, memory_kills=kills)
 
     def _on_stop_signal(self) -> None:
         """Pass the first signal on; kill after the second, or when the step takes too long."""
@@ -170,11 +178,47 @@ class _Attempt:
                 self._failed_at = now
         elif now >= self._failed_at + 2 * FAILED_SECONDS:
             self.launcher.kill()
-        elif now >= self._failed_at + FAILED_SECONDS and self._cut_at == float("inf"):
-            self._cut_at = time.time()
-            ranks = [process.pid for process in run_processes(self.folder.token) if process.pid != self.launcher.pid]
-            send(self.folder.token, ranks, signal.SIGKILL)
+        elif now >= self._failed_at + FAILED_SECONDS and self.cut_at == float("inf"):
+            self.cut_at = time.time()
+            ranks = [process.pid for process in run_processes(self.folder.token) if not is_redaction(process)]
+            send(self.folder.token, set(ranks) - {self.launcher.pid}, signal.SIGKILL)
 
 
 def _last_step_seconds(folder: Folder) -> float:
     return next((float(event["seconds"]) for event in reversed(read_events(folder.events)) if "seconds" in event), 0.0)
+
+
+def _clear(folder: Folder, config: Mapping[str, Any]) -> None:
+    """Write the config file, and remove the records of an earlier attempt's end."""
+    import yaml
+
+    folder.logs.mkdir(exist_ok=True)
+    ranks = [file for kind in ("error.json", "beat") for file in folder.logs.glob(f"rank-*.{kind}")]
+    for old in (*ranks, folder.exits, folder.end):
+        old.unlink(missing_ok=True)
+    write_or_explain(folder.config, yaml.safe_dump(dict(config), sort_keys=False).encode())
+
+
+def ranks_here(config: Mapping[str, Any]) -> int:
+    """Return the number of this machine's ranks."""
+    return int(config.get("num_processes", 1)) // int(config.get("num_machines", 1))
+
+
+def _start(
+    folder: Folder, module: str, arguments: Sequence[str], config: Mapping[str, Any], environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the launcher; arguments as in `supervise`."""
+    port = [] if "main_process_port" in config else ["--main_process_port", "0"]  # 0: a free one
+    launch = ["accelerate", "launch", "--config_file", str(folder.config), *port, "-m", module, *arguments]
+    command = [sys.executable, "-m", "toolkit.launcher", str(os.getpid()), str(folder.exits), *launch]
+    defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks_here(config)))}
+    if int(config.get("num_machines", 1)) == 1:  # ranks talk over the loopback, which no other machine can reach
+        defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    with open(folder.launcher_log, "wb") as log:
+        return subprocess.Popen(
+            command,
+            env={**defaults, **os.environ, **SAFE_PATH, **environ, TOKEN: folder.token},
+            stdin=subprocess.DEVNULL,  # a library that asks would stop a group in the background for good
+            stderr=log,
+            process_group=0,  # a terminal's Ctrl-C reaches the supervisor only, which passes it on once
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import inspect
@@ -32,6 +33,11 @@ class Target:
     sha256: str = ""
     """Of the file that holds a function: only this one is run."""
 
+    @property
+    def words(self) -> list[str]:
+        """The target on a command line."""
+        return [self.name, *self.arguments]
+
 
 def named(target: str, arguments: Sequence[str] = ()) -> Target:
     """Return the target for a module's name or a script's path.
@@ -58,9 +64,9 @@ def named(target: str, arguments: Sequence[str] = ()) -> Target:
 
 
 def dump_function(
-    function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], file: Path
-) -> Target:
-    """Write a function and everything it refers to into a file that only its owner can read.
+    function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Target, bytes]:
+    """Return a function and everything it refers to as the bytes of a file.
 
     By value, with cloudpickle: also what was defined in a notebook's cells. Modules go by name, and the ranks look for them
     where this process does (`sys.path`).
@@ -73,39 +79,35 @@ def dump_function(
         import cloudpickle
     except ImportError as error:
         raise MissingLibrary("launching a function needs cloudpickle: pip install cloudpickle") from error
-    check_call(function, args, kwargs)
-    name = _name(function)
+    _check_call(function, args, kwargs)
     try:
         shipped = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever a value's own code raises
-        raise RunError(_explain_unpicklable(function, name, args, kwargs, error, cloudpickle.dumps)) from error
+        raise RunError(_explain_unpicklable(function, args, kwargs, error, cloudpickle.dumps)) from error
     data: bytes = cloudpickle.dumps((sys.path, shipped))
+    return Target(kind="function", name=_name(function), sha256=hashlib.sha256(data).hexdigest()), data
+
+
+def write_function(file: Path, data: bytes) -> None:
+    """Write the bytes of a function into a file that only its owner can read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as opened:
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
         opened.write(data)
-    return Target(kind="function", name=name, sha256=hashlib.sha256(data).hexdigest())
 
 
-def check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a target that is not a function, and arguments that it does not take.
-
-    Raises:
-        RunError: with what it takes.
-    """
+def _check_call(function: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a target that is not a function, and arguments that it does not take: RunError with what it takes."""
     if not callable(function):
         raise RunError(f"target {function!r}: expected a module's name, a script's path or a function.")
-    try:
+    with contextlib.suppress(TypeError, ValueError):  # a builtin has no signature
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise RunError(
-            f"{_name(function)}{signature} cannot be called so: {error}. Give its arguments: args=(…,), kwargs={{…}}."
-        ) from error
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise RunError(
+                f"{_name(function)}{signature} cannot be called so: {error}. Give its arguments: args=(…,), kwargs={{…}}."
+            ) from error
 
 
 def _name(function: Callable[..., object]) -> str:
@@ -140,7 +142,6 @@ def load_function(file: Path, sha256: str) -> tuple[Callable[..., object], tuple
 
 def _explain_unpicklable(
     function: Callable[..., object],
-    name: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     error: Exception,
@@ -149,25 +150,17 @@ def _explain_unpicklable(
     """Name the value that cannot be pickled among those that a function refers to, if it can be found."""
     values = {f"argument {number}": value for number, value in enumerate(args, start=1)}
     values |= {f"argument {key!r}": value for key, value in kwargs.items()}
-    values |= {f"variable {key!r}": value for key, value in _referenced_values(function).items()}
+    with contextlib.suppress(TypeError, ValueError):  # of a builtin
+        closure = inspect.getclosurevars(function)
+        values |= {f"variable {key!r}": value for key, value in {**closure.globals, **closure.nonlocals}.items()}
+    why = f"{type(error).__name__}: {error}"
     for what, value in values.items():
         try:
             dumps(value)
         except Exception as reason:
-            return (
-                f"function {name!r} cannot be shipped: its {what} is a {type(value).__name__} ({reason}). "
-                "Make it inside of the function, or pass what it is made from (a path, a name, a number)."
-            )
+            why = f"its {what} is a {type(value).__name__} ({reason})"
+            break
     return (
-        f"function {name!r} cannot be shipped ({type(error).__name__}: {error}). Let it make what it needs itself, "
-        "and pass paths, names and numbers."
+        f"function {_name(function)!r} cannot be shipped: {why}. "
+        "Make it inside of the function, or pass what it is made from (a path, a name, a number)."
     )
-
-
-def _referenced_values(function: Callable[..., object]) -> dict[str, Any]:
-    """Return names of globals and closures in a function's code, with their values."""
-    try:
-        closure = inspect.getclosurevars(function)
-    except (TypeError, ValueError):
-        return {}
-    return {**closure.globals, **closure.nonlocals}

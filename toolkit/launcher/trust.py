@@ -13,11 +13,10 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import check_fields, read_json
-from toolkit.core.cache import keep, state_folder
+from toolkit.core.atomic_io import check_fields, open_regular, write_whole
+from toolkit.core.cache import state_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.redaction import MARK
-from toolkit.launcher.attempt_files import function_file
 from toolkit.launcher.targets import KINDS, Target
 from toolkit.run_folder.folder import Folder
 
@@ -70,7 +69,7 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
         raise RunError(
             f"{file}, which {folder.path} ran, cannot be read: {error.strerror}. Name it again with --target."
         ) from error
-    digest, noted = _digest(target, sha256), _is_noted(folder)
+    digest, noted = _digest(target, sha256), _noted_digest(folder)
     if digest not in (trust, noted):
         words = shlex.quote(shlex.join([target.name, *target.arguments]))
         again = (
@@ -89,23 +88,19 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
 def note_launch(folder: Folder, target: Target) -> None:
     """Remember that this user runs the target in this folder, so that a resume needs no target."""
     with contextlib.suppress(OSError, ToolkitError):  # then it has to be named
-        about = {"folder": str(folder.path.resolve()), "digest": _digest(target, _sha256(_file(folder, target)))}
-        keep(_note_file(folder), json.dumps(about))
+        write_whole(_note_file(folder), _digest(target, _sha256(_file(folder, target))).encode())
 
 
-def _is_noted(folder: Folder) -> str | None:
-    try:
-        if (note := _note_file(folder)).stat().st_uid != os.getuid():
-            return None
-        trusted = read_json(note)
-        check_fields(trusted, {"folder": str, "digest": str})
-        return str(trusted["digest"]) if trusted["folder"] == str(folder.path.resolve()) else None
-    except (OSError, ValueError, LookupError, ToolkitError):
-        return None
+def _noted_digest(folder: Folder) -> str | None:
+    """Return the digest of the target that this user launched in this folder."""
+    with contextlib.suppress(OSError, ValueError, ToolkitError):
+        note = _note_file(folder)
+        return note.read_text() if note.stat().st_uid == os.getuid() else None
+    return None
 
 
 def _note_file(folder: Folder) -> Path:
-    return state_folder("launched") / f"{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:32]}.json"
+    return state_folder("launched") / f"{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:32]}"
 
 
 def _digest(target: Target, sha256: str) -> str:
@@ -115,9 +110,7 @@ def _digest(target: Target, sha256: str) -> str:
 
 
 def _sha256(file: Path) -> str:
-    if not file.is_file():
-        raise FileNotFoundError(2, "no such file")
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -128,7 +121,7 @@ def _file(folder: Folder, target: Target) -> Path:
         RunError: for a module that Python does not find.
     """
     if target.kind == "function":
-        return function_file(folder)
+        return folder.function
     return Path(target.name) if target.kind == "script" else _module_file(target.name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.core.drawing import Bar, bars, curve
 from toolkit.core.html import markup, render
 from toolkit.core.units import format_bytes
-from toolkit.launcher.progress import Progress
+from toolkit.run_folder.status import Progress
 
 _LOOKS = {
     "starting": ("#92400e", "#fef3c7"),

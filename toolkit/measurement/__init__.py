@@ -7,13 +7,14 @@ and the export. On CUDA the allocator keeps its own peak, which is read and rese
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from toolkit.core.errors import RunError
 from toolkit.core.phases import phase
 from toolkit.measurement.cpu import CpuWindow
-from toolkit.measurement.cuda import CudaWindow, recent_device_bytes
+from toolkit.measurement.cuda import CudaWindow, device_bytes_at
 from toolkit.measurement.results import Measured, Memory, collect
 from toolkit.measurement.window import Window, rss
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Measured", "Memory", "Window", "collect", "live_bytes", "peak_memory", "start"]
 
 DISABLED = "the memory window was switched off (--no-memory-window)"
+
+LOOK_EVERY = 10.0
+"""Seconds for which `live_bytes` repeats NVML's answer, or that there is none."""
 
 
 def start(device_kind: str, enabled: bool = True) -> Window:
@@ -52,7 +56,7 @@ def live_bytes(device: torch.device | str) -> dict[str, int | None]:
     return {
         "allocated": stats["allocated_bytes"]["all"]["current"],
         "reserved": stats["reserved_bytes"]["all"]["current"],
-        "device": recent_device_bytes(torch.device(device).index),
+        "device": device_bytes_at(torch.device(device).index, int(time.monotonic() / LOOK_EVERY)),
     }
 
 

@@ -6,17 +6,18 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from toolkit.core.phases import observe, phase
 from toolkit.measurement.results import Measured
-from toolkit.measurement.window import STEPS, Window
+from toolkit.measurement.window import STEPS, PhasePeaks, Window
 
 NOTE = "toolkit-note/"
 """Marks an allocation of one byte that is made only for the allocator to say its total."""
 
 BUSY = "another torch profiler was running, and two at once take each other's events"
+NO_SAVE = "the save's peak is missing"
 TAKEN = "another torch profiler was started within the memory window and took its events"
 
 
@@ -43,8 +44,8 @@ class _Recording:
         self._flag.value = True
         # What stands behind torch.profiler.profile, which would import torch._inductor for a second or more.
         self._profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-        with _silence_kineto():
-            self._running.enter_context(self._profiler)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else its library writes «profiler_start» to every terminal
+        self._running.enter_context(self._profiler)
         # Distinguishes ours from a later one: that one sets it again.
         torch.autograd.profiler._set_is_profiler_enabled(False)
         self.note("start")
@@ -105,23 +106,6 @@ def _totals(tree: Iterable[Any], label: str = "") -> Iterator[tuple[int, int, st
             yield node.start_time_ns, fields.total_allocated - fields.alloc_size, label
 
 
-def _peaks(totals: Iterable[tuple[int, str]]) -> dict[str, int]:
-    """Return the highest total within each phase: of nested phases the inner one, until the next phase begins."""
-    highest: dict[str, int] = {}
-    inside: list[str] = []
-    now = "load"
-    for total, label in totals:
-        highest[now] = max(total, highest.get(now, total))
-        what, _, name = label.partition("/")
-        if what == "begin":
-            inside.append(name)
-        elif what == "end" and name in inside:
-            inside.remove(name)
-        now = inside[-1] if inside else now
-        highest[now] = max(total, highest.get(now, total))
-    return highest
-
-
 def _is_profiler_active() -> bool:
     """Return whether a torch profiler runs, in this thread or in others (only the second flag knows those)."""
     import torch
@@ -130,14 +114,12 @@ def _is_profiler_active() -> bool:
 
 
 class CpuWindow(Window):
-    """The allocator's truth on CPU, from here through the third step, and around the first save of each kind."""
+    """The allocator's totals on CPU, from here through the third step, and around the first save of each kind."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
         import torch  # noqa: F401  before the clock starts: the worker needs it anyway
 
-        self._phases: dict[str, int] = {}
-        self._live: tuple[int, ...] = ()
         self._steps = 0
         self._recording: _Recording | None = None
         self._saved: set[str] = set()
@@ -166,20 +148,16 @@ class CpuWindow(Window):
         if totals is None:
             self.reason = TAKEN
             return
-        self._phases = _peaks(totals)
-        self._live = tuple(total for total, label in totals if label.startswith("step/"))
+        self.peaks = _phase_peaks(totals)
+        self.live = [total for total, label in totals if label.startswith("step/")]
 
     @contextmanager
     def saving(self, what: str = "result") -> Iterator[None]:
-        fresh = self._recording is None and bool(self._live) and what not in self._saved
+        first = self._recording is None and bool(self.live) and what not in self._saved
         self._saved.add(what)
-        if fresh and _is_profiler_active():
-            self.reason = f"the save's peak is missing: {BUSY}"
-        elif fresh:
-            with self._save_window(), phase("save"):
-                yield
-            return
-        with phase("save"):
+        if first and _is_profiler_active():
+            self.reason, first = f"{NO_SAVE}: {BUSY}", False
+        with self._save_window() if first else nullcontext(), phase("save"):
             yield
 
     @contextmanager
@@ -194,25 +172,23 @@ class CpuWindow(Window):
             with self._count_overhead():
                 totals = recording.stop()
             if totals is None:
-                self.reason = f"the save's peak is missing: {TAKEN}"
+                self.reason = f"{NO_SAVE}: {TAKEN}"
             else:
-                rise = max(total for total, _ in totals)
-                self._phases["save"] = max(self._live[-1] + rise, self._phases.get("save", 0))
+                self.peaks.mark("save", True)
+                self.peaks.add(self.live[-1] + max(total for total, _ in totals))
 
     def result(self) -> Measured:
         assert self._recording is None, "close the window before its result is asked for"
-        return self._measured(self._phases, self._live)
+        return super().result()
 
 
-@contextmanager
-def _silence_kineto() -> Iterator[None]:
-    """Keep the profiler's library from writing «profiler_start» to every user's terminal; it reads this once."""
-    name = "KINETO_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "6"
-    try:
-        yield
-    finally:
-        del os.environ[name]
+def _phase_peaks(totals: Iterable[tuple[int, str]]) -> PhasePeaks:
+    """Return the peaks of totals in their order, each with a note's label or an empty one."""
+    peaks = PhasePeaks()
+    for total, label in totals:
+        peaks.add(total)
+        mark, _, name = label.partition("/")
+        if mark in ("begin", "end"):
+            peaks.mark(name, mark == "begin")
+            peaks.add(total)
+    return peaks

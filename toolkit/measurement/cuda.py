@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
 from toolkit.core.phases import observe
 from toolkit.measurement.results import Measured
 from toolkit.measurement.window import STEPS, Window
-
-LOOK_EVERY = 10.0
-"""Seconds for which `recent_device_bytes` repeats an answer, or that there is none."""
 
 
 class CudaWindow(Window):
@@ -25,22 +20,12 @@ class CudaWindow(Window):
 
     def __init__(self) -> None:
         super().__init__("cuda")
-        self._phases: dict[str, int] = {}
-        self._inside: list[str] = []
-        self._now = "load"
-        self._live: list[int] = []
-        self._reserved: int | None = None
-        self._device: int | None = None
-        self._forget: Callable[[], None] | None = observe(self._on_phase)
+        self._forget = observe(self._on_phase)
 
     def _on_phase(self, name: str, begins: bool) -> None:
         with self._count_overhead():
             self._sample()
-        if begins:
-            self._inside.append(name)
-        elif name in self._inside:
-            self._inside.remove(name)
-        self._now = self._inside[-1] if self._inside else name
+        self.peaks.mark(name, begins)
 
     def _sample(self) -> int | None:
         """Credit the peak since the last sample to its phase. Return the live bytes."""
@@ -51,30 +36,28 @@ class CudaWindow(Window):
             return None
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats()
-        self._phases[self._now] = max(allocated["peak"], self._phases.get(self._now, 0))
-        self._reserved = max(reserved["peak"], self._reserved or 0)
+        self.peaks.add(allocated["peak"])
+        self.reserved = max(reserved["peak"], self.reserved or 0)
         return int(allocated["current"])
 
-    def _ask_device(self) -> None:
+    def _read_device_bytes(self) -> None:
         import torch
 
         used, self.reason = device_bytes(torch.cuda.current_device())
-        self._device = max(filter(None, (used, self._device)), default=None)
+        self.device = max(filter(None, (used, self.device)), default=None)
 
     def step_done(self, step: int) -> None:
-        if len(self._live) < STEPS and (live := self._sample()) is not None:
-            self._live.append(live)
-            self._ask_device()
+        if len(self.live) < STEPS and (live := self._sample()) is not None:
+            self.live.append(live)
+            self._read_device_bytes()
 
     def result(self) -> Measured:
-        if self._forget:
-            self._forget()
-            self._forget = None
-            if self._sample() is None:
-                self.reason = "CUDA was never initialised in this process"
-            else:
-                self._ask_device()
-        return self._measured(self._phases, self._live, reserved_bytes=self._reserved, device_bytes=self._device)
+        self._forget()
+        if self._sample() is None:
+            self.reason = "CUDA was never initialised in this process"
+        else:
+            self._read_device_bytes()
+        return super().result()
 
 
 def device_bytes(index: int | None) -> tuple[int | None, str | None]:
@@ -92,13 +75,9 @@ def device_bytes(index: int | None) -> tuple[int | None, str | None]:
     return used, None if used is not None else problem
 
 
-def recent_device_bytes(index: int | None) -> int | None:
-    """Return `device_bytes` of at most `LOOK_EVERY` seconds ago: NVML's list of processes takes milliseconds."""
-    return _device_bytes_at(index, int(time.monotonic() / LOOK_EVERY))
-
-
 @lru_cache(maxsize=8)
-def _device_bytes_at(index: int | None, look: int) -> int | None:
+def device_bytes_at(index: int | None, look: int) -> int | None:
+    """Return `device_bytes`, once for each `look`: NVML's list of processes takes milliseconds."""
     return device_bytes(index)[0]
 
 

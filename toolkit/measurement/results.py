@@ -51,15 +51,15 @@ class Memory(Result):
     """Every rank's memory, and the worst rank's by part."""
 
     ranks: tuple[Measured, ...]
-    held: tuple[Mapping[str, int], ...]
+    states: tuple[Mapping[str, int], ...]
     """Bytes of parameters, master and optimizer of each rank, from the audit after the first step."""
 
     @property
     def reason(self) -> str | None:
         """Why nothing was measured, or what is missing: each rank's reason once."""
         reasons = [rank.reason for rank in self.ranks]
-        for number, (rank, held) in enumerate(zip(self.ranks, self.held, strict=True)):
-            if rank.live_bytes is not None and (elsewhere := sum(held.values()) - rank.live_bytes) > 0:
+        for number, (rank, states) in enumerate(zip(self.ranks, self.states, strict=True)):
+            if rank.live_bytes is not None and (elsewhere := sum(states.values()) - rank.live_bytes) > 0:
                 reasons.append(
                     f"rank {number} holds {format_bytes(elsewhere)} of its states outside of the allocator (mapped "
                     "from a file, or on another device), and its peaks are without them"
@@ -68,22 +68,20 @@ class Memory(Result):
 
     @property
     def measured(self) -> dict[str, Any] | None:
-        """What `compare` and `memory.json` say: the worst rank's peak, and of each phase the worst rank's in it.
+        """The part of `compare` and `memory.json`: the worst rank's peak, and of each phase the worst rank's in it.
 
         None where a rank measured nothing.
         """
-        if any(rank.peak_bytes is None for rank in self.ranks):
-            return None
-        per_rank = [
-            {"rank": number, "parts": _parts(rank, held), **rank.to_dict()}
-            for number, (rank, held) in enumerate(zip(self.ranks, self.held, strict=True))
-        ]
+        per_rank = []
+        for number, (rank, states) in enumerate(zip(self.ranks, self.states, strict=True)):
+            if rank.peak_bytes is None:
+                return None
+            # While loading, the states differ from the audit's.
+            parts = {} if rank.peak_phase in ("load", "prepare") else dict(states)
+            parts["transient"] = rank.peak_bytes - sum(parts.values())
+            per_rank.append({"rank": number, "parts": parts, **rank.to_dict()})
         worst = max(per_rank, key=lambda row: row["peak_bytes"])
-        phases = {
-            name: max(rank.phases.get(name, 0) for rank in self.ranks)
-            for name in PHASES
-            if any(name in rank.phases for rank in self.ranks)
-        }
+        phases = {name: max(rank.phases.get(name, 0) for rank in self.ranks) for name in self._phases()}
         top = {key: worst[key] for key in ("peak_bytes", "peak_phase")}
         return {**top, "phases": phases, "parts": worst["parts"], "per_rank": per_rank}
 
@@ -91,27 +89,22 @@ class Memory(Result):
     def host(self) -> dict[str, Any]:
         """The hosts' memory, summed over all ranks: allocator totals on CPU ranks, peak resident sets on CUDA ranks."""
         peaks = [rank.peak_bytes if rank.device == "cpu" else rank.rss_peak_bytes for rank in self.ranks]
-        known_peaks = [peak for peak in peaks if peak is not None]
-        return {"peak_bytes": sum(known_peaks) if len(known_peaks) == len(peaks) else None}
+        return {"peak_bytes": None if None in peaks else sum(peak or 0 for peak in peaks)}
+
+    def _phases(self) -> list[str]:
+        """Return the phases that any rank has seen."""
+        return [name for name in PHASES if any(name in rank.phases for rank in self.ranks)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return `measured` (or None), `reason` and `host`, in bytes and seconds."""
         return {"measured": self.measured, "reason": self.reason, "host": self.host}
 
     def tables(self) -> list[Table]:
-        def cell(size: int | None) -> str:
-            return "–" if size is None else format_bytes(size)
-
-        phases = [name for name in PHASES if any(name in rank.phases for rank in self.ranks)]
-        rows = [
-            (
-                number,
-                cell(rank.peak_bytes),
-                *(cell(rank.phases.get(name)) for name in phases),
-                cell(rank.rss_peak_bytes),
-            )
-            for number, rank in enumerate(self.ranks)
-        ]
+        phases = self._phases()
+        rows: list[tuple[Any, ...]] = []
+        for number, rank in enumerate(self.ranks):
+            sizes = [rank.peak_bytes, *map(rank.phases.get, phases), rank.rss_peak_bytes]
+            rows.append((number, *("–" if size is None else format_bytes(size) for size in sizes)))
         notes = [self.reason] if self.reason else []
         columns = ("rank", "peak", *phases, "peak RSS")
         return [Table(title="Highest memory of each rank, by phase", columns=columns, rows=rows, notes=notes)]
@@ -131,11 +124,4 @@ def collect(measured: Measured, state_memory: StateMemory, gather: Callable[[lis
         "optimizer": state_memory.optimizer or 0,
     }
     pairs = gather([(asdict(measured), parts)])
-    return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), held=tuple(parts for _, parts in pairs))
-
-
-def _parts(rank: Measured, persistent: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes at the peak by part. While loading, the states differ from the audit's."""
-    assert rank.peak_bytes is not None
-    parts = {} if rank.peak_phase in ("load", "prepare") else dict(persistent)
-    return {**parts, "transient": rank.peak_bytes - sum(parts.values())}
+    return Memory(ranks=tuple(Measured(**rank) for rank, _ in pairs), states=tuple(states for _, states in pairs))

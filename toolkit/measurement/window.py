@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.core.phases import PHASES, phase
 from toolkit.core.units import KiB
 from toolkit.measurement.results import Measured
 
-if TYPE_CHECKING:
-    import psutil
-
 STEPS = 3
 """Optimizer steps that are measured: the first creates the moments, the third is like all that follow."""
 
 
+class PhasePeaks:
+    """The highest total within each phase: of nested phases the inner one, until the next phase begins."""
+
+    def __init__(self) -> None:
+        self.highest: dict[str, int] = {}
+        self._inside: list[str] = []
+        self._now = "load"
+
+    def add(self, total: int) -> None:
+        """Credit a total to the phase that is under way."""
+        self.highest[self._now] = max(total, self.highest.get(self._now, total))
+
+    def mark(self, name: str, begins: bool) -> None:
+        """Enter or leave a phase."""
+        if begins:
+            self._inside.append(name)
+        elif name in self._inside:
+            self._inside.remove(name)
+        self._now = self._inside[-1] if self._inside else name
+
+
 class Window:
-    """What measures one rank. This one is switched off: it marks the save and otherwise says why there is nothing."""
+    """Measures one rank. This one is switched off: it marks the save and gives the reason why nothing is measured."""
 
     def __init__(self, device_kind: str, reason: str | None = None) -> None:
         self.device_kind = device_kind
         self.reason = reason
         self.seconds = 0.0
+        self.peaks = PhasePeaks()
+        self.live: list[int] = []
+        """Allocated bytes after each measured step."""
+        self.reserved: int | None = None
+        self.device: int | None = None
 
     def step_done(self, step: int) -> None:
-        """Say that an optimizer step has ended and its gradients are gone. On CPU the third call closes the window."""
+        """Call after an optimizer step, with its gradients freed. On CPU the third call closes the window."""
 
     @contextmanager
     def saving(self, what: str = "result") -> Iterator[None]:
@@ -41,26 +61,25 @@ class Window:
             yield
 
     def close(self) -> None:
-        """Say that training has ended. On CPU it closes the window where there were fewer than three steps."""
+        """Call at the end of training. On CPU it closes the window if there were fewer than three steps."""
 
     def result(self) -> Measured:
         """Return the measurement. Call it last; on a CPU the window must be closed."""
-        return self._measured({}, ())
-
-    def _measured(self, phases: Mapping[str, int], live: Sequence[int], **more: int | None) -> Measured:
-        peak_phase = max(phases, key=lambda name: phases[name]) if phases else None
+        phases = {name: self.peaks.highest[name] for name in PHASES if name in self.peaks.highest}
+        peak_phase = max(phases, key=lambda name: phases[name], default=None)
         return Measured(
             device=self.device_kind,
             peak_bytes=phases[peak_phase] if peak_phase else None,
             peak_phase=peak_phase,
-            phases={name: phases[name] for name in PHASES if name in phases},
-            live_bytes=live[-1] if live else None,
-            live_steps=tuple(live),
+            phases=phases,
+            live_bytes=self.live[-1] if self.live else None,
+            live_steps=tuple(self.live),
+            reserved_bytes=self.reserved,
+            device_bytes=self.device,
             rss_bytes=rss(),
             rss_peak_bytes=rss_peak(),
             seconds=round(self.seconds, 4),
             reason=self.reason,
-            **more,
         )
 
     @contextmanager
@@ -74,15 +93,9 @@ class Window:
 
 def rss() -> int:
     """Return the resident bytes of this process."""
-    return int(_process(os.getpid()).memory_info().rss)
-
-
-@lru_cache(maxsize=1)
-def _process(pid: int) -> psutil.Process:
-    """Return this process, created once: creation costs more than asking, and every step asks."""
     import psutil
 
-    return psutil.Process(pid)
+    return int(psutil.Process().memory_info().rss)
 
 
 def rss_peak() -> int:

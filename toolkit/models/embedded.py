@@ -28,22 +28,16 @@ def embedded_config() -> dict[str, Any]:
 def embedded_checkpoint(folder: Path) -> None:
     """Write the embedded model into a new folder: config.json and model.safetensors, fp32, drawn from seed 0.
 
-    Called before an engine is set up: under ZeRO-3 weights would be drawn otherwise. The folder appears whole.
+    Called before an engine is set up: under ZeRO-3 weights would be drawn otherwise.
     """
-    import tempfile
-
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     assert not is_deepspeed_zero3_enabled(), "the embedded model is made before ZeRO-3 is set up"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as partial, torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig.from_dict(embedded_config()))
-        draft = Path(partial) / "model"
-        draft.mkdir()
-        model.config.save_pretrained(draft)
-        save_file(model.state_dict(), draft / "model.safetensors", metadata={"format": "pt"})
-        draft.rename(folder)
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})

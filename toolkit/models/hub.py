@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError
 from toolkit.models.remote_code import COMMIT
 
@@ -26,73 +25,48 @@ def hub_reachable(timeout: float = 3.0) -> bool:
     return True
 
 
-def hub_config(name: str) -> Path:
-    """Return the config.json of a Hub id, from the Hub, or from the cache if it does not answer."""
-    from huggingface_hub import hf_hub_download
+def hub_file(name: str, commit: str | None = None) -> Path:
+    """Return the config.json of a Hub id, from the Hub, or from the cache if it does not answer.
 
-    with _explain_errors(name):
-        # Asked first: without a network huggingface_hub would retry for 23 s, with a warning each time.
-        return Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable()))
-
-
-def hub_snapshot(name: str, commit: str) -> Path:
-    """Download a Hub id at one commit: configs, tokenizer and code, without weights. Return the folder.
+    With a commit, its folder also has the configs, tokenizer and code of that commit, without weights.
 
     Raises:
-        ModelError: for what is no full commit, and for one that is not there.
+        ModelError: for what is no full commit, and for a repository that is not there, private or gated.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    if not COMMIT.fullmatch(commit):
+    if commit is not None and not COMMIT.fullmatch(commit):
         raise ModelError(
             f"--trust-remote-code {commit}: expected a full commit of 40 digits of {name} on the Hub. A branch, a tag or "
             "a short hash may mean other code tomorrow."
         )
-    with _explain_errors(name, commit):
-        patterns = [*BESIDE, "*.py"]
-        snapshot = Path(
-            snapshot_download(name, revision=commit, allow_patterns=patterns, local_files_only=not hub_reachable())
-        )
-    assert snapshot.name == commit, f"the Hub's cache calls commit {commit} {snapshot.name}"
-    return snapshot
-
-
-@contextlib.contextmanager
-def _explain_errors(name: str, commit: str | None = None) -> Iterator[None]:
-    """Turn the Hub's errors into one sentence each."""
-    from huggingface_hub import errors
-
+    problems = {
+        errors.HFValidationError: "is neither a folder nor a Hub id. A Hub id looks like Qwen/Qwen3-8B.",
+        errors.GatedRepoError: f"is gated: ask for access at https://huggingface.co/{name}, then `hf auth login`.",
+        errors.RepositoryNotFoundError: "is not on the Hub, or it is private: check the name, or `hf auth login`.",
+        errors.RevisionNotFoundError: f"has no commit {commit} on the Hub. Copy it from the page of its files.",
+        errors.LocalEntryNotFoundError: unreachable(name, commit),
+        errors.EntryNotFoundError: "has no config.json on the Hub, so it is not a transformers model.",
+    }
+    # Asked first: without a network huggingface_hub would retry for 23 s, with a warning each time.
+    offline = not hub_reachable()
     try:
-        yield
-    except errors.HFValidationError:
-        raise ModelError(
-            f"model {name!r} is neither a folder nor a Hub id. A Hub id looks like Qwen/Qwen3-8B."
-        ) from None
-    except errors.GatedRepoError:
-        raise ModelError(
-            f"model {name!r} is gated: ask for access at https://huggingface.co/{name}, then `hf auth login`."
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelError(
-            f"model {name!r} is not on the Hub, or it is private: check the name, or `hf auth login`."
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelError(
-            f"model {name!r} has no commit {commit} on the Hub. Copy it from the page of its files."
-        ) from None
-    except errors.LocalEntryNotFoundError:
-        raise ModelError(unreachable(name, commit)) from None
-    except errors.EntryNotFoundError:
-        raise ModelError(f"model {name!r} has no config.json on the Hub, so it is not a transformers model.") from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ModelError(f"model {name!r}: the Hub refused its config.json: {first_line(error)}") from error
+        if commit is None:
+            return Path(hf_hub_download(name, "config.json", local_files_only=offline))
+        patterns = [*BESIDE, "*.py"]
+        snapshot = Path(snapshot_download(name, revision=commit, allow_patterns=patterns, local_files_only=offline))
+        assert snapshot.name == commit, f"the Hub's cache calls commit {commit} {snapshot.name}"
+        return snapshot / "config.json"
+    except (errors.HFValidationError, errors.EntryNotFoundError, OSError) as error:
+        problem = next((text for kind, text in problems.items() if isinstance(error, kind)), None)
+        raise ModelError(f"model {name!r} {problem or f'cannot be read from the Hub: {first_line(error)}'}") from error
 
 
 def unreachable(name: str, commit: str | None = None) -> str:
-    """Return the sentence for a Hub id without network, with the fix."""
+    """Return what is wrong with a Hub id without network, and the fix."""
     at = f" at commit {commit}" if commit else ""
     return (
-        f"model {name!r} is not in the local cache{at} and the Hugging Face Hub cannot be reached: "
+        f"is not in the local cache{at} and the Hugging Face Hub cannot be reached: "
         f"run `hf download {name} --local-dir FOLDER` where there is a network, and give that folder."
     )
 
@@ -107,6 +81,12 @@ def cached(name: str, commit: str | None = None) -> Path | None:
     except HFValidationError:
         return None
     return Path(path).parent if isinstance(path, str) else None
+
+
+def local_folder(source: str | Path) -> Path | None:
+    """Return a folder itself, or the cached folder of a Hub id."""
+    path = expand_user(source)
+    return path if path.is_dir() else cached(str(source))
 
 
 def first_line(error: BaseException) -> str:

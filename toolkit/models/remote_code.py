@@ -78,10 +78,8 @@ def digest_of(folder: Path) -> str:
     """
     check_links(folder, folders=False)
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
-        digest.update(
-            f"{path.relative_to(folder).as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
-        )
+    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
+        digest.update(f"{name}\0{hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
@@ -98,14 +96,11 @@ def check_links(folder: Path, *, folders: bool = True) -> None:
     for here, below, files in os.walk(folder):
         if folders:  # nothing of a model is read from hidden folders, and nothing there needs to be looked at
             below[:] = [name for name in below if not name.startswith(".") or Path(here, name).is_symlink()]
-        for name in (*below, *files):
-            path = Path(here, name)
-            if not path.is_symlink():
-                continue
+        for path in filter(Path.is_symlink, (Path(here, name) for name in (*below, *files))):
             check_inside(path, folder)
-            if name in below and not folders:
+            if path.name in below and not folders:
                 raise ModelError(
-                    f"{path} is a link to a folder, which the digest does not cover. Copy the folder there in its place."
+                    f"{path} is a link to a folder, which the digest does not cover. Copy the folder there."
                 )
 
 
@@ -123,8 +118,7 @@ def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
     """Return the files whose classes the folder's configs use."""
     files = set()
     for reference in (*named_code(folder / "config.json"), *named_code(folder / "tokenizer_config.json")):
-        match = _REFERENCE.fullmatch(reference)
-        if match is None:
+        if not _REFERENCE.fullmatch(reference):
             raise ModelError(
                 f"model {name!r} takes code from elsewhere ({reference!r} in its auto_map), and a revision pins only its own. "
                 "Put that code into its folder, and name it there as FILE.CLASS."

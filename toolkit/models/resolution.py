@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import EMBEDDED
-from toolkit.core.atomic_io import LIMIT, expand_user, open_regular, read_json, shorten_value
+from toolkit.core.atomic_io import LIMIT, check_fields, expand_user, read_json, read_limited, shorten_value
 from toolkit.core.errors import ModelError, nearest
 from toolkit.models.embedded import embedded_config
-from toolkit.models.hub import cached, first_line, hub_config, hub_snapshot
+from toolkit.models.hub import first_line, hub_file, local_folder
 from toolkit.models.remote_code import check_code, check_kernels, named_code
 from toolkit.models.spec import ModelSpec
 from toolkit.models.text_part import class_with_text
@@ -26,92 +24,66 @@ DEEPEST = 2_000
 """Layers of the deepest model that is built."""
 
 
-def find(name: str, trust: str | None = None) -> tuple[str | None, PretrainedConfig]:
-    """Resolve a name to the place of its weights and its config. `trust` as in `describe`."""
+def locate(name: str, trust: str | None = None) -> tuple[str | None, Path | None, bool]:
+    """Return the place of a model's weights, its config.json, and whether both are the Hub's; no path: the embedded model.
+
+    Raises:
+        ModelError: for a name that leads nowhere, and for trust in code of the embedded model.
+    """
     if name == EMBEDDED:
         if trust is not None:
             raise ModelError("the embedded model has no own code to trust: leave --trust-remote-code out.")
-        from transformers import LlamaConfig
-
-        return None, LlamaConfig.from_dict(embedded_config())
+        return None, None, False
     path = expand_user(name)
     if path.is_dir():
-        return _folder_source(path), _read_config(name, path / "config.json", trust)
+        weights = (path / "model.safetensors.index.json", path / "model.safetensors")
+        return str(path) if any(file.is_file() for file in weights) else None, path / "config.json", False
     if path.is_file():
-        return None, _read_config(name, path, trust)
-    if _is_path(name):
+        return None, path, False
+    if name.endswith(".json") or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model {name!r}: there is no such folder or file. "
             "Give a folder with a config.json, or a Hub id such as Qwen/Qwen3-8B."
         )
-    if trust is not None:
-        # The files of that commit, and no others: a folder like any other from here on.
-        pinned = hub_snapshot(name, trust)
-        return str(pinned), _read_config(name, pinned / "config.json", trust, hub=True)
-    return name, _read_config(name, hub_config(name), hub=True)
+    # The files of a commit, and no others: a folder like any other from here on.
+    path = hub_file(name, trust)
+    return name if trust is None else str(path.parent), path, True
 
 
-def config_text(name: str) -> tuple[str | None, bytes | None]:
-    """Return the place of a model's weights, and its config's text: of the embedded model, a folder, a file or a Hub id.
-
-    A config that names code of the model's own, or a kernel, is always looked at again.
-    """
-    if name == EMBEDDED:
-        return None, json.dumps(embedded_config()).encode()
-    path = expand_user(name)
-    source: str | None = None
-    if path.is_dir():
-        source, path = _folder_source(path), path / "config.json"
-    elif not path.is_file():
-        if _is_path(name):
-            return None, None
-        source, path = name, hub_config(name)
+def config_text(path: Path | None) -> bytes | None:
+    """Return a config's text for the cache of specs. One that names own code, or a kernel, is always looked at again."""
+    if path is None:
+        return json.dumps(embedded_config()).encode()
     try:
-        with open_regular(path) as file:
-            text = file.read(min(LIMIT, os.fstat(file.fileno()).st_size))
-    except OSError:
-        return source, None
-    return source, None if b'"auto_map"' in text or b"attn_implementation" in text else text
+        text = read_limited(path, LIMIT)
+    except (OSError, ValueError):
+        return None
+    return None if b'"auto_map"' in text or b"attn_implementation" in text else text
 
 
-def _is_path(name: str) -> bool:
-    """Return whether a name can be no Hub id."""
-    return name.endswith(".json") or name.startswith(("/", ".", "~")) or name.count("/") > 1
-
-
-def _folder_source(folder: Path) -> str | None:
-    weights = (folder / "model.safetensors.index.json", folder / "model.safetensors")
-    return str(folder) if any(path.is_file() for path in weights) else None
-
-
-def _read_config(name: str, path: Path, trust: str | None = None, *, hub: bool = False) -> PretrainedConfig:
+def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: bool = False) -> PretrainedConfig:
     """Read a config object from a file. With `trust`, the model's own class may read it."""
+    from transformers import AutoConfig, LlamaConfig
+
+    if path is None:
+        return LlamaConfig.from_dict(embedded_config())
     if not path.is_file():
-        adapter = (path.parent / "adapter_config.json").is_file()
-        fix = (
-            "It is an adapter: give the model that it was trained on."
-            if adapter
-            else ("Give a folder that was saved with save_pretrained, or a Hub id.")
-        )
+        fix = "Give a folder that was saved with save_pretrained, or a Hub id."
+        if (path.parent / "adapter_config.json").is_file():
+            fix = "It is an adapter: give the model that it was trained on."
         raise ModelError(f"model {name!r} has no {path.name}. {fix}")
     try:
         values = read_json(path, finite=False)
+        check_fields(values, {})
     except ValueError as error:
-        raise ModelError(
-            f"model {name!r}: {path.name} is not valid JSON ({error}). Copy it again from where the model comes from."
-        ) from None
-    if not isinstance(values, dict):
-        raise ModelError(
-            f"model {name!r}: {path.name} holds a {type(values).__name__}, expected a JSON object with a model_type."
-        )
+        problem = f"{path.name} is not valid JSON ({error})"
+        raise ModelError(f"model {name!r}: {problem}. Copy it again from where the model comes from.") from None
     check_kernels(name, values)
     check_depth(name, values)
     own = bool(values.get("auto_map"))
     check_code(name, path.parent, trust, needed=own and not is_native(values), hub=hub)
     if trust is None or not own:
         check_known(name, values)
-    from transformers import AutoConfig
-
     try:
         # A file, not a folder: the Hub is not asked. The model's own classes are found by the folder.
         where = path if trust is None else path.parent
@@ -145,20 +117,19 @@ def check_tokenizer_code(spec: ModelSpec) -> None:
         ModelError: naming the files and the flag.
     """
     source = spec.source or spec.name
-    path = expand_user(source)
-    folder = path if path.is_dir() else cached(source)
+    folder = local_folder(source)
     if not spec.runs_code and folder is not None and named_code(folder / "tokenizer_config.json"):
-        check_code(spec.name, folder, None, needed=True, hub=not path.is_dir())
+        check_code(spec.name, folder, None, needed=True, hub=not expand_user(source).is_dir())
 
 
 def is_native(values: Mapping[str, Any]) -> bool:
     """Return whether transformers itself has the architecture that a config names."""
     import transformers
-    from transformers import CONFIG_MAPPING
 
     architecture = _architecture(values)
     supported = architecture is None or hasattr(transformers, architecture)
-    return isinstance(values.get("model_type"), str) and values["model_type"] in CONFIG_MAPPING and supported
+    kind = values.get("model_type")
+    return isinstance(kind, str) and kind in transformers.CONFIG_MAPPING and supported
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:
@@ -169,9 +140,8 @@ def _architecture(values: Mapping[str, Any]) -> str | None:
 def check_known(name: str, values: Mapping[str, Any]) -> None:
     """Refuse an architecture that transformers does not have itself. `values` may be a raw config.json."""
     import transformers
-    from transformers import CONFIG_MAPPING
 
-    kind, architecture = values.get("model_type"), _architecture(values)
+    kind, trainable = values.get("model_type"), _trainable()
     if not kind or not isinstance(kind, str):
         raise ModelError(f"model {name!r}: its config names no model_type. Expected one such as 'llama' or 't5'.")
     if is_native(values):
@@ -181,37 +151,30 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
             f"model {name!r} needs its own code ({json.dumps(values['auto_map'])}). Give its folder or "
             "Hub id, and --trust-remote-code REVISION."
         )
-    version = f"transformers {transformers.__version__}"
-    if kind not in CONFIG_MAPPING:
-        raise ModelError(
-            f"model {name!r}: model_type {kind!r} is unknown to {version}.{nearest(kind, _trainable())} "
-            "A newer transformers may know it: `pip install --upgrade transformers`."
-        )
-    classes = {word: word for value in _trainable().values() for word in ([value] if isinstance(value, str) else value)}
-    near = difflib.get_close_matches(str(architecture), classes, n=1)
-    fix = f" Did you mean {near[0]!r}?" if near else ""
-    raise ModelError(f"model {name!r}: architecture {architecture!r} is unknown to {version}.{fix}")
+    what, word, known = "model_type", kind, list(trainable)
+    if kind in transformers.CONFIG_MAPPING:
+        classes = [[value] if isinstance(value, str) else value for value in trainable.values()]
+        what, word, known = "architecture", str(_architecture(values)), [each for listed in classes for each in listed]
+    raise ModelError(
+        f"model {name!r}: {what} {word!r} is unknown to transformers {transformers.__version__}.{nearest(word, known)} "
+        "A newer one may know it: `pip install --upgrade transformers`."
+    )
 
 
 def check_generates(name: str, values: Mapping[str, Any]) -> None:
     """Refuse models that do not generate text. `values`: a config with its defaults."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto as auto
 
-    kind, listed = str(values.get("model_type")), values.get("architectures")
-    architecture = str(listed[0]) if listed else kind
-    decodes = values.get("is_encoder_decoder") or values.get("is_decoder") or values.get("causal")
-    masked = (kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind == "bert-generation") and not decodes
-    encoder = masked or architecture.endswith("EncoderModel")
-    speaks = kind in (
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if values.get("is_encoder_decoder") else _trainable()
-    )
-    if encoder or not (speaks or class_with_text(values)):
+    kind, architecture = str(values.get("model_type")), _architecture(values)
+    seq2seq = values.get("is_encoder_decoder")
+    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind == "bert-generation"
+    encoder = masked and not (seq2seq or values.get("is_decoder") or values.get("causal"))
+    encoder = encoder or str(architecture).endswith("EncoderModel")
+    writes = kind in (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else _trainable())
+    if encoder or not (writes or class_with_text(values)):
         what = "an encoder" if encoder else "no model that reads and writes text"
         raise ModelError(
-            f"model {name!r} ({architecture}) is {what}: expected a causal model such as Llama, "
+            f"model {name!r} ({architecture or kind}) is {what}: expected a causal model such as Llama, "
             "or a sequence-to-sequence model such as T5."
         )
 

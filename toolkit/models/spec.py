@@ -1,15 +1,23 @@
-"""`ModelSpec`: a model's architecture without its weights, and how it is shown."""
+"""`ModelSpec`: a model's architecture without its weights, how it is shown, and its cache."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.core.cache import cache_file, keep
 from toolkit.core.display import Result, Table
+from toolkit.core.errors import ToolkitError
 from toolkit.core.units import BYTES_OF, format_bytes, format_count
 from toolkit.models.remote_code import COMMIT
+
+CACHE = "specs"
+"""The cache's folder."""
 
 ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
 """The roles of parameters. In a repeated layer, all others than experts, routers and norms are `layer`."""
@@ -139,34 +147,51 @@ class ModelSpec(Result):
 
     def tables(self) -> list[Table]:
         """Return the figures, and the parameters by role with their bytes in bf16."""
-        figures: list[tuple[str, object]] = [
-            ("architecture", f"{self.architecture} ({self.kind})"),
-            ("parameters", f"{format_count(self.elements)} ({self.elements:,})"),
-            ("layers", f"{self.layers} x {', '.join(self.blocks)}"),
-            ("hidden size", self.hidden),
-            ("attention heads", self.heads),
-            ("vocabulary", f"{self.vocab:,}"),
-            ("longest sequence", "no limit" if self.max_positions is None else f"{self.max_positions:,} tokens"),
-            ("attention kernels", ", ".join(self.attentions)),
-            ("linear modules", f"{len(self.linears):,}, the head excepted"),
-            ("tied", "; ".join(" = ".join(group) for group in self.tied) or "nothing"),
-            ("weights", self.source or "none: a config only"),
-        ]
-        if self.frozen:
-            figures.insert(2, ("frozen (not text)", self.frozen_line))
-        if self.trusted is not None:
-            figures.append(("code of its own", f"is run, revision {self.trusted}"))
-        if self.moe is not None:
-            routed = f"{self.moe.experts} a layer, {self.moe.active} active, in {self.moe.block}, computed by {self.moe.computed}"
-            active = f"{format_count(self.active_elements)} ({self.active_elements:,})"
-            figures[2:2] = [("active parameters", active), ("experts", routed)]
-        total = self.elements
-        roles = [(role, count) for role in ROLES if (count := self.elements_of(role))]
+        moe = self.moe
+        figures = {
+            "architecture": f"{self.architecture} ({self.kind})",
+            "parameters": f"{format_count(self.elements)} ({self.elements:,})",
+            "active parameters": moe and f"{format_count(self.active_elements)} ({self.active_elements:,})",
+            "experts": moe
+            and f"{moe.experts} a layer, {moe.active} active, in {moe.block}, computed by {moe.computed}",
+            "frozen (not text)": self.frozen and self.frozen_line,
+            "layers": f"{self.layers} x {', '.join(self.blocks)}",
+            "hidden size": self.hidden,
+            "attention heads": str(self.heads),
+            "vocabulary": f"{self.vocab:,}",
+            "longest sequence": "no limit" if self.max_positions is None else f"{self.max_positions:,} tokens",
+            "attention kernels": ", ".join(self.attentions),
+            "linear modules": f"{len(self.linears):,}, the head excepted",
+            "tied": "; ".join(" = ".join(group) for group in self.tied) or "nothing",
+            "weights": self.source or "none: a config only",
+            "code of its own": self.trusted and f"is run, revision {self.trusted}",
+        }
+        roles = {role: count for role in ROLES if (count := self.elements_of(role))} | {"total": self.elements}
         rows = [
-            (role, f"{count:,}", f"{count / total:.1%}", format_bytes(count * BYTES_OF["bfloat16"]))
-            for role, count in [*roles, ("total", total)]
+            (role, f"{count:,}", f"{count / self.elements:.1%}", format_bytes(count * BYTES_OF["bfloat16"]))
+            for role, count in roles.items()
         ]
+        shown = [(name, value) for name, value in figures.items() if value]
         return [
-            Table(title=self.name, columns=("figure", "value"), rows=figures),
+            Table(title=self.name, columns=("figure", "value"), rows=shown),
             Table(title="Parameters by role", columns=("role", "count", "share", "in bf16"), rows=rows),
         ]
+
+
+def recall(config: bytes) -> ModelSpec | None:
+    """Return the cached spec of this text of a `config.json` under these versions, or None. Imports nothing heavy."""
+    try:
+        values: dict[str, Any] = json.loads(cache_file(CACHE, config).read_bytes())
+        parameters = [Parameter(**{**each, "shape": tuple(each["shape"])}) for each in values["parameters"]]
+        moe = MoE(**values["moe"]) if values["moe"] else None
+        lists = {name: value for name, value in values.items() if isinstance(value, list)}
+        tuples = {name: tuple(tuple(i) if isinstance(i, list) else i for i in value) for name, value in lists.items()}
+        return ModelSpec(**{**values, **tuples, "parameters": tuple(parameters), "moe": moe})
+    except (OSError, ToolkitError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(config: bytes, spec: ModelSpec) -> None:
+    """Keep it. Where the cache cannot be written, it is described again next time."""
+    with contextlib.suppress(OSError, ToolkitError):
+        keep(cache_file(CACHE, config), json.dumps(dataclasses.asdict(spec), separators=(",", ":")))

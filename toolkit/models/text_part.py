@@ -38,17 +38,13 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
     Raises:
         ModelError: for one without a language-model head, that needs more than tokens in each forward, or is not causal.
     """
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = [
-        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    needed = [
-        parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name != "input_ids"
-    ]
+    parameters = inspect.signature(module.forward).parameters
+    named = {name: each.default for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    needed = [name for name, default in named.items() if default is inspect.Parameter.empty and name != "input_ids"]
     why = None
     if needed:
         why = f"each forward needs {', '.join(needed)}"
-    elif "labels" not in {parameter.name for parameter in named} or module.get_output_embeddings() is None:
+    elif "labels" not in named or module.get_output_embeddings() is None:
         why = "it has no language-model head"
     elif getattr(module.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
         why = "its tokens attend to later ones (use_bidirectional_attention), so they would see what they predict"

@@ -30,8 +30,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             f"model {spec.name!r}: its tokenizer cannot be read ({error}). "
             "Copy tokenizer.json and tokenizer_config.json into the folder of its weights."
         ) from error
-    vocabulary = tokenizer.get_vocab()
-    largest = max(vocabulary.values(), default=-1)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= spec.vocab:
         raise ModelError(
             f"model {spec.name!r}: its tokenizer goes to token {largest:,}, its embedding only to {spec.vocab - 1:,}. "
@@ -45,13 +44,12 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the config's pad token, else a special token for padding or in reserve, else the end-of-text token."""
     configured = spec.config.get("pad_token_id")
-    if isinstance(configured, int) and configured >= 0 and (found := tokenizer.convert_ids_to_tokens(configured)):
-        return str(found)
+    if isinstance(configured, int) and configured >= 0 and (token := tokenizer.convert_ids_to_tokens(configured)):
+        return str(token)
     special = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
-    for word in ("pad", "reserved", "unused"):
-        for token in special:
-            if word in token.lower():
-                return token
+    spare = [token for word in ("pad", "reserved", "unused") for token in special if word in token.lower()]
+    if spare:
+        return spare[0]
     if tokenizer.eos_token is None:
         raise ModelError(
             f"model {spec.name!r}: its tokenizer has no pad token, none in reserve, and none that ends a text. "

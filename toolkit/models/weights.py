@@ -1,15 +1,12 @@
-"""A model's weights as files: safetensors only, their headers read and never their bytes."""
+"""A model's weights as files: safetensors only."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
-from toolkit.core.atomic_io import LIMIT, expand_user, parse_json, read_json
+from toolkit.core.atomic_io import expand_user, read_json
 from toolkit.core.errors import ModelError
-from toolkit.core.units import BYTES_OF
-from toolkit.models.hub import BESIDE, cached, first_line, hub_reachable, unreachable
+from toolkit.models.hub import BESIDE, cached, first_line, hub_reachable, local_folder, unreachable
 from toolkit.models.remote_code import check_code, check_inside
 from toolkit.models.spec import ModelSpec
 
@@ -28,26 +25,27 @@ def local_weights(source: str | Path) -> list[Path]:
         ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
             file that lies elsewhere.
     """
-    path = expand_user(source)
-    folder = path if path.is_dir() else cached(str(source))
+    folder = local_folder(source)
     if folder is None:
         return []
     # In the order in which transformers looks.
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        check_inside(single, folder)
-        return [single]
-    if index.is_file():
+        files = [single]
+    elif index.is_file():
         check_inside(index, folder)
-        return _indexed(folder, index)
-    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if pickles:
+        files = _indexed(folder, index)
+    elif pickles := sorted(path.name for path in folder.glob("pytorch_model*.bin")):
         raise ModelError(
             f"model {str(source)!r} holds its weights as pickles only ({pickles[0]}), which can run code: "
             "convert them where you trust them, with `AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)`, "
             "and give the new folder."
         )
-    return []
+    else:
+        return []
+    for path in files:
+        check_inside(path, folder)
+    return files
 
 
 def require_weights(spec: ModelSpec) -> list[Path]:
@@ -71,12 +69,11 @@ def require_weights(spec: ModelSpec) -> list[Path]:
             "the files that it names. Copy them there, or give a folder that has them."
         )
     for path in files:
-        _header(path)
-    adapter = files[0].parent / "adapter_config.json"
-    if adapter.is_file():
+        _check_complete(path)
+    if (files[0].parent / "adapter_config.json").is_file():
         raise ModelError(
-            f"model {source!r} has an adapter in the folder of its weights ({adapter.name}), which transformers would put onto it "
-            "unasked, from a pickle too. Move the adapter's files into a folder of their own."
+            f"model {source!r} has an adapter in the folder of its weights (adapter_config.json), which transformers would "
+            "load unasked, from a pickle too. Move the adapter's files into a folder of their own."
         )
     return files
 
@@ -100,46 +97,27 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
 
 def copy_processor(spec: ModelSpec, folder: Path) -> None:
     """Copy the files with which the base prepares images and sound, where it has any; text training does not change them."""
-    source = expand_user(spec.source or spec.name)
-    base = source if source.is_dir() else cached(str(source))
+    base = local_folder(spec.source or spec.name)
     for path in sorted(base.glob("*processor_config.json")) if base is not None else ():
         (folder / path.name).write_bytes(path.read_bytes())
-
-
-def checkpoint_dtype(source: str | Path) -> str | None:
-    """Return torch's name of the dtype of most elements of a checkpoint, by the files' headers; None without weights.
-
-    Raises:
-        ModelError: for a file that is no safetensors file, or is cut short.
-    """
-    counts: dict[str, int] = {}
-    for path in local_weights(source):
-        for tensor in _header(path).values():
-            counts[tensor["dtype"]] = counts.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
-    if not counts:
-        return None
-    most = max(counts, key=lambda dtype: counts[dtype])
-    return SAFETENSORS_DTYPES.get(most, most.lower())
 
 
 def _download(name: str, commit: str | None) -> None:
     """Download a Hub id's weights, configs and tokenizer unless the cache has them all."""
     from huggingface_hub import errors, snapshot_download
 
-    if not hub_reachable():
-        path = cached(name, commit)
-        if path is None or not local_weights(path):
-            raise ModelError(unreachable(name, commit))
-        return
-    try:
-        snapshot_download(name, revision=commit, allow_patterns=["model*.safetensors", *BESIDE])
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ModelError(f"model {name!r} could not be downloaded: {first_line(error)}") from error
-    if not local_weights(cached(name, commit) or name):
-        raise ModelError(
-            f"model {name!r} has no safetensors weights on the Hub, and pickles can run code: "
+    problem = unreachable(name, commit)
+    if hub_reachable():
+        try:
+            snapshot_download(name, revision=commit, allow_patterns=["model*.safetensors", *BESIDE])
+        except (errors.HfHubHTTPError, OSError) as error:
+            raise ModelError(f"model {name!r} could not be downloaded: {first_line(error)}") from error
+        problem = (
+            "has no safetensors weights on the Hub, and pickles can run code: "
             "download it, convert it to safetensors where you trust it, and give that folder."
         )
+    if not local_weights(cached(name, commit) or name):
+        raise ModelError(f"model {name!r} {problem}")
 
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
@@ -151,41 +129,20 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
         # An index may be crafted and must not lead out of its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names {name!r}: expected the name of a safetensors file in the same folder.")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelError(
             f"{folder} lacks {len(missing)} of the {len(names)} weight files that its index names, "
             f"the first {missing[0]}. Copy them there."
         )
-    for name in names:
-        check_inside(folder / name, folder)
     return [folder / name for name in names]
 
 
-def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return a safetensors file's tensors: name → dtype, shape, data_offsets (github.com/huggingface/safetensors)."""
-    size = path.stat().st_size
+def _check_complete(path: Path) -> None:
+    """Refuse a file that is cut short or crafted. The library compares its header with its size."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(length)) if length <= min(size - 8, LIMIT) else None
-        tensors = {name: value for name, value in header.items() if name != "__metadata__"} if header else {}
-        end = 8 + length + _end(tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        header, tensors, end = None, {}, 0
-    if header is None or end != size:
-        expected = f", expected {end:,}" if header else ""
-        raise ModelError(f"{path} is not a complete safetensors file ({size:,} bytes{expected}). Copy it again.")
-    return tensors
-
-
-def _end(tensors: dict[str, dict[str, Any]]) -> int:
-    """Return where the last tensor ends; ValueError where tensors overlap or leave a gap."""
-    end = 0
-    for tensor in sorted(tensors.values(), key=lambda tensor: tuple(tensor["data_offsets"])):
-        begins, ends = tensor["data_offsets"]
-        size = BYTES_OF.get(SAFETENSORS_DTYPES.get(tensor["dtype"], ""))
-        if begins != end or ends < begins or (size and ends - begins != size * math.prod(tensor["shape"])):
-            raise ValueError("its tensors overlap, leave a gap, or are not as long as they say")
-        end = ends
-    return end
+        with safe_open(path, framework="np"):
+            return
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a complete safetensors file: {error}. Copy it again.") from None

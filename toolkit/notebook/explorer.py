@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import subprocess
 from collections.abc import Callable
@@ -35,11 +34,8 @@ def _memory(state: ExplorerState) -> Result:
 
 
 def _compare(state: ExplorerState) -> Result:
-    both = [
-        forecast(state.spec, strategy, state.machine, state.train_config, advice=False)
-        for strategy in (state.strategy, state.against)
-    ]
-    return diff_forecasts(both[0], both[1])
+    both = (state.strategy, state.against)
+    return diff_forecasts(*(forecast(state.spec, one, state.machine, state.train_config, advice=False) for one in both))
 
 
 def _timeline(state: ExplorerState) -> Result:
@@ -99,18 +95,17 @@ class Explorer:
             ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
         """
         names = NAMES[self.kind]
-        for name in values:
-            if name not in names:
-                raise ToolkitError(
-                    f"{self.kind} has no control {name!r}.{nearest(name, names)} It has {', '.join(names)}."
-                )
+        for name in values.keys() - set(names):
+            raise ToolkitError(f"{self.kind} has no control {name!r}.{nearest(name, names)} It has {', '.join(names)}.")
         self.state = self.state.but(**values)
-        for choice in choices(self.kind, self.state) if self.panel is not None else ():
-            if choice.name in values and choice.name in self.controls:
-                self.panel.move(choice)
-        with self.panel.busy() if self.panel is not None else contextlib.nullcontext():
+        if self.panel is None:
             self._answer()
-        if self.panel is not None:
+        else:
+            for choice in choices(self.kind, self.state):
+                if choice.name in values.keys() & self.controls.keys():
+                    self.panel.move(choice)
+            with self.panel.busy():
+                self._answer()
             self.panel.say(self.sentence)
         if self._shown is not None:
             self._shown.update(_html(self.static_html()))

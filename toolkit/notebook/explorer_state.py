@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ SECOND = "against_"
 NODE = 8
 """Devices of a node, where there are more."""
 
-SHARDED = ("sharding", "offload", "adapter", "precision", "activation_checkpointing")
+SHARDED = ("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing")
 BATCH = ("seq_len", "micro_batch")
 NAMES = {
     "memory": ("model", "device", "devices", *SHARDED, *BATCH),
@@ -34,6 +34,17 @@ NAMES = {
     "precision": ("model", "device", "precision", "adapter"),
 }
 """Which controls each panel has: those that its answer depends on."""
+
+LABELS = {
+    "devices": ("devices", "how many devices, one rank each; more than eight are on nodes of eight"),
+    "device": ("device", "the device of a rank, from the catalog where it is only named"),
+    "model": ("model", "what is trained"),
+    "seq_len": ("sequence length", ""),
+    "micro_batch": ("micro-batch", ""),
+}
+"""Control → its label, and its help where that is not the field's. Another field's label is its name."""
+
+METADATA = {field.name: field.metadata for owner in (Strategy, TrainConfig) for field in dataclasses.fields(owner)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,40 +103,35 @@ class ExplorerState:
             ToolkitError: for a model, a machine or a run that is not known.
         """
         folder, implied = None if run is None else str(getattr(run, "folder", run)), on is None
-        finished = read_finished_run(folder) if folder is not None else None
-        if finished is not None:
-            model, strategy, train_config = (
-                finished.model if model is None else model,
-                strategy or finished.strategy,
-                train_config or finished.train_config,
-            )
+        if folder is not None:
+            finished = read_finished_run(folder)
+            model = finished.model if model is None else model
+            strategy, train_config = strategy or finished.strategy, train_config or finished.train_config
             if on is None:
-                machine = finished.hardware or hardware()
-                on = dataclasses.replace(machine, count=finished.ranks // machine.nodes)
+                on = finished.hardware or hardware()
+                on = dataclasses.replace(on, count=finished.ranks // on.nodes)
         several = model if isinstance(model, list | tuple) else [EMBEDDED if model is None else model]
         specs = [candidate if isinstance(candidate, ModelSpec) else describe(candidate) for candidate in several]
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or (Strategy(sharding=_full_shardings()[0]) if machine.ranks > 1 else Strategy())
-        second, batch = (
-            against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1),
-            train_config or TrainConfig(),
-        )
-        standing = {"model": specs[0].name, "device": _device_word(machine, on), "devices": machine.ranks}
-        for name in NAMES[kind]:
-            if name.startswith(SECOND):
-                standing[name] = getattr(second, name.removeprefix(SECOND))
-            elif name not in standing:
-                standing[name] = getattr(batch if name in BATCH else base, name)
+        second = against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1)
+        batch, named = train_config or TrainConfig(), machine.device.name  # this machine's own name is long
+        if on is None or machine.device.kind == "cpu":
+            named = HERE if on is None else "cpu"
+        values: dict[str, Any] = {"model": specs[0].name, "device": named, "devices": machine.ranks}
+        for name in [name for name in NAMES[kind] if name not in values]:
+            owner = second if name.startswith(SECOND) else batch if name in BATCH else base
+            values[name] = getattr(owner, name.removeprefix(SECOND))
         return cls(
             models={spec.name: spec for spec in specs},
             here=machine,
-            named=_device_word(machine, on),
+            named=named,
             implied=implied,
             base=base,
             second=second,
             batch=batch,
-            values=standing,
-            began=dict(standing),
+            values=values,
+            began=dict(values),
             run=folder,
         )
 
@@ -220,11 +226,6 @@ def _full_shardings() -> list[str]:
     return [word for word in usual_shardings() if not SHARDINGS[word].smaller]
 
 
-def _device_word(machine: Hardware, on: Hardware | str | None) -> str:
-    """Return the word for this machine's device, whose own name is long."""
-    return HERE if on is None else "cpu" if machine.device.kind == "cpu" else machine.device.name
-
-
 def choices(kind: str, state: ExplorerState) -> list[Choice]:
     """Return the controls of a panel, in order, without those that have a single value."""
     choices_ = [_choice(name, state, kind) for name in NAMES[kind]]
@@ -232,36 +233,31 @@ def choices(kind: str, state: ExplorerState) -> list[Choice]:
 
 
 def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
-    value = state.values[name]
+    value, field = state.values[name], name.removeprefix(SECOND)
+    label, help = LABELS.get(name, (field.replace("_", " "), ""))
     if name == "model":
-        help, values = "what is trained", tuple(state.models)
-        return Choice(name=name, label="model", help=help, values=values, value=value)
-    if name == "device":
+        values: tuple[Any, ...] = tuple(state.models)
+    elif name == "device":
         values = tuple(dict.fromkeys((state.named, *CARDS)))
-        help = "the device of a rank, from the catalog where it is only named"
-        return Choice(name=name, label="device", help=help, values=values, value=value)
-    if name == "devices":
-        help = "how many devices, one rank each; more than eight are on nodes of eight"
-        numbers = _counts(1, 512, state.here.ranks, value)
-        return Choice(name=name, label="devices", help=help, values=numbers, value=value, slides=True, quick=True)
-    if name in BATCH:
-        # Longer sequences than the model's are an error, and not on the slider.
-        longest = max((spec.max_positions or 131_072) for spec in state.models.values())
-        least, most = (128, min(longest, 131_072)) if name == "seq_len" else (1, 64)
-        help, label = _help(TrainConfig, name), {"seq_len": "sequence length", "micro_batch": "micro-batch"}[name]
-        numbers = _counts(min(least, most), most, getattr(state.batch, name), value)
-        return Choice(name=name, label=label, help=help, values=numbers, value=value, slides=True)
-    field = name.removeprefix(SECOND)
-    group = "" if kind != "compare" else "second" if name != field else "first"
-    field_of = {f.name: f for f in dataclasses.fields(Strategy)}[field]
-    values = tuple(word for word in field_of.metadata["values"] if word not in field_of.metadata["later"])
+    elif name == "devices":
+        values = _counts(1, 512, state.here.ranks, value)
+    elif name == "micro_batch":
+        values = _counts(1, 64, state.batch.micro_batch, value)
+    elif name == "seq_len":  # without lengths that the model refuses
+        longest = min(131_072, max((spec.max_positions or 131_072) for spec in state.models.values()))
+        values = _counts(min(128, longest), longest, state.batch.seq_len, value)
+    else:
+        values = tuple(word for word in METADATA[field]["values"] if word not in METADATA[field]["later"])
     return Choice(
-        name=name, label=field.replace("_", " "), help=_help(Strategy, field), values=values, value=value, group=group
+        name=name,
+        label=label,
+        help=help or METADATA[field]["help"],
+        values=values,
+        value=value,
+        slides=name in ("devices", *BATCH),
+        quick=name == "devices",
+        group="" if kind != "compare" or field not in SHARDED else "second" if name != field else "first",
     )
-
-
-def _help(owner: type[Strategy] | type[TrainConfig], name: str) -> str:
-    return str(next(f.metadata["help"] for f in dataclasses.fields(owner) if f.name == name))
 
 
 def _counts(least: int, most: int, *own: int) -> tuple[int, ...]:
@@ -281,9 +277,9 @@ def command(kind: str, state: ExplorerState) -> str:
     plain, batch = (state.base, state.batch) if state.run else (Strategy(), TrainConfig())
     if kind == "precision":
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
-    words += spell(dict(_nondefault_flags(strategy, plain)))
+    words += spell(_changed(strategy, plain))
     if kind != "precision":
-        words += spell(dict(_nondefault_flags(state.fields(state.batch), batch)))
+        words += spell(_changed(state.fields(state.batch), batch))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
@@ -300,7 +296,5 @@ def _model_word(state: ExplorerState) -> list[str]:
     return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
 
 
-def _nondefault_flags(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if value != getattr(plain, name):
-            yield name, value
+def _changed(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value != getattr(plain, name)}

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import expand_user, open_regular, write_whole
 from toolkit.core.display import Result, Table
+from toolkit.core.drawing import figure
 from toolkit.core.errors import RunError
-from toolkit.core.html import render
+from toolkit.core.html import markup, render
 from toolkit.core.redaction import redact, visible
-from toolkit.reports.page import MARK, html_page, html_parts
-from toolkit.reports.parts import Section
 from toolkit.reports.record import Record, read_record, step_seconds, throughput
-from toolkit.reports.sections import figures, sections_of
+from toolkit.reports.sections import Section, figures, sections_of
 from toolkit.run_folder.folder import refuse_links
+
+ABOUT = (
+    "target", "strategy", "train_config", "run_config", "ranks", "seed", "data", "started", "finished", "attempts",
+    "versions", "hardware",
+)  # fmt: skip
+"""Keys of `run.json` that a report's JSON repeats."""
+
+WIDE = 4
+"""Columns above which a table scrolls on a small screen."""
+
+MARK = markup('<meta name="generator" content="accelerate-toolkit">')
+"""The line in its head by which a page is known as a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +44,17 @@ class Report(Result):
         """`running`, `finished`, `stopped` or `failed`."""
         return self.run.status
 
+    @cached_property
+    def sections(self) -> list[Section]:
+        """The report's sections, in the order of the page."""
+        return sections_of(self.run)
+
     def page(self) -> str:
         """Return the run as one self-contained HTML page without scripts."""
         name = self.run.path.absolute().name
-        return redact(html_page(name, self.run.status, figures(self.run), sections_of(self.run)))
+        parts = [(section, *_html_parts(section)) for section in self.sections]
+        values = {"name": name, "status": self.run.status, "figures": figures(self.run), "sections": parts}
+        return redact(render("report", mark=MARK, **values) + "\n")
 
     def write(self, path: str | Path | None = None) -> Path:
         """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
@@ -56,47 +75,31 @@ class Report(Result):
 
     def tables(self) -> list[Table]:
         summary = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
-        return [summary, *(table for section in sections_of(self.run) for table, _ in section.tables)]
+        return [summary, *(table for section in self.sections for table in section.tables)]
 
     def __str__(self) -> str:
-        parts = [self.tables()[0].text(), *(section.text() for section in sections_of(self.run))]
+        parts = [self.tables()[0].text(), *(section.text() for section in self.sections)]
         return visible(redact("\n\n".join(parts)))
 
     def _repr_html_(self) -> str:
-        return redact(self.tables()[0].html() + "".join(_in_notebook(section) for section in sections_of(self.run)))
+        parts = [self.tables()[0].html()]
+        for section in self.sections:  # without headings: a notebook has its own
+            pictures, tables = _html_parts(section)
+            parts.append(render("report_section", section=section, figures=pictures, tables=tables))
+        return redact("".join(parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run in bytes and seconds, with a summary of its steps; `events.jsonl` has each."""
         run, about, memory = self.run, self.run.about, self.run.memory or {}
-        fields = (
-            "target",
-            "strategy",
-            "train_config",
-            "run_config",
-            "ranks",
-            "seed",
-            "data",
-            "started",
-            "finished",
-            "attempts",
-        )
         return {
             "run": str(run.path),
-            "status": run.status,
-            "words": run.words,
-            "then": run.then,
-            "command": run.command,
-            **{name: about.get(name) for name in fields},
+            **{name: getattr(run, name) for name in ("status", "words", "then", "command")},
+            **{name: about.get(name) for name in ABOUT},
             **_progress(run),
             "evaluations": [{"step": event["step"], "loss": event["eval_loss"]} for event in run.evaluations],
             "checkpoints": [dict(event) for event in run.checkpoints],
-            "audits": memory.get("audits"),
-            "measured": memory.get("measured"),
-            "reason": memory.get("reason"),
+            **{name: memory.get(name) for name in ("audits", "measured", "reason", "unforecast")},
             "forecast": run.forecast,
-            "unforecast": memory.get("unforecast"),
-            "versions": about.get("versions"),
-            "hardware": about.get("hardware"),
         }
 
 
@@ -150,14 +153,8 @@ def _write_page(path: Path) -> Path | None:
 
 def _progress(run: Record) -> dict[str, Any]:
     steps = run.steps
-    losses = [(event["loss"], event["step"]) for event in steps if event["loss"] is not None]
-    lowest = min(losses, default=(None, None))
-    loss: Mapping[str, Any] = {
-        "first": losses[0][0] if losses else None,
-        "last": losses[-1][0] if losses else None,
-        "lowest": lowest[0],
-        "lowest_step": lowest[1],
-    }
+    losses = [(event["loss"], event["step"]) for event in steps if event["loss"] is not None] or [(None, None)]
+    first, last, (lowest, step) = losses[0][0], losses[-1][0], min(losses)
     return {
         "steps": run.done,
         "skipped": sum(bool(event.get("skipped")) for event in steps),
@@ -165,11 +162,12 @@ def _progress(run: Record) -> dict[str, Any]:
         "seconds": sum(event["seconds"] for event in steps),
         "step_seconds": step_seconds(steps) if steps else None,
         "tokens_per_second": throughput(steps),
-        "loss": loss,
+        "loss": {"first": first, "last": last, "lowest": lowest, "lowest_step": step},
     }
 
 
-def _in_notebook(section: Section) -> str:
-    """Return the section without its heading: a notebook has its own."""
-    pictures, tables = html_parts(section)
-    return render("report_section", section=section, figures=pictures, tables=tables)
+def _html_parts(section: Section) -> tuple[list[Any], list[tuple[str, Any]]]:
+    """Return a section's figures, and its other tables, each with its title if it is wide."""
+    figures = [markup(figure(table.picture, table)) for table in section.tables if table.picture]
+    plain = [table for table in section.tables if not table.picture]
+    return figures, [(table.title if len(table.columns) > WIDE else "", markup(table.html())) for table in plain]

@@ -6,19 +6,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from toolkit.config.flags import differing, from_dict, section, spell, to_flags
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import check_fields, read_events, read_json
-from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.atomic_io import read_events
+from toolkit.core.errors import StrategyError
 from toolkit.core.redaction import redact, redact_all
-from toolkit.run_folder.folder import Folder, first_error, open_readonly
-from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.run_folder.folder import Folder, run_paths
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import held_by_others
+from toolkit.run_folder.status import read_memory, read_outcome
 from toolkit.training.resumption import resume_hint
 
 WARM = 5
@@ -88,32 +88,32 @@ def read_record(path: str | Path) -> Record:
     Raises:
         RunError: for a folder that holds no run, and a file in it that cannot be read.
     """
-    folder = open_readonly(path)
+    folder = run_paths(path)
     about = redact_all(read_run_json(folder.path))
     events = redact_all(read_events(folder.events))
-    status, words = ended(folder, about)
+    status, words = read_outcome(folder, about)
     return Record(
         path=folder.path,
         about=about,
         steps=tuple(event for event in events if "loss" in event),
         evaluations=tuple(event for event in events if "eval_loss" in event),
         checkpoints=tuple(redact_all(read_events(folder.published))),
-        memory=memory_of(folder, about),
+        memory=read_memory(folder, about),
         status=status,
         words=redact(words),
-        then="" if status in ("finished", "running") else redact(_last_beats(folder)),
+        then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
     )
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of the median step after the fifth."""
-    return _median([event["seconds"] for event in steps[WARM:] or steps])
+    return float(median(event["seconds"] for event in steps[WARM:] or steps))
 
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
     rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
-    return _median(rates) if rates else None
+    return float(median(rates)) if rates else None
 
 
 def pace(event: Mapping[str, Any]) -> float | None:
@@ -129,76 +129,8 @@ def _own_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> s
     return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
 
 
-def _median(values: Sequence[float]) -> float:
-    from statistics import median
-
-    return float(median(values))
-
-
-def memory_of(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return this attempt's `memory.json`; until a resumed run finishes again, the file is an older attempt's.
-
-    Raises:
-        RunError: where it cannot be read.
-    """
-    try:
-        if folder.memory.stat().st_mtime < _started(about):
-            return None
-        record: dict[str, Any] = redact_all(read_json(folder.memory))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{folder.memory} cannot be read: {error}. Repair or remove it.") from error
-    return record
-
-
-def ended(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the status of a run that has begun, in a word, and its message."""
-    beats = list(read_beats(folder.logs).values())
-    if about.get("finished"):
-        return "finished", f"It finished at {about['finished']}."
-    if held_by_others(folder.path):
-        return "running", "It goes on. " + " ".join(
-            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
-        )
-    if (message := _supervisor_message(folder, about)) is not None:
-        return message
-    raised = folder.errors()
-    if (rank := first_error(raised)) is not None:
-        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
-    if beats and all(beat.phase == "ended" for beat in beats):
-        return "stopped", "It was stopped by a user."
-    killed = "Its processes are gone and left no word: they were killed, or the machine went down."
-    return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
-
-
-def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the supervisor's message of this attempt, not of an older one."""
-    try:
-        end = read_json(folder.end)
-        check_fields(end, {"how": str, "message": str, "attempt": int})
-        # Not by times: a clock may be set back.
-        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _started(about: Mapping[str, Any]) -> float:
-    """Return when the last attempt began, in seconds since 1970; 0 if unknown."""
-    from datetime import datetime
-
-    try:
-        return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
-    except (ValueError, LookupError, TypeError):
-        return 0.0
-
-
-def _last_beats(folder: Folder) -> str:
+def _how_to_resume(folder: Folder) -> str:
     try:
         return resume_hint(folder)
     except StrategyError as error:
         return f"This version cannot resume it: {error}"
-
-
-def _rank_location(beat: Heartbeat) -> str:
-    return f"Rank {beat.rank} was {beat.where}."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config.flags import section
@@ -12,13 +13,13 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Table
+from toolkit.core.drawing import curve
 from toolkit.core.redaction import MARK
-from toolkit.core.units import format_bytes, format_count, format_seconds
+from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.exporters import logits_text
-from toolkit.reports.memory import by_part, by_phase, by_rank, ratio
-from toolkit.reports.parts import Section, sample_table, spell_number
-from toolkit.reports.progress import checkpoints, speed, training
-from toolkit.reports.record import Record, throughput
+from toolkit.reports.record import Record, pace, step_seconds, throughput
+from toolkit.reports.tables import by_part, by_phase, by_rank, by_time, ratio, sample_table, spell_bytes, spell_number
+from toolkit.training.loop import Step
 
 OUTCOMES = (
     "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
@@ -28,21 +29,46 @@ OUTCOMES = (
 
 STATES = ("trainable", "frozen", "master", "optimizer")
 
+SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", spell_number),
+    "grad_norm": ("gradient norm", spell_number),
+    "lr": ("lr", "{:.3g}".format),
+}
+"""Figures of a step that have columns, each with its title."""
+
+KNOWN = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
+"""The recipe's figures of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of a report."""
+
+    title: str
+    words: str = ""
+    """A paragraph."""
+    code: str = ""
+    """Literal text: a command, or the end of a rank's log."""
+    tables: Sequence[Table] = ()
+
+    def text(self) -> str:
+        """Return text for a terminal."""
+        code = "\n".join("    " + line for line in self.code.splitlines())
+        paragraphs = [part for part in (self.words, code, *(table.text() for table in self.tables)) if part]
+        return "\n\n".join([f"== {self.title} ==", *paragraphs])
+
 
 def sections_of(run: Record) -> list[Section]:
-    """Return all sections, in the order of the page."""
-    writers = (
-        _outcome_section,
-        _settings_section,
-        _audit_section,
-        _memory_section,
-        training,
-        checkpoints,
-        _export_section,
-        _attempts_section,
-        _machine_section,
-    )
-    return [section for make in writers if (section := make(run)) is not None]
+    """Return all sections, in the order of the page. The memory of a target's ranks is its own to measure."""
+    sections = [_outcome(run), _target_settings(run, run.target) if run.target else _settings(run)]
+    if run.target is None:
+        sections += [_audit(run), _memory(run)]
+    sections += [_training(run), _checkpoints(run)]
+    if run.status == "finished" and run.about.get("export"):
+        sections.append(_export(run.about["export"]))
+    if run.about.get("attempts"):
+        sections.append(_attempts(run.about["attempts"]))
+    return [*sections, _machine(run)]
 
 
 def figures(run: Record) -> list[tuple[str, str]]:
@@ -50,113 +76,96 @@ def figures(run: Record) -> list[tuple[str, str]]:
     train_config, steps = run.about["train_config"], run.steps
     planned = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
     rows = [("status", run.status), ("steps", f"{run.done:,}{planned}")]
-    losses = [event["loss"] for event in steps if event["loss"] is not None]
-    if losses:
+    if losses := [event["loss"] for event in steps if event["loss"] is not None]:
         rows.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
     if run.evaluations:
         rows.append(("evaluation loss", spell_number(run.evaluations[-1]["eval_loss"])))
+    if rate := throughput(steps):
+        rows.append(("tokens/s", f"{rate:,.0f}"))
     if steps:
-        if rate := throughput(steps):
-            rows.append(("tokens/s", f"{rate:,.0f}"))
         rows.append(("time in steps", format_seconds(sum(event["seconds"] for event in steps))))
+    expected = run.forecast["device"]["peak_bytes"] if run.forecast else None
     if run.measured:
-        rows.append(("peak of a rank", format_bytes(run.measured["peak_bytes"])))
-        if run.forecast:
-            expected = run.forecast["device"]["peak_bytes"]
-            rows.append(("forecast / measured", ratio(expected, run.measured["peak_bytes"])))
-    elif run.forecast:
-        rows.append(("forecast peak", format_bytes(run.forecast["device"]["peak_bytes"])))
+        measured = run.measured["peak_bytes"]
+        rows.append(("peak of a rank", format_bytes(measured)))
+        rows += [("forecast / measured", ratio(expected, measured))] if expected else []
+    elif expected:
+        rows.append(("forecast peak", format_bytes(expected)))
     return rows
 
 
-def _outcome_section(run: Record) -> Section:
+def _outcome(run: Record) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
-    words = " ".join(dict.fromkeys(filter(None, (run.words, "" if run.then in run.words else run.then))))
-    return Section(
-        title="How it goes" if run.status == "running" else "How it ended", words=words[:1].upper() + words[1:]
-    )
+    words = f"{run.words} {run.then}".strip() if run.then not in run.words else run.words
+    title = "How it goes" if run.status == "running" else "How it ended"
+    return Section(title=title, words=words[:1].upper() + words[1:])
 
 
-def _settings_section(run: Record) -> Section:
-    if run.target is not None:
-        return _target_section(run, run.target)
-    about, train_config, command = run.about, run.about["train_config"], run.command
-    sizes = {**train_config, **about.get("parallelism", {})}
+def _settings(run: Record) -> Section:
+    about = run.about
+    sizes = {**about["train_config"], **about.get("parallelism", {})}
     samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
-    more = {
-        Strategy: [("ranks", str(about["ranks"]))],
-        TrainConfig: [("global batch", f"{samples} samples")],
-        RunConfig: [("trained tokens of the data", format_count((about.get("data") or {}).get("trained_tokens", 0)))],
-    }
-    tables = [_changed_settings(kind, about[section(kind)], rows) for kind, rows in more.items()]
-    notes = ["Fields that are not listed have their defaults."]
-    if MARK in command:
-        notes.append(f"A secret in the command is replaced by {MARK}: give it again.")
-    return Section(
-        title="Settings",
-        words=" ".join([*notes, "The command that does the same again:"]),
-        code=command,
-        tables=[(table, "") for table in tables],
-    )
+    tokens = (about.get("data") or {}).get("trained_tokens", 0)
+    tables = [
+        _changed_settings(Strategy, about, ("ranks", str(about["ranks"]))),
+        _changed_settings(TrainConfig, about, ("global batch", f"{samples} samples")),
+        _changed_settings(RunConfig, about, ("trained tokens of the data", format_count(tokens))),
+    ]
+    return _repeatable(run, tables, "The command that does the same again:")
 
 
-def _target_section(run: Record, target: Mapping[str, Any]) -> Section:
+def _target_settings(run: Record, target: Mapping[str, Any]) -> Section:
     """Return the section of a script, module or function: its name, and the strategy of `tk.accelerator()`."""
-    rows = [("kind", target["kind"]), ("name", target["name"])]
-    if target["arguments"]:
-        rows.append(("arguments", " ".join(target["arguments"])))
-    if target["sha256"]:
-        rows.append(("sha256 of its file", target["sha256"]))
-    strategy = _changed_settings(Strategy, run.about["strategy"], [("ranks", str(run.about["ranks"]))])
-    words = "Fields that are not listed have their defaults. "
-    words += f"A secret is replaced by {MARK}: give it again. " if MARK in run.command else ""
-    words += "What does the same again"
-    more = ", given its arguments (`args=`, `kwargs=`):" if target["kind"] == "function" else ":"
-    tables = [(Table(title="Target", columns=("field", "value"), rows=rows), ""), (strategy, "")]
-    return Section(title="Settings", words=words + more, code=run.command, tables=tables)
+    cells = {
+        "kind": target["kind"],
+        "name": target["name"],
+        "arguments": " ".join(target["arguments"]),
+        "sha256 of its file": target["sha256"],
+    }
+    rows = [(name, value) for name, value in cells.items() if value]
+    strategy = _changed_settings(Strategy, run.about, ("ranks", str(run.about["ranks"])))
+    more = ", given its arguments (`args=`, `kwargs=`)" if target["kind"] == "function" else ""
+    tables = [Table(title="Target", columns=("field", "value"), rows=rows), strategy]
+    return _repeatable(run, tables, f"What does the same again{more}:")
 
 
-def _changed_settings(kind: type[Any], values: Mapping[str, Any], more: Sequence[tuple[str, str]]) -> Table:
+def _repeatable(run: Record, tables: Sequence[Table], words: str) -> Section:
+    """Return the settings with the command that repeats the run."""
+    notes = ["Fields that are not listed have their defaults."]
+    if MARK in run.command:
+        notes.append(f"A secret in the command is replaced by {MARK}: give it again.")
+    return Section(title="Settings", words=" ".join([*notes, words]), code=run.command, tables=tables)
+
+
+def _changed_settings(kind: type[Any], about: Mapping[str, Any], more: tuple[str, str]) -> Table:
     """Return the main settings of a dataclass, and those with other values than the default."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    cells = [
-        name
-        for name, value in values.items()
+    rows = [
+        (name, str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value))
+        for name, value in about[section(kind)].items()
         if value is not None and (name in OUTCOMES or value != defaults.get(name))
     ]
-    rows = [(name, _cell_text(values[name])) for name in cells]
-    return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, *more])
+    return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, more])
 
 
-def _audit_section(run: Record) -> Section | None:
-    if run.target is not None:  # its ranks' memory is its own to measure
-        return None
+def _audit(run: Record) -> Section:
     audits = (run.memory or {}).get("audits") or []
     if not audits:
-        return Section(
-            title="Audit",
-            words="A finished run has the memory of each rank in memory.json; this run has no such file.",
-        )
-    return Section(
-        title="Audit",
-        words=f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s).",
-        tables=[(_state_table(audits), ""), (_dtype_table(audits[0]), "")],
-    )
+        words = "A finished run has the memory of each rank in memory.json; this run has no such file."
+        return Section(title="Audit", words=words)
+    words = f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s)."
+    return Section(title="Audit", words=words, tables=[_state_table(audits), _dtype_table(audits[0])])
 
 
 def _state_table(audits: Sequence[Mapping[str, Any]]) -> Table:
     """Return each rank's bytes next to the engine's expectation; equal ranks share a row."""
-
-    def cells(key: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple("–" if key.get(part) is None else format_bytes(key[part]) for part in STATES)
-
     same: dict[tuple[str, ...], list[int]] = {}
     for rank, audit in enumerate(audits):
-        same.setdefault(cells(audit["measured"]), []).append(rank)
-    rows = [(_ranks(ranks), *key) for key, ranks in same.items()]
-    if audits[0].get("expected"):
-        rows.append(("expected", *cells(audits[0]["expected"])))
+        same.setdefault(tuple(spell_bytes(audit["measured"].get(part)) for part in STATES), []).append(rank)
+    rows = [(_ranks(ranks), *cells) for cells, ranks in same.items()]
+    if expected := audits[0].get("expected"):
+        rows.append(("expected", *(spell_bytes(expected.get(part)) for part in STATES)))
     notes = ("expected: by the engine's arithmetic.",)
     return Table(title="States held between steps, by rank", columns=("rank", *STATES), rows=rows, notes=notes)
 
@@ -167,13 +176,10 @@ def _dtype_table(audit: Mapping[str, Any]) -> Table:
     return Table(title="Dtype ledger", columns=("part", "measured", "expected"), rows=rows)
 
 
-def _memory_section(run: Record) -> Section | None:
-    if run.target is not None:
-        return None
-    title = "Forecast and measured"
-    forecast, measured = run.forecast, run.measured
-    why = (run.memory or {}).get("reason") or "peaks are written when a run finishes"
-    unforecast = (run.memory or {}).get("unforecast") or "it was not forecast"
+def _memory(run: Record) -> Section:
+    title, forecast, measured, memory = "Forecast and measured", run.forecast, run.measured, run.memory or {}
+    why = memory.get("reason") or "peaks are written when a run finishes"
+    unforecast = memory.get("unforecast") or "it was not forecast"
     if not forecast and not measured:
         return Section(title=title, words=f"There is neither: {unforecast}; {why}.")
     words = ["Bytes of the rank with the highest peak: the parts at the peak, and the highest total of each phase."]
@@ -181,50 +187,103 @@ def _memory_section(run: Record) -> Section | None:
         words.append(f"Nothing was measured: {why}.")
     elif not forecast:
         words.append(f"No forecast: {unforecast}.")
-    elif forecast["device"]["peak_phase"] != measured["peak_phase"]:
-        expected = forecast["device"]["peak_phase"]
+    elif (expected := forecast["device"]["peak_phase"]) != measured["peak_phase"]:
         words.append(f"The peak was forecast in {expected} and measured in {measured['peak_phase']}.")
     tables = [by_part(forecast, measured), by_phase(forecast, measured)]
     if measured:
-        tables.append((by_rank(run.memory or {}), ""))
+        tables.append(by_rank(memory))
     if run.steps:
-        tables.append((speed(run), ""))
+        tables.append(by_time(forecast or {}, step_seconds(run.steps), throughput(run.steps)))
     return Section(title=title, words=" ".join(words), tables=tables)
 
 
-def _export_section(run: Record) -> Section | None:
-    export = run.about.get("export")
-    if run.status != "finished" or not export:
-        return None
+def _training(run: Record) -> Section:
+    """Return losses, evaluation losses and tokens a second, step by step."""
+    title, steps = "Training", run.steps
+    if not steps:
+        return Section(title=title, words="No step was done.")
+    lines = {"loss": [(event["step"], event["loss"]) for event in steps]}
+    if run.evaluations:
+        lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]
+    loss = curve(lines, title="Loss", x="step", y="loss")
+    tables = [dataclasses.replace(_steps(run), picture=loss)]
+    if rates := [(event["step"], rate) for event in steps if (rate := pace(event)) is not None]:
+        tables.append(_throughput(run, rates))
+    if run.evaluations:
+        evaluations = [(f"{event['step']:,}", spell_number(event["eval_loss"])) for event in run.evaluations]
+        tables.append(sample_table("Evaluation losses", ("step", "loss"), evaluations, "events.jsonl"))
+    skipped = sum(bool(event.get("skipped")) for event in steps)
+    words = f"In {skipped} step(s) fp16 overflowed, and they were skipped." if skipped else ""
+    return Section(title=title, words=words, tables=tables)
+
+
+def _steps(run: Record) -> Table:
+    """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
+    last = run.steps[-1]
+    spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
+    spellings |= {name: (name, "{:.4g}".format) for name in last if name not in KNOWN}
+
+    def cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
+        if name not in event:
+            return "–"
+        return spell_number(None) if event[name] is None else spell(event[name])
+
+    rows = []
+    for event in run.steps:
+        cells, rate = [cell(event, name, spell) for name, (_, spell) in spellings.items()], pace(event)
+        rows.append((f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"))
+    columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
+    return sample_table("Steps", columns, rows, "events.jsonl")
+
+
+def _throughput(run: Record, rates: Sequence[tuple[float, float]]) -> Table:
+    tokens, seconds = (sum(event.get(name) or 0 for event in run.steps) for name in ("tokens", "seconds"))
+    rows = [
+        ("tokens", format_count(tokens)),
+        ("time in steps", format_seconds(seconds)),
+        ("the median step", format_step_seconds(step_seconds(run.steps))),
+        ("tokens/s, over all", f"{tokens / seconds:,.0f}"),
+        ("tokens/s, of the median step", f"{throughput(run.steps) or 0:,.0f}"),
+    ]
+    notes = ("The first five steps do not count for the median: the memory window lies in them.",)
+    picture = curve({"tokens/s": rates}, title="Throughput", x="step", y="tokens/s", spell_y="{:,.0f}".format)
+    return Table(title="Throughput", columns=("figure", "value"), rows=rows, notes=notes, picture=picture)
+
+
+def _checkpoints(run: Record) -> Section:
+    """Return the published checkpoints and their cost."""
+    title, saved = "Checkpoints", run.checkpoints
+    if not saved:
+        return Section(title=title, words="None was published.")
+    stalled, trained = sum(line["stall_seconds"] for line in saved), sum(event["seconds"] for event in run.steps)
+    words = f"{len(saved):,} published. The training waited {format_seconds(stalled)} for them in all"
+    words += f", {stalled / trained:.1%} of the time in steps." if trained else "."
+    rows = []
+    for line in saved:
+        times = (format_seconds(line[name]) for name in ("stall_seconds", "write_seconds"))
+        rows.append((f"{line['step']:,}", format_bytes(line["bytes"]), *times))
+    columns = ("step", "bytes", "training waited", "written in")
+    return Section(title=title, words=words, tables=[sample_table(title, columns, rows, "checkpoints.jsonl")])
+
+
+def _export(export: Mapping[str, Any]) -> Section:
     rows = [("folder", export["folder"]), ("logits against the trained model", logits_text(export["logits_error"]))]
     table = Table(title="Saved and checked", columns=("what", "value"), rows=rows)
-    return Section(title="The trained model", words=" ".join(export["notes"]), tables=[(table, "")])
+    return Section(title="The trained model", words=" ".join(export["notes"]), tables=[table])
 
 
-def _attempts_section(run: Record) -> Section | None:
-    attempts = run.about.get("attempts") or []
-    if not attempts:
-        return None
-    numbered = [{"number": number, **attempt} for number, attempt in enumerate(attempts, start=1)]
-
-    def row(attempt: Mapping[str, Any]) -> tuple[str, ...]:
-        sharding = attempt["strategy"]["sharding"]
-        return (
-            str(attempt["number"]),
-            attempt["started"],
-            sharding,
-            str(attempt["ranks"]),
-            f"{attempt.get('from_step', 0):,}",
-        )
-
+def _attempts(attempts: Sequence[Mapping[str, Any]]) -> Section:
+    rows = []
+    for number, attempt in enumerate(attempts, start=1):
+        sharding, ranks, start = attempt["strategy"]["sharding"], attempt["ranks"], attempt.get("from_step", 0)
+        rows.append((str(number), attempt["started"], sharding, str(ranks), f"{start:,}"))
     columns = ("attempt", "started", "sharding", "ranks", "from step")
-    return Section(title="Attempts", tables=[(sample_table("Attempts", columns, numbered, row, "run.json"), "")])
+    return Section(title="Attempts", tables=[sample_table("Attempts", columns, rows, "run.json")])
 
 
-def _machine_section(run: Record) -> Section:
-    about = run.about
-    versions = [(name, version or "not installed") for name, version in about.get("versions", {}).items()]
-    machine, rows = about.get("hardware") or {}, []
+def _machine(run: Record) -> Section:
+    versions = [(name, version or "not installed") for name, version in run.about.get("versions", {}).items()]
+    machine, rows = run.about.get("hardware") or {}, []
     if device := machine.get("device"):
         nodes, count = machine.get("nodes", 1), machine.get("count", 1)
         rows = [("device", f"{device['name']} ({device['kind']})")]
@@ -233,10 +292,10 @@ def _machine_section(run: Record) -> Section:
         rows.append(("memory of a device", format_bytes(device["total_bytes"])))
         rows.append(("memory of the host", format_bytes(machine["host_bytes"])))
     tables = [
-        (Table(title="Machine", columns=("figure", "value"), rows=rows), ""),
-        (Table(title="Versions", columns=("library", "version"), rows=versions), ""),
+        Table(title="Machine", columns=("figure", "value"), rows=rows),
+        Table(title="Versions", columns=("library", "version"), rows=versions),
     ]
-    return Section(title="Machine and versions", tables=[pair for pair in tables if pair[0].rows])
+    return Section(title="Machine and versions", tables=[table for table in tables if table.rows])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -244,7 +303,3 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
     return ", ".join(map(str, ranks))
-
-
-def _cell_text(value: Any) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

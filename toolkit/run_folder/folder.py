@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -13,30 +13,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import DRAFT, append_line, check_fields, expand_user, read_json, unwritable, write_json
+from toolkit.core.atomic_io import append_line, check_fields, expand_user, read_json, unwritable, write_json
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
+from toolkit.run_folder.contents import foreign_files, refuse_old
 from toolkit.run_folder.run_json import no_run, read_run_json
-from toolkit.run_folder.run_lock import hold, is_lock, run_token
+from toolkit.run_folder.run_lock import hold, role, run_token, sign
 
 RUNS = "runs"
 """The default folder of runs."""
 
-BEGUN = {"lock", "logs", "accelerate.yaml"}
-"""Files in a folder before its run has begun."""
-
-LOGS = re.compile(
-    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(supervisor|failures|end)\.json|function\.pkl"
-)
-"""Files that a run writes into `logs`; other files there are the user's."""
-
-_DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
-
-LONGEST = 200
-"""Bytes of a run's name: files in its folder have longer ones."""
+CLAIM = "TOOLKIT_RUN_CLAIM"
+"""The environment variable of a supervisor that inherits its folder's lock: descriptor, token, whether the run is new."""
 
 SPARE = 8192
 """Bytes that each rank keeps free for the words in which it ends."""
+
+
+class Inside:
+    """A path inside a run's folder, as an attribute of `Folder`: of the class, relative."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Folder | None, _: type[Folder]) -> Path:
+        return folder.path / self.name if folder else Path(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,50 +52,34 @@ class Folder:
     lock: int
     """Open file descriptor of the lock."""
 
-    @property
-    def run_json(self) -> Path:
-        """Strategy, loop, forecast, versions, hardware, seed, data fingerprint."""
-        return self.path / "run.json"
-
-    @property
-    def events(self) -> Path:
-        """A line a step."""
-        return self.path / "events.jsonl"
-
-    @property
-    def memory(self) -> Path:
-        """Measured peaks, rank by phase."""
-        return self.path / "memory.json"
-
-    @property
-    def config(self) -> Path:
-        """The Accelerate config file that the run was launched with."""
-        return self.path / "accelerate.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder a checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def published(self) -> Path:
-        """A line for each published checkpoint: its step, bytes, and cost."""
-        return self.path / "checkpoints.jsonl"
-
-    @property
-    def export(self) -> Path:
-        """The trained model."""
-        return self.path / "export"
-
-    @property
-    def report(self) -> Path:
-        """The run as a page."""
-        return self.path / "report.html"
-
-    @property
-    def logs(self) -> Path:
-        """The logs of the processes."""
-        return self.path / "logs"
+    run_json = Inside("run.json")
+    """Strategy, loop, forecast, versions, hardware, seed, data fingerprint."""
+    events = Inside("events.jsonl")
+    """A line a step."""
+    memory = Inside("memory.json")
+    """Measured peaks, rank by phase."""
+    config = Inside("accelerate.yaml")
+    """The Accelerate config file that the run was launched with."""
+    checkpoints = Inside("checkpoints")
+    """One folder a checkpoint."""
+    published = Inside("checkpoints.jsonl")
+    """A line for each published checkpoint: its step, bytes, and cost."""
+    export = Inside("export")
+    """The trained model."""
+    report = Inside("report.html")
+    """The run as a page."""
+    logs = Inside("logs")
+    """The logs of the processes."""
+    launcher_log = Inside("logs/launcher.log")
+    """What `accelerate launch` prints."""
+    exits = Inside("logs/failures.json")
+    """The launcher's record of how ranks ended."""
+    supervisor_log = Inside("logs/supervisor.log")
+    """Of a supervisor in its own session: restarts, and how the run ended."""
+    function = Inside("logs/function.pkl")
+    """A shipped function."""
+    end = Inside("logs/end.json")
+    """How the last attempt ended, by its supervisor; missing where it finished."""
 
     def log(self, rank: int) -> Path:
         """Return the log of a rank."""
@@ -107,11 +92,6 @@ class Folder:
     def error(self, rank: int) -> Path:
         """Return the file with the exception that ended a rank."""
         return self.logs / f"rank-{rank}.error.json"
-
-    @property
-    def end(self) -> Path:
-        """How the last attempt ended, as its supervisor said it; nothing where it finished."""
-        return self.logs / "end.json"
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to `events.jsonl`."""
@@ -174,9 +154,7 @@ class Folder:
         os.close(self.lock)
 
     def discard(self, *, shared: bool = False) -> None:
-        """Remove a new run that has nothing to show: made here, and nothing in it but what every run begins with.
-
-        Only files that a run writes are removed: a file of the user's own stays, and its folder with it.
+        """Remove a new run that has nothing to show, unless its folder holds a file of the user's.
 
         Args:
             shared: another rank of the run may have made the folder, and may be removing it at the same time.
@@ -184,20 +162,10 @@ class Folder:
         if not shared and not self.created:
             return
         with contextlib.suppress(FileNotFoundError):
-            if not _foreign(self.path) and {entry.name for entry in self.path.iterdir()} <= {*BEGUN, "run.json"}:
-                for file in (
-                    *self.logs.glob("*"),
-                    *self.logs.glob(".*"),
-                    self.config,
-                    self.run_json,
-                    self.path / "lock",
-                ):
-                    file.unlink(missing_ok=True)
-                for folder in (self.logs, self.path):
-                    with contextlib.suppress(OSError):  # not there, or not empty any more
-                        folder.rmdir()
+            if not foreign_files(self.path):
+                shutil.rmtree(self.path, ignore_errors=shared)
         with contextlib.suppress(OSError):  # where it was the only run
-            if self.path.parent == Path("runs"):
+            if self.path.parent == Path(RUNS):
                 self.path.parent.rmdir()
 
     def __enter__(self) -> Folder:
@@ -212,8 +180,8 @@ class Folder:
 def enter(path: str | Path, *, resume: bool = False, token: str | None = None, wait: float = 10.0) -> Folder:
     """Create a new run's folder, or continue in an old one, and lock it against other runs.
 
-    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. It needs `flock`:
-    Linux and macOS have it on local disks, Linux on NFS, too.
+    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. It needs `flock`,
+    which Linux has on local disks and on NFS.
 
     Args:
         path: the folder; parents are created.
@@ -225,45 +193,45 @@ def enter(path: str | Path, *, resume: bool = False, token: str | None = None, w
         RunError: the folder holds a run or other files (or, resuming, none); a link leads out of it; another run's
             processes hold it after `wait` seconds; it cannot be created. Nothing is written then.
     """
-    path, token = expand_user(path), token or run_token()
+    if claimed := os.environ.pop(CLAIM, None):  # by the process that launched this one
+        lock, token, created = json.loads(claimed)
+        os.set_inheritable(lock, False)
+        return Folder(path=expand_user(path), token=token, created=created, lock=lock)
+    folder = claim(path, resume=resume, token=token or run_token(), wait=wait)
+    sign(folder.lock, os.getpid(), role())
+    return folder
+
+
+def claim(path: str | Path, *, resume: bool, token: str, wait: float) -> Folder:
+    """Lock a folder as `enter` does, for a process that this one starts, inherits the lock and signs it.
+
+    Raises:
+        RunError: as `enter`.
+    """
+    path = expand_user(path)
     if resume and not (path / "run.json").is_file():
         raise no_run(path)
-    if not resume and not (path / "lock").exists():
-        _refuse_old(path)
-    refuse_links(path)
 
     def validate() -> None:
         if not resume:
-            _refuse_old(path)
+            refuse_old(path)
 
+    if not (path / "lock").exists():
+        validate()
+    refuse_links(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        raise RunError(
-            f"the run folder {path} cannot be made: {error.strerror}. Choose another folder with --run-dir."
-        ) from error
+        raise unmakeable(path, error.strerror) from error
     try:
         first = hold(path, lock, token, wait, validate=validate)
-    except OSError as error:
+    except BaseException as error:
         os.close(lock)
-        raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
-    except BaseException:
-        os.close(lock)
+        if isinstance(error, OSError):
+            raise unwritable(path / "lock", 200, error.strerror or str(error)) from error
         raise
     return Folder(path=path, token=token, created=first and not resume, lock=lock)
-
-
-def open_readonly(path: str | Path) -> Folder:
-    """Open a run's folder for reading, also while a process holds it.
-
-    Raises:
-        RunError: where it holds no run.
-    """
-    folder = run_paths(path)
-    if not folder.run_json.is_file():
-        raise no_run(folder.path)
-    return folder
 
 
 def run_paths(path: str | Path) -> Folder:
@@ -278,7 +246,7 @@ def check_new(path: str | Path | None) -> None:
         RunError: for a folder that holds a run or other files, and for a place that cannot be written.
     """
     if path is not None:
-        _refuse_old(expand_user(path))
+        refuse_old(expand_user(path))
     check_place(RUNS if path is None else path)
 
 
@@ -290,11 +258,15 @@ def check_place(path: str | Path) -> None:
     """
     path = expand_user(path)
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    why = "it is a file" if not existing.is_dir() else "" if os.access(existing, os.W_OK) else "it cannot be written"
-    if why:
-        raise RunError(
-            f"the run folder {path} cannot be made in {existing}: {why}. Choose another folder with --run-dir."
-        )
+    if not existing.is_dir():
+        raise unmakeable(path, f"{existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise unmakeable(path, f"{existing} cannot be written")
+
+
+def unmakeable(path: Path, why: str | None) -> RunError:
+    """Return the error for a run's folder that cannot be made."""
+    return RunError(f"the run folder {path} cannot be made: {why}. Choose another folder with --run-dir.")
 
 
 def new_path(root: str | Path, word: str) -> Path:
@@ -303,62 +275,24 @@ def new_path(root: str | Path, word: str) -> Path:
     Raises:
         RunError: where none can be made.
     """
-    stem = f"{time.strftime('%Y%m%d-%H%M')}-{word}"
-    for number in range(1, 10_000):
-        path = expand_user(root) / (stem if number == 1 else f"{stem}-{number}")
+    stem = expand_user(root) / f"{time.strftime('%Y%m%d-%H%M')}-{word}"
+    number = 0
+    while True:
+        number += 1
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError as error:
-            raise RunError(
-                f"the run folder {path} cannot be made: {error.strerror}. Choose one with --run-dir."
-            ) from error
+            raise unmakeable(path, error.strerror) from error
         return path
-    raise RunError(f"{root} holds {number} runs named {stem}: choose a folder with --run-dir.")
 
 
 def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
     """Return the rank with the first error, by a monotonic clock; over several hosts by their clocks."""
     by = "tick" if len({error["host"] for error in raised.values()}) == 1 else "time"
     return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
-
-
-def _refuse_old(path: Path) -> None:
-    """Refuse to start a new run in a folder with other files than a lock and logs of ours."""
-    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
-        raise RunError(
-            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
-            "at the beginning, which begins a flag. Choose another with --run-dir."
-        )
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
-    if (path / "run.json").exists() or (path / "events.jsonl").exists():
-        raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
-    if entry := _foreign(path):
-        raise RunError(
-            f"{path} is not empty (it has {min(entry)}): expected a new or an empty folder. "
-            "Choose another with --run-dir."
-        )
-
-
-def _foreign(path: Path) -> set[str]:
-    """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone."""
-    drafts = {entry.name for entry in path.iterdir() if _DRAFT.fullmatch(entry.name)}  # of a process that was killed
-    names = {entry.name for entry in path.iterdir()} - BEGUN - drafts - {"run.json"}
-    lock, logs = path / "lock", path / "logs"
-    if lock.exists() and not is_lock(lock):
-        names.add("lock")
-    if (path / "accelerate.yaml").exists() and not lock.exists():
-        names.add("accelerate.yaml")  # a run of ours writes it behind its lock
-    if logs.exists() and not logs.is_dir():
-        names.add("logs")
-    for entry in logs.iterdir() if logs.is_dir() else ():
-        if entry.is_dir() or not (LOGS.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
-            names.add(f"logs/{entry.name}")
-    return names
 
 
 def refuse_links(path: Path) -> None:

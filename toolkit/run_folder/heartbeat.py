@@ -1,4 +1,4 @@
-"""A rank's sign of life: a small file that a thread rewrites about once a second. Standard library only."""
+"""A rank's sign of life: a small file that a thread rewrites about once a second."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import read_json
+from toolkit.core.atomic_io import check_fields, read_json
 from toolkit.core.phases import observe
 
 EVERY = 1.0
@@ -62,6 +62,9 @@ class Heartbeat:
         }
         return places.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
 
+
+KINDS: Mapping[str, Any] = {"int": int, "str": str, "bool": bool, "float": int | float}
+"""A field's type → the types of its values in JSON."""
 
 _beating: list[Beat] = []
 """Of this process: none or one."""
@@ -118,6 +121,8 @@ class Beat:
     @property
     def last(self) -> Heartbeat:
         """The next heartbeat to write."""
+        import psutil
+
         return Heartbeat(
             rank=self.rank,
             pid=os.getpid(),
@@ -126,7 +131,7 @@ class Beat:
             marks=self.marks,
             stage=self.stage,
             listens=self.listens,
-            rss=_rss(),
+            rss=psutil.Process().memory_info().rss,
             cpu=round(time.process_time(), 3),
             time=time.time(),
         )
@@ -174,27 +179,9 @@ def read_beats(logs: Path) -> dict[int, Heartbeat]:
     """Rank → its last heartbeat, of those that have written one into `logs`. Files of another content are left out."""
     beats = {}
     for path in logs.glob("rank-*.beat"):
-        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # just being written
-            beat = Heartbeat(**read_json(path))
-            _check(beat)
-            beats[beat.rank] = beat
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # just being written
+            record = read_json(path)
+            check_fields(record, {f.name: KINDS[str(f.type)] for f in fields(Heartbeat)})
+            if 0 < record["pid"] < 2**31:
+                beats[record["rank"]] = Heartbeat(**record)
     return beats
-
-
-def _check(beat: Heartbeat) -> None:
-    """Raise ValueError for a field of another type, and for a number that is no process id."""
-    for field in fields(beat):
-        kind = type(getattr(beat, field.name))
-        if kind.__name__ != field.type and (kind, field.type) != (int, "float"):
-            raise ValueError(f"{field.name}: expected {field.type}, found {kind.__name__}")
-    if not 0 < beat.pid < 2**31:
-        raise ValueError(f"pid: expected a process id, found {beat.pid}")
-
-
-def _rss() -> int:
-    """Return the resident bytes of this process; 0 if unknown."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except OSError:
-        return 0

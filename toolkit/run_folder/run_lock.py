@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -47,7 +48,7 @@ def run_token() -> str:
 
 
 def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], object]) -> bool:
-    """Take the lock together with the other processes of this run; true for the first of them.
+    """Take the lock together with the other processes of this run; true for the first of them. They `sign` it afterwards.
 
     The file names the run, and all of the run's processes share the lock. The first takes it alone, writes the name,
     and then shares it; `flock` lets go in between, so whoever comes to share reads the name again afterwards. While
@@ -67,10 +68,8 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
     while True:
         if _flock(path, lock, shared=True):
             if _holders(lock)[:1] == [{"token": token}]:
-                who = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
-                _write_line(lock, {**who, "role": _role()})
                 return first
-            _unlock(lock)
+            fcntl.flock(lock, fcntl.LOCK_UN)
         first = False
         if _flock(path, lock, shared=False):
             validate()
@@ -81,6 +80,16 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
         if time.monotonic() >= deadline:
             raise RunError(_held_by(path, lock))
         time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
+
+
+def sign(lock: int, pid: int, role: str) -> None:
+    """Write a process that holds the lock into its file."""
+    _write_line(lock, {"pid": pid, "started": started(pid), "host": socket.gethostname(), "role": role})
+
+
+def role() -> str:
+    """Return what this process is in its run: a supervisor, or a rank."""
+    return SUPERVISOR if "RANK" not in os.environ and not supervised() else f"rank {os.environ.get('RANK', '0')}"
 
 
 def supervisor_of(path: Path) -> dict[str, Any] | None:
@@ -94,8 +103,6 @@ def supervisor_of(path: Path) -> dict[str, Any] | None:
 
 
 def _flock(path: Path, lock: int, *, shared: bool) -> bool:
-    import fcntl
-
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -107,12 +114,6 @@ def _flock(path: Path, lock: int, *, shared: bool) -> bool:
     return True
 
 
-def _unlock(lock: int) -> None:
-    import fcntl
-
-    fcntl.flock(lock, fcntl.LOCK_UN)
-
-
 def _write_line(lock: int, line: Mapping[str, Any]) -> None:
     os.write(lock, (json.dumps(line) + "\n").encode())
 
@@ -122,47 +123,33 @@ def _holders(lock: int) -> list[dict[str, Any]]:
 
 
 def _lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a lock that name a run or one of its processes; other lines are ignored."""
+    """Yield the lines of a lock that name a run or a user process. Others are ignored: the file may be crafted.
+
+    Below pid 2 are groups, all processes, and the system's first one.
+    """
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
             record = parse_json(line)
             check_fields(record, _LINE)
-            if set(record) != {"token"}:
-                check_process(record)
-            yield record
-
-
-def check_process(record: Any) -> None:
-    """Refuse a number that is not a user process: below 2 are groups, all processes, or the system's first one.
-
-    Raises:
-        ValueError: with what is wrong.
-    """
-    check_fields(record, _LINE)
-    missing = {"pid", "started", "host"} - set(record)
-    if missing or not 1 < record["pid"] < 2**31:
-        raise ValueError(f"it has no {min(missing)}" if missing else f"pid is {record['pid']}")
+            if set(record) == {"token"} or ({"pid", "started", "host"} <= set(record) and 1 < record["pid"] < 2**31):
+                yield record
 
 
 def is_lock(path: Path) -> bool:
     """Return whether a file is a lock of ours: empty, or starting with the name of a run."""
-    try:
-        with open_regular(path) as file:
-            data = file.read(_LONGEST)
-    except OSError:
-        return False
-    if path.is_symlink():
-        return False
-    return not data or next(_lines(data.splitlines()[0]), {}).keys() == {"token"}
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        data = file.read(_LONGEST)
+        named = not data or next(_lines(data.splitlines()[0]), {}).keys() == {"token"}
+        return named and not path.is_symlink()
+    return False
 
 
 def _held_by(path: Path, lock: int) -> str:
     here = socket.gethostname()
     holders = [line for line in _holders(lock) if "pid" in line and line["pid"] != os.getpid()]
     living = [line for line in holders if line["host"] != here or still(line)] or holders
-    who = (
-        ", ".join(f"process {line['pid']} ({line.get('role')}, on {line['host']})" for line in living) or "another run"
-    )
+    names = ", ".join(f"process {line['pid']} ({line.get('role')}, on {line['host']})" for line in living)
+    who = names or "another run"
     return f"{path} is in use by {who}. Wait until it ends, end it, or choose another folder with --run-dir."
 
 
@@ -184,24 +171,9 @@ def held_by_others(path: Path) -> bool:
         os.close(lock)
 
 
-def process_lives(pid: int) -> bool:
-    """Return whether a process with this number exists on this machine, whoever owns it."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def still(line: Mapping[str, Any]) -> bool:
     """Return whether the process in a line lives here: its number may belong to another one now."""
-    return process_lives(line["pid"]) and line["started"] == started(line["pid"]) != ""
-
-
-def _role() -> str:
-    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else SUPERVISOR
+    return bool(line["started"] == started(line["pid"]) != "")
 
 
 def started(pid: int) -> str:
@@ -209,13 +181,6 @@ def started(pid: int) -> str:
 
     Empty of a process that has ended and whose parent has not looked yet.
     """
-    if not Path("/proc/self/stat").exists():
-        import psutil
-
-        try:
-            return str(psutil.Process(pid).create_time())
-        except psutil.Error:
-            return ""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,13 +15,12 @@ from weakref import WeakSet
 from toolkit.core.errors import NotFinite, StrategyError
 from toolkit.core.phases import phase
 from toolkit.engines.adapters import keep_packing
-from toolkit.engines.base import engine_of
-from toolkit.engines.env_vars import engine_environment
+from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.training.accelerate_state import reset_state
 from toolkit.training.master_weights import restore_masters
-from toolkit.training.preparation import audit, check_pair, check_uniform
+from toolkit.training.preparation import audit, broadcast_buffers, check_pair, check_uniform, models_and_optimizers
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +74,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 ),
                 # Batches are sharded by `data`, whose order does not depend on the number of ranks.
                 dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
-                # A prepared scheduler would otherwise step once for every rank.
-                step_scheduler_with_optimizer=False,
                 **options,
             )
         AcceleratorState._shared_state.setdefault("owners", WeakSet()).add(self)
@@ -104,39 +102,36 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             StrategyError: for a second optimizer under DeepSpeed and fp16.
             StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
         """
-        import torch
-
-        models = [item for item in objects if isinstance(item, torch.nn.Module)]
-        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
-        self._check_objects(models, optimizers)
+        models, optimizers = models_and_optimizers(objects)
+        self._check(models, optimizers)
         for model in models:
             self._before_prepare(model)
-        engine = engine_of(self.job.strategy)
         with phase("prepare"), engine_environment(self.job):
-            earlier = [*self._optimizers, *self._schedulers]
-            with ExitStack() as stack:
-                for model in models:
-                    stack.enter_context(engine.preparing(self.job, model))
-                result = super().prepare(*objects, device_placement=device_placement)
-            self._register(earlier, optimizers)
-            # accelerate returns a list under FSDP2, a tuple otherwise, and a single object unchanged.
-            items = result if isinstance(result, list | tuple) else (result,)
-            self._prepared.update(item for item in items if isinstance(item, torch.nn.Module))
-            prepared = self._completed_by(items)
+            result = self._prepare_upstream(objects, models, optimizers, device_placement)
+            self._prepared.update(models_and_optimizers(result)[0])
+            prepared = self._completed_by(result)
             if prepared is not None:
                 from_checkpoint = any(model in self.from_checkpoint for model in models)
                 if from_checkpoint:
                     restore_masters(prepared)
                 audit(prepared, known=from_checkpoint)
-                if not engine.model_no_sync:
+                if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
         return result
 
-    def _check_objects(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        engine = engine_of(self.job.strategy)
+    def _check(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        """Refuse half a pair, and a second optimizer under DeepSpeed and under fp16, where only one can step."""
+        engine, strategy = engine_of(self.job.strategy), self.job.strategy
         if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
-        self._check_optimizers(optimizers)
+        new = [item for item in optimizers if item not in self._optimizers]
+        count = len(self._optimizers) + len(new)
+        if new and count > 1 and (self._deepspeed or self.scaler is not None):
+            what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
+            raise StrategyError(
+                f"prepare got {count} optimizers in all, and {what} can step one. Give one optimizer with several parameter "
+                "groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32'."
+            )
 
     def _before_prepare(self, model: torch.nn.Module) -> None:
         engine = engine_of(self.job.strategy)
@@ -144,72 +139,69 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         engine.before_prepare(self.job, model)
         keep_packing(model)  # a user's own may be quantized, too
         if not engine.broadcasts_buffers:
-            _broadcast_buffers(model)
+            broadcast_buffers(model)
 
-    def _register(self, earlier: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        """Replace `step` of the objects that Accelerate has added; give DeepSpeed's wrapper the optimizer's model."""
-        for item in (*self._optimizers, *self._schedulers):
-            if not _contains(item, earlier):
-                self._replace_step(item)
+    def _prepare_upstream(
+        self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None
+    ) -> Any:
+        """Call Accelerate's `prepare`; set up the optimizers and schedulers that it adds."""
+        earlier = list(self._optimizers)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(engine_of(self.job.strategy).preparing(self.job, model))
+            result = super().prepare(*objects, device_placement=placement)
+        for optimizer in self._optimizers:
+            if optimizer not in earlier:
+                self._clip_before_step(optimizer)
+        for scheduler in self._schedulers:
+            scheduler.split_batches = True  # otherwise it steps once for every rank
         if self._deepspeed and optimizers:
             # `backward` uses the engine that was made first, which may be a teacher's.
             self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
         elif self._deepspeed:
             # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
-            self._optimizers[:] = [item for item in self._optimizers if _contains(item, earlier)]
+            self._optimizers[:] = [item for item in self._optimizers if item in earlier]
+        return result
 
-    def _completed_by(self, items: Sequence[Any]) -> Prepared | None:
-        """Return the model and optimizer that these items complete: DDP accepts them in separate calls, too."""
+    def _completed_by(self, result: Any) -> Prepared | None:
+        """Return the model and optimizer that this call completes: DDP accepts them in separate calls, too."""
         if not self._optimizers or not self._prepared:
             return None
         optimizer = self._optimizers[-1]
         model = self._model_of(optimizer)
-        if model is None or not (_contains(model, items) or _contains(optimizer, items)):
-            return None
-        return Prepared(self.job, model, optimizer, self)
+        models, optimizers = models_and_optimizers(result)
+        complete = model is not None and (model in models or optimizer in optimizers)
+        return Prepared(self.job, model, optimizer, self) if complete else None
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as Accelerate does. A model distributed while loading gets autocast, and no DDP around it."""
         unwrapped = evaluation_mode or not engine_of(self.job.strategy).wraps_model
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
 
-    def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Refuse a second optimizer where only one can step: under DeepSpeed, and under fp16, whose scale follows its step."""
-        added = [item for item in optimizers if not _contains(item, self._optimizers)]
-        if added and len(self._optimizers) + len(added) > 1 and (self._deepspeed or self.scaler is not None):
-            strategy = self.job.strategy
-            what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
-            raise StrategyError(
-                f"prepare got {len(self._optimizers) + len(added)} optimizers in all, and {what} can step one. Give one "
-                "optimizer with several parameter groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32'."
-            )
-
     def _model_of(self, optimizer: Any) -> Any:
         """Return the prepared model of an optimizer. DeepSpeed's optimizer holds other tensors than its model."""
         if self._deepspeed:
             return next((engine for engine in self._models if engine.optimizer is optimizer.optimizer), None)
-        stepped = {id(parameter) for parameter in self._parameters_of(optimizer)}
-        return next((model for model in self._prepared if any(id(p) in stepped for p in model.parameters())), None)
+        ids = {id(parameter) for parameter in self._parameters_of(optimizer)}
+        return next((model for model in self._prepared if any(id(p) in ids for p in model.parameters())), None)
 
     def _parameters_of(self, optimizer: Any) -> list[torch.nn.Parameter]:
         """Return the trained parameters that an optimizer steps."""
         if self._deepspeed:
-            stepped = self._model_of(optimizer).parameters()
+            parameters = self._model_of(optimizer).parameters()
         else:
-            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [parameter for parameter in stepped if parameter.requires_grad]
+            parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
-    def _replace_step(self, item: Any) -> None:
-        """Clip before an optimizer's `step`, and step a scheduler with the optimizer only.
+    def _clip_before_step(self, optimizer: Any) -> None:
+        """Replace an optimizer's `step` by one that clips first.
 
         torch's step hooks run after fp16's scaler, which leaves a fused optimizer's gradients scaled. The new `step` is a
         bound method because torch's schedulers wrap an optimizer's `step`, too, and read its `__func__`.
         """
-        import torch
+        upstream: Callable[..., Any] = optimizer.step
 
-        upstream: Callable[..., Any] = item.step
-
-        def step_optimizer(optimizer: Any, closure: Any = None) -> None:
+        def step(optimizer: Any, closure: Any = None) -> None:
             if closure is not None:
                 raise StrategyError(
                     "optimizer.step got a closure, whose gradients can be neither clipped nor checked before the step. "
@@ -222,11 +214,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 self._norms.pop(id(optimizer), None)
                 self._unscaled = self._took_step = False
 
-        def step_scheduler(scheduler: Any, *arguments: Any, **named: Any) -> None:
-            if self.sync_gradients and not any(optimizer.step_was_skipped for optimizer in scheduler.optimizers):
-                upstream(*arguments, **named)
-
-        item.step = MethodType(step_optimizer if isinstance(item, torch.optim.Optimizer) else step_scheduler, item)
+        optimizer.step = MethodType(step, optimizer)
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -238,9 +226,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """
         if self._took_step and self.sync_gradients:
             raise StrategyError(
-                f"accelerator.backward was called twice before optimizer.step(), and sharding "
-                f"{self.job.strategy.sharding!r} took a step in the first call: DeepSpeed has to know the last micro-batch "
-                "beforehand. Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each one."
+                "accelerator.backward was called twice before optimizer.step(), and DeepSpeed took a step in the first call. "
+                "Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each micro-batch."
             )
         self._norms.clear()
         self._unscaled = False
@@ -276,17 +263,17 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it "
                 f"with {limit:g}."
             )
-        stepped = [(optimizer, {id(p) for p in self._parameters_of(optimizer)}) for optimizer in self._optimizers]
-        meant = [(optimizer, own) for optimizer, own in stepped if own & ids] or stepped
-        trained = {identity for _, own in meant for identity in own}
-        if not trained or trained - ids:
+        owners = {optimizer: {id(p) for p in self._parameters_of(optimizer)} for optimizer in self._optimizers}
+        selection = {optimizer: own for optimizer, own in owners.items() if own & ids} or owners
+        every = set().union(*selection.values())
+        if not every or every - ids:
             raise StrategyError(
-                f"clip_grad_norm_ got {len(trained & ids)} of {len(trained)} trained parameters, and the norm is that of all "
+                f"clip_grad_norm_ got {len(every & ids)} of {len(every)} trained parameters, and the norm is that of all "
                 "that an optimizer steps. Give model.parameters() of the prepared model."
             )
         if not self.sync_gradients:
             return None
-        norms = [norm for optimizer, _ in meant if (norm := self._clip(optimizer)) is not None]
+        norms = [norm for optimizer in selection if (norm := self._clip(optimizer)) is not None]
         if len(norms) < 2:
             return norms[0] if norms else None
         together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -299,8 +286,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             StrategyError: on every engine.
         """
         raise StrategyError(
-            f"clip_grad_value_ got clip_value {float(clip_value):g}, and no engine of the toolkit clips single values: "
-            "DeepSpeed and FSDP cannot. Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
+            f"clip_grad_value_ got clip_value {float(clip_value):g}: DeepSpeed and FSDP cannot clip single values. "
+            "Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
         )
 
     def _clip(self, optimizer: Any) -> torch.Tensor | None:
@@ -313,14 +300,14 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return None if norm is None else torch.tensor(float(norm) if norm >= 0 else math.inf, device=self.device)
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
-            stepped = self._parameters_of(optimizer)
-            limit = self.job.train_config.max_grad_norm or math.inf
-            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(stepped, limit)
+            parameters, limit = self._parameters_of(optimizer), self.job.train_config.max_grad_norm or math.inf
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(parameters, limit)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:
-        """Check a norm, except under fp16, where the scaler skips the step."""
-        if not self.job.precision.scaled and not _is_finite(norm):
+        """Check a norm. Under fp16 the scaler skips the step, and in the toolkit's own loop the device does."""
+        on_device = any(hasattr(optimizer.optimizer, "found_inf") for optimizer in self._optimizers)
+        if not (self.job.precision.scaled or on_device or _is_finite(norm)):
             raise NotFinite(
                 f"the gradient norm is {norm:g}, and the step was not taken. Weights are those of the step before. "
                 "Look at this step's batches, or lower the learning rate."
@@ -341,10 +328,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             state.sync_gradients = before
 
 
-def _contains(item: object, items: Sequence[object]) -> bool:
-    return any(item is each for each in items)
-
-
 def _is_finite(norm: torch.Tensor | None) -> bool:
     """Return whether a norm is finite; an unknown one counts as finite."""
     return norm is None or math.isfinite(norm)
@@ -352,16 +335,5 @@ def _is_finite(norm: torch.Tensor | None) -> bool:
 
 def _refuse_no_sync(sharding: str) -> NoReturn:
     raise StrategyError(
-        f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every "
-        "sharding has."
+        f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every sharding has."
     )
-
-
-def _broadcast_buffers(model: torch.nn.Module) -> None:
-    """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
-    from accelerate.utils import broadcast_object_list
-
-    values = [[buffer.cpu() for buffer in model.buffers()]]
-    broadcast_object_list(values, from_process=0)
-    for buffer, value in zip(model.buffers(), values[0], strict=True):
-        buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to

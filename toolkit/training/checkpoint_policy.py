@@ -6,72 +6,62 @@ import time
 from typing import TYPE_CHECKING
 
 from toolkit.checkpoints import folder_name, list_checkpoints
-from toolkit.config.run_config import RunConfig
 from toolkit.core.atomic_io import append_line
 from toolkit.core.errors import CheckpointError, NotFinite
-from toolkit.core.process_lifecycle import StopSignal
-from toolkit.engines.records import Prepared
-from toolkit.measurement import Window
-from toolkit.run_folder.folder import Folder
-from toolkit.run_folder.heartbeat import Beat
-from toolkit.training.loop import Step, StepRequest
+from toolkit.training.global_sums import StepRequest
+from toolkit.training.loop import Step
 from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     from toolkit.checkpoints import CheckpointWriter
+    from toolkit.training.rank_run import RankRun
 
 
 class CheckpointPolicy:
     """Decides after each step whether a checkpoint is due: by steps, by time, because of a signal, or at the end."""
 
-    def __init__(
-        self,
-        writer: CheckpointWriter | None,
-        run_config: RunConfig,
-        window: Window,
-        folder: Folder,
-        stop: StopSignal,
-        beat: Beat,
-        *,
-        steps: int,
-        attempt: int,
-    ) -> None:
-        """Create the policy. `writer`: None for a run without checkpoints; `steps`: the run's last step."""
-        self.writer, self.run_config, self.window, self.folder = writer, run_config, window, folder
-        self.stop, self.beat, self.steps, self.attempt = stop, beat, steps, attempt
+    def __init__(self, run: RankRun, writer: CheckpointWriter | None) -> None:
+        """Create the policy. `writer`: None for a run without checkpoints."""
+        self.run, self.writer = run, writer
         self._saved_at = time.monotonic()
 
     def request(self) -> StepRequest:
         """Return this rank's request: to stop after a signal; to save, by the clock of rank 0."""
-        request = StepRequest.STOP if self.stop.number is not None else StepRequest.NOTHING
-        if self.writer is not None and self.writer.main and self.run_config.save_seconds:
-            late = time.monotonic() - self._saved_at >= self.run_config.save_seconds
-            request |= StepRequest.SAVE if late else StepRequest.NOTHING
+        request, seconds = StepRequest.NOTHING, self.run.config.save_seconds
+        if self.run.stop_received():
+            request |= StepRequest.STOP
+        if self.writer is not None and self.writer.main and seconds and time.monotonic() - self._saved_at >= seconds:
+            request |= StepRequest.SAVE
         return request
 
-    def stop_requested(self, prepared: Prepared) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether a signal has reached any rank. A collective."""
-        return on_any_rank(prepared.accelerator, self.stop.number is not None)
+        return on_any_rank(self.run.stop_received())
+
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after this step by its number."""
+        every = self.run.config.save_every
+        return self.writer is not None and (
+            step == self.run.job.train_config.steps or (every > 0 and step % every == 0)
+        )
 
     def step_done(self, step: Step) -> None:
         """Write a checkpoint if one is due. After the last step and before a stop it is published when this returns."""
-        stops = StepRequest.STOP in step.request
-        if stops:
-            self.beat.note("save")  # the supervisor waits for it, however long it takes
+        if step.stops:
+            self.run.beat.note("save")  # the supervisor waits for it, however long it takes
         if self.writer is None:
             return
-        last, every = stops or step.step == self.steps, self.run_config.save_every
-        if last or StepRequest.SAVE in step.request or (every and step.step % every == 0):
-            with self.window.saving("checkpoint"):
+        if step.stops or self.due(step.step) or StepRequest.SAVE in step.request:
+            with self.run.window.saving("checkpoint"):
                 self.writer.save(step.step)
             self._saved_at = time.monotonic()
-        if last:
+        if step.stops or step.step == self.run.job.train_config.steps:
             self.writer.wait_published(step.step)
-        self._record_published()
+        self._record_published(self.writer)
 
     def save_last_good(self, step: int) -> None:
         """Publish the weights of `step`, the last finite ones, before a run ends early."""
-        self.beat.note("save")
+        self.run.beat.note("save")
         if self.writer is None:
             return
         folder = self.writer.folder
@@ -79,7 +69,7 @@ class CheckpointPolicy:
         if step and newest != folder_name(step):
             self.writer.save(step)
             self.writer.wait_published(step)
-        self._record_published()
+        self._record_published(self.writer)
 
     def save_before_failing(self, step: int, error: NotFinite) -> None:
         """Publish the weights of `step` before `error` ends the run.
@@ -92,17 +82,14 @@ class CheckpointPolicy:
         except CheckpointError as failure:
             raise NotFinite(f"{error} The weights could not be saved: {failure}") from failure
 
-    def _record_published(self) -> None:
-        assert self.writer is not None, "a run without checkpoints publishes none"
-        for done in self.writer.published():
-            append_line(
-                self.folder.published,
-                {
-                    "step": done.step,
-                    "attempt": self.attempt,
-                    "checkpoint": done.path.name,
-                    "bytes": done.size_bytes,
-                    "stall_seconds": done.stall_seconds,
-                    "write_seconds": done.write_seconds,
-                },
-            )
+    def _record_published(self, writer: CheckpointWriter) -> None:
+        for done in writer.published():
+            line = {
+                "step": done.step,
+                "attempt": self.run.attempt,
+                "checkpoint": done.path.name,
+                "bytes": done.size_bytes,
+                "stall_seconds": done.stall_seconds,
+                "write_seconds": done.write_seconds,
+            }
+            append_line(self.run.folder.published, line)

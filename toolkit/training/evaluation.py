@@ -1,68 +1,94 @@
-"""`Evaluator`: the loss over held-out data, every `eval_every` steps and after the last one."""
+"""`evaluate()`: the loss over held-out data. `Evaluator`: every `eval_every` steps of a run and after the last one."""
 
 from __future__ import annotations
 
-from toolkit.config.run_config import RunConfig
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
 from toolkit.core.atomic_io import read_events
-from toolkit.core.process_lifecycle import StopSignal
-from toolkit.data import Rows, eval_batches
+from toolkit.data import eval_batches
+from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
-from toolkit.run_folder.folder import Folder
-from toolkit.run_folder.heartbeat import Beat
-from toolkit.training.loop import evaluate
+from toolkit.training.loop import shifted, trained_tokens
 from toolkit.training.setup import on_any_rank
+
+if TYPE_CHECKING:
+    from toolkit.training.loop import Batch
+    from toolkit.training.rank_run import RankRun
+
+STOP_EVERY = 4
+"""Batches of an evaluation between two looks at the stop signal of all ranks."""
+
+
+def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> float | None:
+    """Return the mean cross-entropy in nats over all trained tokens of all ranks' batches. A collective.
+
+    Args:
+        prepared: model and optimizer after `prepare`.
+        loader: this rank's batches; every rank has equally many.
+        stop: called before every fourth batch, where the host waits for the device. Where any rank's returns true, the
+            result is None.
+    """
+    import torch
+
+    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
+    sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
+    prepared.model.eval()
+    for number, batch in enumerate(loader):
+        if number % STOP_EVERY == 0 and (stopped := on_any_rank(stop())):
+            break
+        batch = shifted(batch, prepared)
+        sums[0] += sum(engine.evaluate(prepared, [batch]))
+        sums[1] += trained_tokens(batch)
+    prepared.model.train()
+    if stopped:
+        return None
+    coordinates = job.coordinates(accelerator.process_index)
+    if coordinates.tp or coordinates.pp:  # another rank of the group counts the same rows
+        sums.zero_()
+    total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+    return float(total / tokens) if tokens else math.nan
 
 
 class Evaluator:
-    """Evaluates a run and records the loss in `events.jsonl`."""
+    """Evaluates a run on its held-out data and records the loss in `events.jsonl`."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        rows: Rows | None,
-        run_config: RunConfig,
-        folder: Folder,
-        stop: StopSignal,
-        beat: Beat,
-        *,
-        attempt: int,
-    ) -> None:
-        """Create the evaluator. `rows`: the held-out data; None for a run without evaluation."""
-        self.prepared, self.rows, self.run_config, self.folder = prepared, rows, run_config, folder
-        self.stop, self.beat, self.attempt = stop, beat, attempt
+    def __init__(self, run: RankRun, prepared: Prepared) -> None:
+        self.run, self.prepared = run, prepared
 
     def due(self, step: int) -> bool:
         """Return whether the run evaluates after this step."""
-        every, last = self.run_config.eval_every, self.prepared.job.train_config.steps
-        return self.rows is not None and (step == last or (every > 0 and step % every == 0))
+        every, last = self.run.config.eval_every, self.prepared.job.train_config.steps
+        return self.run.preflight.eval_rows is not None and (step == last or (every > 0 and step % every == 0))
 
     def missed(self, step: int) -> bool:
         """Return whether an earlier attempt was stopped between this step and its evaluation. A collective."""
         if not step or not self.due(step):
             return False
-        recorded = any(line["step"] == step for line in read_events(self.folder.events) if "eval_loss" in line)
-        return not on_any_rank(self.prepared.accelerator, recorded)
+        recorded = any(line["step"] == step for line in read_events(self.run.folder.events) if "eval_loss" in line)
+        return not on_any_rank(recorded)
 
     def evaluate(self, step: int) -> bool:
         """Record the mean loss over all rows. Return False where a signal interrupted it. A collective."""
-        assert self.rows is not None, "nothing is due without data"
-        job, accelerator = self.prepared.job, self.prepared.accelerator
-        self.beat.note("evaluate")
+        run, job, accelerator = self.run, self.prepared.job, self.prepared.accelerator
+        assert run.preflight.eval_rows is not None, "nothing is due without data"
+        run.beat.note("evaluate")
         batches = eval_batches(
-            self.rows,
+            run.preflight.eval_rows,
             micro_batch=job.train_config.micro_batch,
             dp_rank=job.coordinates(accelerator.process_index).dp_rank,
             dp_size=job.parallelism.dp_size,
             attention=job.strategy.attention,
         )
-        loss = evaluate(self.prepared, batches, lambda: self.stop.number is not None)
+        loss = evaluate(self.prepared, batches, run.stop_received)
         if loss is None:
             accelerator.print(f"step {step}: evaluation left out because the run stops")
             return False
         if accelerator.is_main_process:
-            self.folder.append_event({"step": step, "attempt": self.attempt, "eval_loss": loss})
-        if self.run_config.tracker:
+            run.folder.append_event({"step": step, "attempt": run.attempt, "eval_loss": loss})
+        if run.config.tracker:
             accelerator.log({"eval_loss": loss}, step=step)
         accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
-        self.beat.note("between")
+        run.beat.note("between")
         return True

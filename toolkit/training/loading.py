@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
@@ -18,8 +17,7 @@ from toolkit.engines.adapters import (
     read_dtype,
     require_libraries,
 )
-from toolkit.engines.base import engine_of
-from toolkit.engines.env_vars import engine_environment
+from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import persistent_buffers, quantizable
@@ -51,7 +49,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
 
     Raises:
         StrategyError: for an Accelerator made without a spec, and for a model without activation checkpointing.
-        StrategyMismatch: where transformers chose another attention, or left tied weights apart.
+        StrategyMismatch: where transformers chose another attention.
         ModelError: for weights or a tokenizer that are missing, do not fit, or would mostly stay unquantized.
         MissingLibrary: for an adapter whose library is not installed.
     """
@@ -87,20 +85,75 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Reader:
     """The ways to read a checkpoint's weights, of which `Engine.load_model` takes one."""
 
-    job: Job
-    accelerator: Accelerator
+    def __init__(self, job: Job, accelerator: Accelerator) -> None:
+        self.job, self.spec, self.accelerator = job, cast("ModelSpec", job.spec), accelerator
+        self._options = {
+            "dtype": _dtype(read_dtype(job)),
+            "attn_implementation": ATTENTIONS[job.strategy.attention].transformers,
+            "trust_remote_code": self.spec.runs_code,
+        }
 
     def read(self, **options: Any) -> PreTrainedModel:
-        """Read the whole model on this rank; `options` go to `from_pretrained`."""
-        return _read(self.job, **options)
+        """Read the whole model on this rank; `options` go to `from_pretrained`. A missing weight is an error."""
+        try:
+            model, info = auto_class(self.spec).from_pretrained(
+                self.spec.source,
+                quantization_config=quantization(self.job),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **self._options,
+                **options,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            # Under ZeRO-3 a wrong shape is such an error; others, say of the network, are no mistake of the user's.
+            if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+                raise
+            raise ModelError(f"model {self.spec.name!r}: transformers cannot read its weights: {error}") from error
+        # transformers would draw missing weights and those of another shape at random, and only warn.
+        wrong = [
+            *sorted(info["missing_keys"]),
+            *sorted(key for key, *_ in info["mismatched_keys"]),
+            *info["error_msgs"],
+        ]
+        if wrong:
+            raise ModelError(
+                f"model {self.spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
+                f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
+            )
+        # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
+        conversions = getattr(model, "_weight_conversions", None) or ()
+        self._complete(model, [conversion for conversion in conversions if conversion.was_used()])
+        if self.job.device.kind == "cpu":
+            _copy_from_file(model)
+        return cast("PreTrainedModel", model)
 
     def read_on_main(self) -> PreTrainedModel:
-        """Read on rank 0; on other ranks make the same modules without memory. A collective."""
-        return _read_on_rank0(self.job, self.accelerator)
+        """Read on rank 0. The other ranks get the same modules, with shapes and almost no memory. A collective."""
+        from accelerate.utils import broadcast_object_list
+
+        models: list[PreTrainedModel] = []
+
+        def read() -> dict[str, str]:
+            models.append(self.read())
+            # transformers keeps some parameters in fp32, and a broadcast needs the same dtype on both sides.
+            return {name: dtype_name(parameter.dtype) for name, parameter in models[0].named_parameters()}
+
+        dtypes = on_main(self.accelerator, read)
+        buffers = [persistent_buffers(models[0]) if models else {}]
+        broadcast_object_list(buffers, from_process=0)
+        if models:
+            return models[0]
+        model = self._build_empty()
+        for name, parameter in model.named_parameters():
+            element = parameter.data[(0,) * parameter.dim()].to(_dtype(dtypes[name]))
+            parameter.data = element.expand(parameter.shape)
+        for name, buffer in buffers[0].items():
+            _replace(model, name, buffer.cpu())
+        return model
 
     def defer(self) -> PreTrainedModel | None:
         """Make the modules without memory on every rank. Their `streamed_weights` read one weight at a time. A collective.
@@ -109,74 +162,66 @@ class Reader:
         """
         from transformers import GenerationConfig
 
-        spec = cast("ModelSpec", self.job.spec)
-        model = _build_empty(self.job)
+        model = self._build_empty()
         # Where some weights stay in fp32, or the files are quantized, a cast is not enough.
-        casts = not model._get_dtype_plan(model.dtype) and "quantization_config" not in spec.config
-        weights = StreamedWeights.find(self.accelerator, spec, model) if casts else None
+        casts = not model._get_dtype_plan(model.dtype) and "quantization_config" not in self.spec.config
+        weights = StreamedWeights.of_model(self.accelerator, self.spec, model) if casts else None
         if weights is None:
             self.accelerator.print("loading: the files hold the weights in another form, so they are read whole")
             return None
-        _freeze(self.job, model)
         with contextlib.suppress(OSError):  # it has none, and transformers has made one from the config
-            model.generation_config = GenerationConfig.from_pretrained(spec.source)
-        type(model)._auto_class = None
-        keep_packing(model)
-        model._weight_conversions = []
+            model.generation_config = GenerationConfig.from_pretrained(self.spec.source)
+        self._complete(model, [])
         model.streamed_weights = weights
         return model
 
+    def _complete(self, model: Any, conversions: list[Any]) -> None:
+        """Freeze what text does not pass through, in the compute dtype as the weights under an adapter; prepare saving."""
+        freeze(model, self.spec)
+        for parameter in model.parameters():
+            if not parameter.requires_grad and self.job.strategy.adapter == "none":
+                parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
+        # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
+        type(model)._auto_class = None
+        keep_packing(model)
+        model._weight_conversions = conversions
 
-def _read(job: Job, **options: Any) -> PreTrainedModel:
-    """Load the checkpoint's weights; a missing one is an error."""
+    def _build_empty(self) -> Any:
+        """Build the model without its weights; each parameter has its shape and one element of memory.
+
+        Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
+        all are 0.
+        """
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig
+        from transformers.quantizers import AutoHfQuantizer
+
+        config = AutoConfig.from_pretrained(self.spec.source, trust_remote_code=self.spec.runs_code)
+        with without_engine(), init_empty_weights():
+            model = auto_class(self.spec).from_config(config, **self._options)
+        if (packing := quantization(self.job)) is not None:
+            quantizer = AutoHfQuantizer.from_config(packing)
+            quantizer.preprocess_model(model=model, dtype=self._options["dtype"], device_map=None)
+            model.hf_quantizer = quantizer
+            quantizer.postprocess_model(model)
+        model.tie_weights()  # `init_empty_weights` gives every name its own parameter
+        for name, parameter in list(model.named_parameters()):
+            _replace(model, name, _placeholder(model.get_submodule(name.rpartition(".")[0]), parameter))
+        model.tie_weights()
+        freeze(model, self.spec)
+        return model
+
+
+def _dtype(name: str) -> torch.dtype:
     import torch
 
-    spec = cast("ModelSpec", job.spec)
-    try:
-        model, info = auto_class(spec).from_pretrained(
-            spec.source,
-            dtype=getattr(torch, read_dtype(job)),
-            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
-            quantization_config=quantization(job),
-            trust_remote_code=spec.runs_code,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        # Under ZeRO-3 a wrong shape is such an error; others, say of the network, are no mistake of the user's.
-        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
-            raise
-        raise ModelError(f"model {spec.name!r}: transformers cannot read its weights: {error}") from error
-    # What is missing or of another shape transformers would draw at random, and only warn.
-    wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + list(info["error_msgs"])
-    if wrong:
-        raise ModelError(
-            f"model {spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
-            f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
-        )
-    _freeze(job, model)
-    # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
-    type(model)._auto_class = None
-    keep_packing(model)
-    # Of these only the used ones may be reverted in saving; under ZeRO-3 transformers keeps them all (integrations/deepspeed.py).
-    model._weight_conversions = [
-        conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()
-    ]
-    if job.device.kind == "cpu":
-        _copy_from_file(model)
-    return cast("PreTrainedModel", model)
+    return cast("torch.dtype", getattr(torch, name))
 
 
-def _freeze(job: Job, model: PreTrainedModel) -> None:
-    """Freeze what text does not pass through, in the compute dtype, as the weights under an adapter."""
-    import torch
-
-    freeze(model, cast("ModelSpec", job.spec))
-    for parameter in model.parameters():
-        if not parameter.requires_grad and job.strategy.adapter == "none":
-            parameter.data = parameter.data.to(getattr(torch, job.compute_dtype))
+def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
+    """Replace a parameter or buffer by its full name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def _copy_from_file(model: nn.Module) -> None:
@@ -193,69 +238,6 @@ def _copy_from_file(model: nn.Module) -> None:
             tensor.data = tensor.data.clone()
         else:  # in place: whoever has the DTensor keeps it
             tensor._local_tensor = local.clone()
-
-
-def _read_on_rank0(job: Job, accelerator: Accelerator) -> PreTrainedModel:
-    """Read the model on rank 0. The other ranks get the same modules, with shapes and almost no memory."""
-    import torch
-    from accelerate.utils import broadcast_object_list
-
-    model: PreTrainedModel | None = None
-
-    def read() -> dict[str, str]:
-        nonlocal model
-        model = _read(job)
-        # transformers keeps some parameters in fp32, and a broadcast needs the same dtype on both sides.
-        return {name: dtype_name(parameter.dtype) for name, parameter in model.named_parameters()}
-
-    dtypes = on_main(accelerator, read)
-    buffers = [persistent_buffers(model) if model is not None else {}]
-    broadcast_object_list(buffers, from_process=0)
-    if model is not None:
-        return model
-    empty = _build_empty(job)
-    for name, parameter in empty.named_parameters():
-        parameter.data = parameter.data[(0,) * parameter.dim()].to(getattr(torch, dtypes[name])).expand(parameter.shape)
-    for name, buffer in buffers[0].items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(empty.get_submodule(owner), leaf, buffer.cpu())
-    return empty
-
-
-def _build_empty(job: Job) -> PreTrainedModel:
-    """Build the model without its weights; each parameter has its shape and one element of memory.
-
-    Not on the meta device: Accelerate finds an optimizer's parameters by their addresses (`_prepare_fsdp2`), and there
-    all are 0.
-    """
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig
-    from transformers.quantizers import AutoHfQuantizer
-
-    spec, dtype = cast("ModelSpec", job.spec), getattr(torch, read_dtype(job))
-    config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
-    with without_engine(), init_empty_weights():
-        model = auto_class(spec).from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
-            trust_remote_code=spec.runs_code,
-        )
-    if (config_ := quantization(job)) is not None:
-        quantizer = AutoHfQuantizer.from_config(config_)
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
-        model.hf_quantizer = quantizer
-        quantizer.postprocess_model(model)
-    # `init_empty_weights` gives every name its own parameter.
-    model.tie_weights()
-    for name, parameter in list(model.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        setattr(module, leaf, _placeholder(module, parameter))
-    model.tie_weights()
-    freeze(model, spec)
-    return cast("PreTrainedModel", model)
 
 
 def _placeholder(module: Any, parameter: Any) -> torch.nn.Parameter:
@@ -276,19 +258,16 @@ def _placeholder(module: Any, parameter: Any) -> torch.nn.Parameter:
 def _check(job: Job, model: PreTrainedModel) -> None:
     """Check that the loaded model is the requested one."""
     spec = cast("ModelSpec", job.spec)
-    used = model.config.get_text_config()._attn_implementation
-    if used != ATTENTIONS[job.strategy.attention].transformers:
+    kernel = model.config.get_text_config()._attn_implementation
+    if kernel != ATTENTIONS[job.strategy.attention].transformers:
         raise StrategyMismatch(
-            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {used!r}."
+            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {kernel!r}."
         )
-    for group in spec.tied:
-        if len({id(model.get_parameter(name)) for name in group}) > 1:
-            raise StrategyMismatch(f"model {spec.name!r}: tied weights came untied while loading: {', '.join(group)}.")
-    left = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
-    if left:
+    whole = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
+    if whole:
         raise ModelError(
-            f"model {spec.name!r}: transformers leaves {len(left)} linear modules of {spec.architecture} unquantized, "
-            f"the first {left[0]}. Choose adapter 'lora'."
+            f"model {spec.name!r}: transformers leaves {len(whole)} linear modules of {spec.architecture} unquantized, "
+            f"the first {whole[0]}. Choose adapter 'lora'."
         )
 
 
@@ -310,20 +289,19 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     if spec.frozen:
         notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
     if spec.moe is not None:
-        experts = f"{spec.moe.experts} a layer, {spec.moe.active} active"
-        notes.append(f"experts: {experts}, computed by {text._experts_implementation or 'eager'}")
+        computed = text._experts_implementation or "eager"
+        notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {computed}")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
-        left = 1 - sum(quantized_modules(model).values()) / spec.elements
-        count = format_count(spec.elements)
-        notes.append(f"quantized: {bits}; {left:.0%} of {count} weights stay unquantized, in {job.compute_dtype}")
+        share = f"{1 - sum(quantized_modules(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"
+        notes.append(f"quantized: {bits}; {share} weights stay unquantized, in {job.compute_dtype}")
     return notes
 
 
 def _adapter_note(job: Job, model: PreTrainedModel) -> str:
     spec = cast("ModelSpec", job.spec)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    share = f"{format_count(trained)} trainable, {trained / (spec.elements + trained):.2%} of all"
+    size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = f"{format_count(size)} trainable, {size / (spec.elements + size):.2%} of all"
     linear = {f"{name}.weight" for name in spec.linears}
     fused = any(parameter.role == "expert" and parameter.name not in linear for parameter in spec.parameters)
     experts = "; fused experts have none" if fused else ""

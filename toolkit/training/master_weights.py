@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 from toolkit.core.errors import StrategyMismatch
@@ -11,8 +10,9 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
-from toolkit.models import ModelSpec, Parameter, local_weights
+from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, without_engine
+from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -33,56 +33,39 @@ def restore_masters(prepared: Prepared) -> None:
     copies: dict[str, list[Part]] = {}
     for shard in engine_of(prepared.job.strategy).shards(prepared):
         {MASTER: masters, PARAMETER: copies}.get(shard.kind, {}).setdefault(shard.name, []).extend(parts(shard))
-    if prepared.job.spec is not None and _rounded(prepared.job):
-        with _source(prepared) as read:
-            for parameter in _trained(prepared.job.spec):
-                whole = _broadcast(prepared, parameter.shape, read and (lambda name=parameter.name: read(name)))
-                _write(parameter.name, whole, masters.get(parameter.name, []))
+    if _may_be_rounded(prepared.job):
+        for name, whole in _exact_weights(prepared):
+            _write(name, whole, masters.get(name, []))
     for name, master in masters.items():
         _check_copy(name, master, copies.get(name, []))
 
 
-def _trained(spec: ModelSpec) -> list[Parameter]:
-    return [parameter for parameter in spec.parameters if spec.trains(parameter.name)]
+def _may_be_rounded(job: Job) -> bool:
+    """Return whether the engine keeps masters beside weights of another dtype, all of them the checkpoint's."""
+    dtypes = engine_of(job.strategy).expected_state(job).dtypes if job.spec is not None else {}
+    return "master" in dtypes and dtypes["master"] != dtypes["trainable"] and job.strategy.adapter == "none"
 
 
-def _rounded(job: Job) -> bool:
-    """Return whether the engine keeps masters and a tensor of the checkpoint was cast while it was read."""
-    dtypes = engine_of(job.strategy).expected_state(job).dtypes
-    if "master" not in dtypes or dtypes["master"] == dtypes["trainable"] or job.strategy.adapter != "none":
-        return False
-    from safetensors import safe_open
+def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the fp32 values of each trained parameter on every rank; none where no tensor was cast while it was read.
 
-    stored = set()
-    for path in local_weights(cast("str", cast("ModelSpec", job.spec).source)):
-        with safe_open(path, framework="pt") as file:
-            stored |= {file.get_slice(name).get_dtype() for name in list(file.keys())}
-    return stored != {{"bfloat16": "BF16", "float16": "F16"}[job.compute_dtype]}
-
-
-@contextlib.contextmanager
-def _source(prepared: Prepared) -> Iterator[Callable[[str], torch.Tensor] | None]:
-    """Return a function from a parameter's name to its fp32 values on rank 0, and None on the other ranks.
-
-    A tensor at a time where the files use the model's own names. Where transformers converts them (fused experts), the
-    model is read whole into host memory.
+    A tensor at a time where the files use the model's own names. Where transformers converts them (fused experts), rank 0
+    reads the model whole into host memory.
     """
-    from safetensors import safe_open
+    import torch
+    from accelerate.utils import broadcast
 
-    spec = cast("ModelSpec", prepared.job.spec)
-    if not prepared.accelerator.is_main_process:
-        yield None
+    accelerator, spec = prepared.accelerator, cast("ModelSpec", prepared.job.spec)
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters if spec.trains(parameter.name)}
+    weights = StreamedWeights.of_shapes(accelerator, spec, shapes)
+    if weights is not None:
+        rounded = set(weights.dtypes.values()) != {prepared.job.compute_dtype}
+        yield from ((name, weights.share(name).float()) for name in (shapes if rounded else ()))
         return
-    with contextlib.ExitStack() as opened:
-        paths = local_weights(cast("str", spec.source))
-        files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
-        where = {name: file for file in files for name in list(file.keys())}
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-        if all(shapes.get(parameter.name) == parameter.shape for parameter in _trained(spec)):
-            yield lambda name: where[name].get_tensor(name).float()
-        else:
-            whole = dict(_read_whole(spec).named_parameters())
-            yield lambda name: whole[name].detach()
+    whole = dict(_read_whole(spec).named_parameters()) if accelerator.is_main_process else {}
+    for name, shape in shapes.items():
+        tensor = whole[name].detach() if whole else torch.empty(shape)
+        yield name, cast("torch.Tensor", broadcast(tensor.to(accelerator.device).contiguous(), from_process=0))
 
 
 def _read_whole(spec: ModelSpec) -> PreTrainedModel:
@@ -94,16 +77,6 @@ def _read_whole(spec: ModelSpec) -> PreTrainedModel:
             spec.source, dtype=torch.float32, trust_remote_code=spec.runs_code, use_safetensors=True
         )
     return cast("PreTrainedModel", model)
-
-
-def _broadcast(prepared: Prepared, shape: tuple[int, ...], read: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-    """Return the values of one tensor on every rank."""
-    import torch
-    from accelerate.utils import broadcast
-
-    device = prepared.accelerator.device
-    whole = read().to(device).contiguous() if read else torch.empty(shape, dtype=torch.float32, device=device)
-    return cast("torch.Tensor", broadcast(whole, from_process=0))
 
 
 def _write(name: str, whole: torch.Tensor, masters: list[Part]) -> None:

@@ -7,18 +7,19 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.core.atomic_io import append_line, cut_events
 from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
-from toolkit.engines.records import Prepared
-from toolkit.run_folder.folder import Folder
-from toolkit.training.loop import Step, StepRequest
+from toolkit.training.loop import Step
+from toolkit.training.setup import on_any_rank
+
+if TYPE_CHECKING:
+    from toolkit.training.rank_run import RankRun
 
 RUN_DIR = "TOOLKIT_RUN_DIR"
 """The environment variable with the run's folder, for a rank that runs a script or function."""
@@ -34,27 +35,13 @@ _signals = StopSignal()
 class StepLog:
     """Writes each step into the run's `events.jsonl` and on a progress bar, both on the main process."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        folder: Folder,
-        sample_ids: Callable[[int], Sequence[int]],
-        *,
-        start: int = 0,
-        attempt: int = 0,
-    ) -> None:
-        """`sample_ids`: from a step's number to the row ids of its global batch; `start`: the last step done before."""
+    def __init__(self, run: RankRun) -> None:
         from tqdm import tqdm
 
-        self._main, self._folder, self._sample_ids = prepared.accelerator.is_main_process, folder, sample_ids
-        self._attempt, self._steps = attempt, prepared.job.train_config.steps
+        self._run, self._steps, self._main = run, run.job.train_config.steps, run.rank == 0
+        label = run.job.strategy.label
         self._bar = tqdm(
-            total=self._steps,
-            initial=start,
-            desc=prepared.job.strategy.label,
-            unit="step",
-            disable=not self._main,
-            mininterval=0.5,
+            total=self._steps, initial=run.start, desc=label, unit="step", disable=not self._main, mininterval=0.5
         )
 
     def record(self, step: Step) -> None:
@@ -62,15 +49,15 @@ class StepLog:
         if not self._main:
             return
         fields = {name: value for name, value in vars(step).items() if name not in ("gradients", "request")}
-        samples = hash_ids(self._sample_ids(step.step))
-        self._folder.append_event({**fields, "attempt": self._attempt, "samples": samples})
+        samples = hash_ids(self._run.preflight.sample_ids(step.step))
+        self._run.folder.append_event({**fields, "attempt": self._run.attempt, "samples": samples})
         sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
         speed, size = f"{step.tokens / step.seconds:,.0f} tokens/s", format_bytes(max(sizes, default=0))
         self._bar.set_postfix_str(f"loss {step.loss:.4f}, {speed}, {size} a rank", refresh=False)
         self._bar.update()
         if step.skipped:
             self._bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
-        if step.step == self._steps or StepRequest.STOP in step.request:
+        if step.step == self._steps or step.stops:
             self._bar.close()
 
 
@@ -102,11 +89,9 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
     now, events = time.perf_counter(), Path(path, "events.jsonl")
     if not _last_log:
         cut_events(events, step - 1)
-    event = {"step": step, "seconds": now - _last_log.get("time", _STARTED)} | (
-        {} if steps is None else {"steps": steps}
-    )
+    event = {"step": step, "seconds": now - _last_log.get("time", _STARTED)}
     _last_log["time"] = now
-    append_line(events, event | figures)
+    append_line(events, event | ({} if steps is None else {"steps": steps}) | figures)
 
 
 def _number(name: str, value: Any) -> float:
@@ -127,11 +112,6 @@ def should_stop() -> bool:
     """
     if RUN_DIR not in os.environ:
         return False
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import reduce
-
     if not _signals.listening:
         _signals.__enter__()
-    signal_received = torch.tensor(float(_signals.number is not None), device=PartialState().device)
-    return bool(reduce(signal_received, reduction="sum").item())
+    return on_any_rank(_signals.number is not None)

@@ -23,39 +23,63 @@ from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat
 from toolkit.run_folder.run_json import read_run_json
 
-_ASKED = re.compile(r"tried to allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
+_REQUEST = re.compile(r"tried to allocate ([\d.,]+) ?([KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
+
+OF_OWN_CODE = {"sharding", "offload"}
+"""Changes that reach a script, module or function of the user's: its batch and its model are its own."""
 
 
 def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
     """Return a rank's message for an error that `is_out_of_memory`: figures, and what to change."""
-    request = _ASKED.search(str(error))
-    size = f"It requested {_size(request[1])}" if request else "The requested size is unknown"
-    return OutOfMemory(
-        f"rank {beat.rank} ran out of memory {beat.where}. {size}; {_device_usage()}. {advice(folder, beat)}"
-    )
+    size = None
+    if match := _REQUEST.search(str(error)):  # torch gives bytes on the host, and larger units on a device
+        in_bytes = match[2].lower() == "bytes"
+        size = format_bytes(int(match[1].replace(",", ""))) if in_bytes else f"{match[1]} {match[2]}"
+    return OutOfMemory(_message(f"rank {beat.rank} ran out of memory", size, _process_usage(), folder, beat))
 
 
 def killed_for_memory(folder: Folder, rank: int | None, beat: Heartbeat | None) -> str:
     """Return the message for a rank that the system killed, from its last heartbeat."""
     who = f"rank {rank}" if rank is not None else f"rank {beat.rank} (which held most)" if beat else "a rank"
-    where = f" {beat.where}" if beat else ""
-    return (
-        f"{who} was killed by the system, which ran out of memory{where}. The requested size is unknown; "
-        f"{_last_usage(beat)}. {advice(folder, beat)}"
-    )
+    event = f"{who} was killed by the system, which ran out of memory"
+    return _message(event, None, _last_usage(beat), folder, beat)
 
 
 def aborted_for_memory(folder: Folder, rank: int, request: str | None, beat: Heartbeat | None) -> str:
     """Return the message for a rank that a library aborted; `request`: bytes, if the library named them."""
-    size = f"It requested {format_bytes(int(request))}" if request else "The requested size is unknown"
+    size = format_bytes(int(request)) if request else None
+    return _message(f"rank {rank} ran out of memory", size, _last_usage(beat), folder, beat)
+
+
+def _message(event: str, size: str | None, usage: str, folder: Folder, beat: Heartbeat | None) -> str:
     where = f" {beat.where}" if beat else ""
-    return f"rank {rank} ran out of memory{where}. {size}; {_last_usage(beat)}. {advice(folder, beat)}"
+    request = f"It requested {size}" if size else "The requested size is unknown"
+    return f"{event}{where}. {request}; {usage}. {advice(folder, beat)}"
 
 
 def _last_usage(beat: Heartbeat | None) -> str:
-    total, _ = host_memory()
     usage = f"it held {format_bytes(beat.rss)} at its last heartbeat, and " if beat else ""
-    return f"{usage}the host has {format_bytes(total)}"
+    return f"{usage}the host has {format_bytes(host_memory()[0])}"
+
+
+def _process_usage() -> str:
+    """Return this process's use of its device's memory, else of the host's, and its own limit of addresses."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
+            free, total = map(format_bytes, torch.cuda.mem_get_info())
+            allocated, reserved = map(format_bytes, (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+            return f"it held {allocated} ({reserved} reserved), and {free} of the device's {total} were free"
+    import resource
+
+    import psutil
+
+    memory, (total, free) = psutil.Process().memory_info(), map(format_bytes, host_memory())
+    usage = f"it held {format_bytes(memory.rss)}; {free} of the host's {total} were free"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        usage += f"; {format_bytes(memory.vms)} of the {format_bytes(limit)} that `ulimit -v` allows were in use"
+    return usage
 
 
 def advice(folder: Folder, beat: Heartbeat | None) -> str:
@@ -66,13 +90,13 @@ def advice(folder: Folder, beat: Heartbeat | None) -> str:
 def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     if not folder.run_json.exists():
         return "Take a smaller model, or a machine with more memory."
-    was = read_run_json(folder.path)
-    strategy, train_config = from_dict(Strategy, was["strategy"]), from_dict(TrainConfig, was["train_config"])
-    device, target = hardware().device, was.get("target")
+    recorded = read_run_json(folder.path)
+    strategy, train_config = from_dict(Strategy, recorded["strategy"]), from_dict(TrainConfig, recorded["train_config"])
+    device, target = hardware().device, recorded.get("target")
     in_a_step = beat is None or (beat.step > 0 and beat.phase != "save")
     possible = changes(strategy, train_config, in_a_step=in_a_step, on_cpu=device.kind == "cpu")
     for change in (change_ for change_ in possible if target is None or OF_OWN_CODE.issuperset(change_)):
-        if _can_run(strategy, train_config, change, int(was["ranks"]), device):
+        if _can_run(strategy, train_config, change, int(recorded["ranks"]), device):
             flags = " ".join(spell(change))
             if NEW_RUN & change.keys():
                 return f"What could fit is a new run that trains less: `toolkit train … {flags}`."
@@ -80,10 +104,6 @@ def _advice(folder: Folder, beat: Heartbeat | None) -> str:
     if target is not None:
         return f"Choose a smaller micro-batch in {target['name']}, a smaller model, or more memory."
     return "Nothing smaller is left but a smaller model, or more memory."
-
-
-OF_OWN_CODE = {"sharding", "offload"}
-"""Changes that reach a script, module or function of the user's: its batch and its model are its own."""
 
 
 def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Mapping[str, Any]) -> str:
@@ -129,40 +149,3 @@ def _read_counts(file: Path) -> int | None:
         if match := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
             return int(match[1])
     return None
-
-
-def _size(text: str) -> str:
-    """Parse a size: torch gives bytes on the host, and larger units on a device."""
-    number, _, unit = text.replace(",", "").partition(" ")
-    return format_bytes(int(number)) if unit.lower() == "bytes" else text
-
-
-def _device_usage() -> str:
-    """Return this process's use of its device's memory, if it has one."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
-            free, total = torch.cuda.mem_get_info()
-            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            return (
-                f"it held {format_bytes(allocated)} ({format_bytes(reserved)} reserved), and {format_bytes(free)} of the "
-                f"device's {format_bytes(total)} were free"
-            )
-    import psutil
-
-    return f"it held {format_bytes(psutil.Process().memory_info().rss)}; {_host_usage()}"
-
-
-def _host_usage() -> str:
-    """Return the host's free memory, and this process's own limit of addresses, if it has one."""
-    import resource
-
-    import psutil
-
-    total, free = host_memory()
-    usage = f"{format_bytes(free)} of the host's {format_bytes(total)} were free"
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return usage
-    used = psutil.Process().memory_info().vms
-    return f"{format_bytes(used)} of the {format_bytes(limit)} that `ulimit -v` allows were in use; {usage}"

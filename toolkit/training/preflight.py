@@ -13,7 +13,6 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.data import (
-    Contents,
     Rows,
     batches,
     check_batch,
@@ -59,8 +58,8 @@ class Preflight:
     @property
     def rank_environment(self) -> dict[str, str]:
         """Environment of the ranks: they open the same rows, and read no data."""
-        evaluated = self.eval_rows.fingerprint if self.eval_rows else None
-        return {PREPARED: json.dumps([self.rows.fingerprint, evaluated, self.notes])}
+        rows = {"data": self.rows, "eval_data": self.eval_rows}
+        return {PREPARED: json.dumps([{name: each.fingerprint for name, each in rows.items() if each}, self.notes])}
 
     @property
     def spec(self) -> ModelSpec:
@@ -110,24 +109,21 @@ def run_preflight(
         cpu.set_deepspeed_cpu()
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
-    rows, eval_rows, notes = _prepare_data(prepared)
+    fingerprints, notes = json.loads(prepared) if prepared else ({}, [])
+    rows = {name: find_rows(fingerprint) for name, fingerprint in fingerprints.items()}
+    paths = {"data": run_config.data} | ({"eval_data": run_config.eval_data} if run_config.eval_data else {})
     # Mistakes in the data are found before anything heavy is imported.
-    data = None if rows else ingest(run_config.data, text_column=run_config.text_column)
-    eval_data = (
-        ingest(run_config.eval_data, text_column=run_config.text_column)
-        if run_config.eval_data and not eval_rows
-        else None
-    )
+    unread = {name: path for name, path in paths.items() if rows.get(name) is None}
+    contents = {name: ingest(path, text_column=run_config.text_column) for name, path in unread.items()}
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
         check_quantized(spec, run_config.allow_unquantized)
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
-
-    def rows_of(contents: Contents) -> Rows:
-        return prepare_data(
-            contents,
+    for name, each in contents.items():
+        rows[name] = prepare_data(
+            each,
             tokenizer,
             spec,
             seq_len=resolved.train_config.seq_len,
@@ -136,22 +132,11 @@ def run_preflight(
             packing=None if run_config.packing else False,
             text_column=run_config.text_column,
         )
-
-    rows = rows_of(data) if data else rows
-    assert rows is not None, "the data were prepared by the parent, or read here"
-    check_batch(rows, resolved.train_config, dp_size=resolved.parallelism.dp_size)
-    eval_rows = rows_of(eval_data) if eval_data else eval_rows
-    read = {"data": data, "eval_data": eval_data}
-    notes += tuple(f"{name}: {each.source.summary}" for name, each in read.items() if each and each.source.summary)
-    return Preflight(job=resolved, tokenizer=tokenizer, rows=rows, eval_rows=eval_rows, notes=notes)
-
-
-def _prepare_data(message: str | None) -> tuple[Rows | None, Rows | None, tuple[str, ...]]:
-    """Return rows, evaluation rows and notes from the parent process; nothing without a parent."""
-    if message is None:
-        return None, None, ()
-    rows, eval_rows, notes = json.loads(message)
-    return find_rows(rows), find_rows(eval_rows) if eval_rows else None, tuple(notes)
+        notes += [f"{name}: {each.source.summary}"] if each.source.summary else []
+    data = rows["data"]
+    assert data is not None, "the data were prepared by the parent, or read here"
+    check_batch(data, resolved.train_config, dp_size=resolved.parallelism.dp_size)
+    return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
 
 
 def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> Preflight:

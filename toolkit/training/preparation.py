@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 TOLERANCE = 0.02
 """Of audited against accounted bytes: what padding and alignment may add."""
 
-PAIR = "prepare got {}. Give both in one call: the engine needs them together."
+PARTS = ("trainable", "frozen", "master", "optimizer")
+"""The states of a rank, as `StateMemory` names them."""
 
 SLACK = 16 * 1024
 """Bytes below which a difference says nothing: a model of a few tensors is mostly padding."""
@@ -40,22 +42,16 @@ class Audit(Result):
     """None where the job has no spec, or the model trains other parameters: there is no account then."""
 
     def tables(self) -> list[Table]:
-        def cell(size: int | None) -> str:
+        def cell(state: StateMemory | None, part: str) -> str:
+            size = getattr(state, part, None)
             return "–" if size is None else format_bytes(size)
 
-        rows = [
-            (
-                part,
-                cell(getattr(self.measured, part)),
-                "–" if self.expected is None else cell(getattr(self.expected, part)),
-                self.measured.dtypes.get(part, "–"),
-            )
-            for part in ("trainable", "frozen", "master", "optimizer")
-        ]
-        other = [f"{part} in {name}" for part, name in self.measured.dtypes.items() if part in ("gradients", "reduce")]
+        dtypes = self.measured.dtypes
+        rows = [(part, cell(self.measured, part), cell(self.expected, part), dtypes.get(part, "–")) for part in PARTS]
+        notes = [f"{part} in {dtypes[part]}" for part in ("gradients", "reduce") if part in dtypes]
         title = f"Held by this rank ({self.engine}, {count_ranks(self.ranks)})"
         columns = ("part", "bytes", "expected", "dtype")
-        return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(other)] if other else [])]
+        return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(notes)] if notes else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return bytes by part, measured and expected, and the dtypes."""
@@ -72,27 +68,29 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     Raises:
         StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
     """
-    import torch
-
     job_of(accelerator)
-    models = [item for item in objects if isinstance(item, torch.nn.Module)]
+    models, optimizers = models_and_optimizers(objects)
     if models:
-        check_pair(models, [item for item in objects if isinstance(item, torch.optim.Optimizer)])
+        check_pair(models, optimizers)
     accelerator.from_checkpoint.update(models)
     return accelerator.prepare(*objects)
 
 
-def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
-    """Return model and optimizer among the results of `accelerator.prepare`, for engine functions."""
+def models_and_optimizers(objects: Any) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+    """Return the models and the optimizers among the arguments of `accelerator.prepare`, or among its results."""
     import torch
 
     # accelerate returns a list under FSDP2, a tuple otherwise, and a single object unchanged.
-    result = objects if isinstance(objects, list | tuple) else (objects,)
-    model = next(item for item in result if isinstance(item, torch.nn.Module))
-    optimizer = next((item for item in result if isinstance(item, torch.optim.Optimizer)), None)
-    if optimizer is None:
-        raise StrategyMismatch(PAIR.format("a model without its optimizer"))
-    return Prepared(job_of(accelerator), model, optimizer, accelerator)
+    items = objects if isinstance(objects, list | tuple) else (objects,)
+    models = [item for item in items if isinstance(item, torch.nn.Module)]
+    return models, [item for item in items if isinstance(item, torch.optim.Optimizer)]
+
+
+def prepared(accelerator: Accelerator, objects: Any) -> Prepared:
+    """Return model and optimizer among the results of `accelerator.prepare`, for engine functions."""
+    models, optimizers = models_and_optimizers(objects)
+    check_pair(models, optimizers)
+    return Prepared(job_of(accelerator), models[0], optimizers[0], accelerator)
 
 
 def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
@@ -102,9 +100,8 @@ def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         StrategyMismatch: where one of them is missing.
     """
     if bool(models) != bool(optimizers):
-        raise StrategyMismatch(
-            PAIR.format("a model without its optimizer" if models else "an optimizer without its model")
-        )
+        given = "a model without its optimizer" if models else "an optimizer without its model"
+        raise StrategyMismatch(f"prepare got {given}. Give both in one call: the engine needs them together.")
 
 
 def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = True) -> Audit:
@@ -128,20 +125,13 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
         prepared.accelerator.print(f"prepare: bytes and dtypes were not compared, since {other}")
     rank = prepared.accelerator.process_index
     expected = engine.expected_state(job, rank) if job.spec is not None and not other else None
-    result = Audit(
-        engine=type(prepared.model).__name__,
-        ranks=prepared.accelerator.num_processes,
-        measured=state,
-        expected=expected,
-    )
-    wrong = engine.check(prepared)
+    name, ranks = type(prepared.model).__name__, prepared.accelerator.num_processes
+    result = Audit(engine=name, ranks=ranks, measured=state, expected=expected)
+    wrong = [*engine.check(prepared), *_untied_names(prepared)]
     if result.ranks != job.ranks:
         wrong.append(f"world size is {result.ranks}, expected {job.ranks}")
-    wrong += _untied_names(prepared)
     if expected is not None:
-        wrong += _bytes(state, expected, gradients is not None) + _dtypes(
-            state.dtypes, expected.dtypes, gradients is not None
-        )
+        wrong += _differences(state, expected, stepped=gradients is not None)
     if wrong:
         raise StrategyMismatch(
             f"sharding {job.strategy.sharding!r} was requested, and something else was prepared: {'; '.join(wrong)}. "
@@ -151,23 +141,18 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
     return result
 
 
-def _bytes(actual: StateMemory, expected: StateMemory, stepped: bool) -> list[str]:
-    parts = ("trainable", "frozen", "master", *(("optimizer",) if stepped else ()))
+def _differences(actual: StateMemory, expected: StateMemory, *, stepped: bool) -> list[str]:
+    """Compare bytes and dtypes. Moments and gradients have none before the first step; after it none may be missing."""
+    later = () if stepped else ("optimizer", "gradients")
     wrong = []
-    for part in parts:
-        is_, should = getattr(actual, part) or 0, getattr(expected, part) or 0
-        if abs(is_ - should) > max(TOLERANCE * should, SLACK):
-            wrong.append(f"{part} takes {format_bytes(is_)} on this rank, expected {format_bytes(should)}")
+    for part in PARTS:
+        size, should = getattr(actual, part) or 0, getattr(expected, part) or 0
+        if part not in later and abs(size - should) > max(TOLERANCE * should, SLACK):
+            wrong.append(f"{part} takes {format_bytes(size)} on this rank, expected {format_bytes(should)}")
+    for part, name in expected.dtypes.items():
+        if part not in later and actual.dtypes.get(part) != name:
+            wrong.append(f"{part} is {actual.dtypes.get(part, 'missing')}, expected {name}")
     return wrong
-
-
-def _dtypes(actual: Mapping[str, str], expected: Mapping[str, str], stepped: bool) -> list[str]:
-    """Compare dtypes. Moments and gradients have none before the first step; after it none may be missing."""
-    return [
-        f"{part} is {actual.get(part, 'missing')}, expected {name}"
-        for part, name in expected.items()
-        if actual.get(part) != name and (stepped or part not in ("optimizer", "gradients"))
-    ]
 
 
 def _trains_other(prepared: Prepared) -> str | None:
@@ -176,39 +161,29 @@ def _trains_other(prepared: Prepared) -> str | None:
     if job.spec is None or job.strategy.adapter != "none":
         return None
     model = prepared.accelerator.unwrap_model(prepared.model)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected = {state.name for state in parameters_of(job) if state.trainable}
-    names = sorted(trained ^ expected)
-    if not names:
-        return None
-    return f"the model trains {len(trained)} parameters and {job.spec.name} {len(expected)} (the first difference: {names[0]})"
+    differences = sorted(names ^ expected)
+    counts = f"the model trains {len(names)} parameters and {job.spec.name} {len(expected)}"
+    return f"{counts} (the first difference: {differences[0]})" if differences else None
 
 
 def _untied_names(prepared: Prepared) -> list[str]:
     """Return tied names that no longer share one parameter."""
-    spec = prepared.job.spec
-    if spec is None or not spec.tied:
-        return []
-    module = prepared.accelerator.unwrap_model(prepared.model)
-    wrong = []
-    for group in spec.tied:
-        try:
-            parameters = {id(_find(module, name)) for name in group}
-        except AttributeError:  # a user's own model has other names
-            continue
-        if len(parameters) > 1:
-            wrong.append(f"tied weights came untied: {', '.join(group)}")
-    return wrong
-
-
-def _find(module: Any, name: str) -> torch.nn.Parameter:
-    """Return a parameter by its name in the base model, also under an adapter."""
+    module: Any = prepared.accelerator.unwrap_model(prepared.model)
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    owner, _, leaf = name.rpartition(".")
-    holder: Any = base.get_submodule(owner)
-    # An adapted module keeps its own weight in `base_layer`.
-    parameter: torch.nn.Parameter = getattr(getattr(holder, "base_layer", holder), leaf)
-    return parameter
+    wrong = []
+    for group in prepared.job.spec.tied if prepared.job.spec is not None else ():
+        with contextlib.suppress(AttributeError):  # a user's own model has other names
+            parameters = set()
+            for name in group:
+                owner, _, leaf = name.rpartition(".")
+                holder = base.get_submodule(owner)
+                # An adapted module keeps its own weight in `base_layer`.
+                parameters.add(id(getattr(getattr(holder, "base_layer", holder), leaf)))
+            if len(parameters) > 1:
+                wrong.append(f"tied weights came untied: {', '.join(group)}")
+    return wrong
 
 
 def check_uniform(job: Job, model: torch.nn.Module) -> None:
@@ -222,3 +197,13 @@ def check_uniform(job: Job, model: torch.nn.Module) -> None:
     if len(kinds) > 1:
         named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
         raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [[buffer.cpu() for buffer in model.buffers()]]
+    broadcast_object_list(values, from_process=0)
+    for buffer, value in zip(model.buffers(), values[0], strict=True):
+        buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to

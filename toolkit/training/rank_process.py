@@ -15,7 +15,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
-from toolkit.core.process_lifecycle import tee_output
+from toolkit.core.rank_output import tee_output
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
@@ -23,7 +23,7 @@ from toolkit.run_folder.run_lock import run_token, supervised
 from toolkit.training.oom import out_of_memory
 from toolkit.training.rank_run import RankRun
 from toolkit.training.resumption import merge_config
-from toolkit.training.setup import agree, launched
+from toolkit.training.setup import agree, agree_train_config, launched
 
 ERROR_DELAY = 3.0
 """Seconds that ranks other than the first of a node wait before they print an error: most errors are every rank's."""
@@ -53,7 +53,7 @@ def run_rank(train_rank: Callable[[RankRun], int], arguments: Sequence[str] | No
     except ToolkitError as error:
         return _print_error(rank, error)
     with folder:
-        tee_output(folder.log(rank), rank=rank, supervised=supervised())
+        tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
         with folder.room_for_error(rank):
             return _run_recorded(train_rank, flags, folder, rank)
 
@@ -77,7 +77,8 @@ def resolve_flags(flags: argparse.Namespace, path: Path | None = None) -> tuple[
     """
     run_config, train_config, strategy = (given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy))
     if path is None:
-        return from_dict(RunConfig, run_config), from_dict(TrainConfig, train_config), agree(strategy, os.environ)
+        step = agree_train_config(train_config, os.environ)
+        return from_dict(RunConfig, run_config), step, agree(strategy, os.environ)
     recorded, ranks = read_run_json(path), int(os.environ.get("WORLD_SIZE", "1"))
     # The environment alone does not tell `none` with tp, or an engine from outside, from DDP. The recorded run does.
     before = {**recorded["strategy"], **strategy}

@@ -31,6 +31,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, verify
+from toolkit.measurement.window import STEPS
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
@@ -176,32 +177,31 @@ class RankRun:
         with self.stop, self.beat.listening():
             yield
 
+    def stop_received(self) -> bool:
+        """Return whether a signal has reached this rank."""
+        return self.stop.number is not None
+
     def checkpoint_policy(self, prepared: Prepared, schedule: Any) -> CheckpointPolicy:
         """Return what decides after each step whether a checkpoint is due."""
-        writer = None
-        if self.config.checkpoints:
+        config, writer = self.config, None
+        if config.checkpoints:
+            place = self.folder.checkpoints, self.identity
             writer = CheckpointWriter(
-                prepared,
-                schedule,
-                self.folder.checkpoints,
-                self.identity,
-                versions=versions(),
-                keep=self.config.keep,
-                patience=self.config.timeout,
+                prepared, schedule, *place, versions=versions(), keep=config.keep, patience=config.timeout
             )
-        steps = self.job.train_config.steps
-        return CheckpointPolicy(
-            writer, self.config, self.window, self.folder, self.stop, self.beat, steps=steps, attempt=self.attempt
-        )
+        return CheckpointPolicy(self, writer)
 
     def evaluator(self, prepared: Prepared) -> Evaluator:
         """Return what evaluates the run on its held-out data."""
-        rows = self.preflight.eval_rows
-        return Evaluator(prepared, rows, self.config, self.folder, self.stop, self.beat, attempt=self.attempt)
+        return Evaluator(self, prepared)
 
-    def step_log(self, prepared: Prepared) -> StepLog:
+    def step_log(self) -> StepLog:
         """Return what writes each step into `events.jsonl` and on the progress bar."""
-        return StepLog(prepared, self.folder, self.preflight.sample_ids, start=self.start, attempt=self.attempt)
+        return StepLog(self)
+
+    def may_read_late(self, step: int) -> bool:
+        """Return whether the numbers of a step may be read when the next one runs: not while memory is measured."""
+        return self.machine.device.kind == "cuda" and step > STEPS and self._audit is not None
 
     def on_step_begin(self, step: int) -> None:
         """Note in the heartbeat that a step begins."""
@@ -213,7 +213,7 @@ class RankRun:
         Raises:
             StrategyMismatch: where they differ from the request.
         """
-        self.beat.note("between")
+        self.beat.note("between", step=step.step)
         self.window.step_done(step.step)
         if self._audit is None and not step.skipped:
             self._audit = audit(prepared, gradients=step.gradients)

@@ -20,6 +20,7 @@ from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware
+from toolkit.engines.timeouts import on_main
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.preflight import Preflight, versions
@@ -124,18 +125,15 @@ def record_attempt(accelerator: Accelerator, folder: Folder, description: Mappin
         description: from `describe_run`.
         start: the last step that was done before.
     """
-    from accelerate.utils import broadcast_object_list
 
-    number: list[Any] = [0]
-    if accelerator.is_main_process:
+    def record() -> int:
         recorded = read_run_json(folder.path) if folder.run_json.exists() else {}
         attempt = {key: description[key] for key in ("strategy", "ranks", "started")} | {"from_step": start}
         attempts = [*recorded.get("attempts", ()), attempt]
         write_json(folder.run_json, {**description, **recorded, "attempts": attempts, "finished": None})
-        number = [len(attempts) - 1]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(number)
-    return int(number[0])
+        return len(attempts) - 1
+
+    return on_main(accelerator, record)
 
 
 def commit_attempt(folder: Folder, description: Mapping[str, Any], start: int) -> list[str]:
@@ -168,8 +166,7 @@ def resume_hint(folder: Folder) -> str:
     command = f"`toolkit resume {shlex.quote(str(folder.path))}`"
     if recorded.get("target"):
         return f"Your own code continues from what it saved: {command} runs it again."
-    newest = next(iter(list_checkpoints(folder.checkpoints)), None)
-    if newest:
+    if newest := next(iter(list_checkpoints(folder.checkpoints)), None):
         complete = newest.name == folder_name(last_step(folder.events))
         state = f"Published: {newest}" if complete else f"The step did not end; the newest checkpoint is {newest}"
         return f"{state}. {command} continues from it."

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.flags import flag, from_dict
-from toolkit.config.strategy import Strategy
+from toolkit.config.flags import differing, flag, from_dict
+from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.devices.machine import Hardware, hardware
@@ -49,7 +49,7 @@ def accelerator(
 
     Args:
         strategy: the request.
-        train_config: the step; by default `TrainConfig()`.
+        train_config: the step; by default `TrainConfig()`. A DeepSpeed file of `accelerate launch` sets fields of it, too.
         spec: of the model that will be loaded. Without it, DeepSpeed's buckets stay "auto".
         log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
         project_dir: where trackers write.
@@ -61,12 +61,12 @@ def accelerator(
         RunError: for more ranks than devices on this machine, and while this process has another Accelerator.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
-    requested = agree(strategy, os.environ)
+    requested, config = agree(strategy, os.environ), agree_train_config(train_config, os.environ)
     trackers = check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, ranks_sharing_devices(os.environ))
     accelerator_: Accelerator = accelerator_class()(
-        resolve(requested, train_config or TrainConfig(), spec, ranks, machine.device),
+        resolve(requested, config, spec, ranks, machine.device),
         None if timeout is None else pg_timeout(timeout),
         log_with=trackers or None,
         project_dir=project_dir,
@@ -175,26 +175,41 @@ def agree(
         StrategyError: for a field with two different values; names both.
     """
     if isinstance(requested, Strategy):
-        fields = dataclasses.asdict(requested)
-        # An open precision contradicts nothing, and a launcher's "no" sets nothing.
-        if fields["precision"] == "auto":
-            del fields["precision"]
+        # An open value contradicts nothing.
+        fields = {name: value for name, value in dataclasses.asdict(requested).items() if value not in ("auto", None)}
     else:
         fields = dict(requested or {})
     if "sharding" in fields:
-        fields["sharding"] = from_dict(
-            Strategy, {k: v for k, v in fields.items() if k in ("sharding", "dp_replicate")}
-        ).sharding
+        fields["sharding"] = sharding_word(fields["sharding"])
     if bound is None:
         bound = launched(environ, fields.get("sharding"), fields.get("tp"))
+    _check_agreement(fields, bound)
+    return from_dict(Strategy, {**bound, **fields})
+
+
+def agree_train_config(requested: TrainConfig | Mapping[str, Any] | None, environ: Mapping[str, str]) -> TrainConfig:
+    """Merge a TrainConfig, or fields of one, with the launch environment: a DeepSpeed file sets a part of the step.
+
+    Raises:
+        StrategyError: for a field with two different values; a default of `requested` is no request.
+    """
+    fields = differing(requested) if isinstance(requested, TrainConfig) else dict(requested or {})
+    bound: dict[str, Any] = {}
+    for engine in all_engines():
+        bound |= engine.train_config_from_env(environ)
+    _check_agreement(fields, bound)
+    return from_dict(TrainConfig, {**bound, **fields})
+
+
+def _check_agreement(fields: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name in bound and bound[name] != value:
+            ours = any(field.name == name for field in dataclasses.fields(Strategy))
+            hint = f" (`toolkit config {flag(name)} {value}` writes it)" if ours else ""
             raise StrategyError(
                 f"{name} {value!r} was requested, but the Accelerate launch environment has {bound[name]!r}. "
-                f"Give `accelerate launch` a config file with {name} {value!r} (`toolkit config {flag(name)} {value}` writes it), "
-                "or leave the flag out."
+                f"Give `accelerate launch` a config file with {name} {value!r}{hint}, or leave the flag out."
             )
-    return from_dict(Strategy, {**bound, **fields})
 
 
 def seed_everything(accelerator: Accelerator) -> None:
@@ -205,9 +220,11 @@ def seed_everything(accelerator: Accelerator) -> None:
     set_seed(job.train_config.seed + job.coordinates(accelerator.process_index).dp_rank)
 
 
-def on_any_rank(accelerator: Accelerator, here: bool) -> bool:
+def on_any_rank(here: bool) -> bool:
     """Return whether `here` is true on any rank. A collective."""
     import torch
+    from accelerate import PartialState
+    from accelerate.utils import reduce
 
-    flag = torch.tensor(float(here), device=accelerator.device)
-    return bool(accelerator.reduce(flag, reduction="sum").item())
+    flag = torch.tensor(float(here), device=PartialState().device)
+    return bool(reduce(flag, reduction="sum").item())

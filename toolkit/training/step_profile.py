@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
+from typing import Any, cast
 
 from toolkit import measurement
 from toolkit.config.run_config import RunConfig
@@ -20,12 +21,12 @@ from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import hardware
 from toolkit.engines.ledger import PARTS
-from toolkit.engines.records import on_device
+from toolkit.engines.records import Prepared, on_device
 from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
 from toolkit.measurement.window import STEPS
 from toolkit.training.loading import load
-from toolkit.training.loop import Step, make_optimizer, train, warmup_cosine
+from toolkit.training.loop import Step, make_optimizer, make_schedule, train
 from toolkit.training.preflight import Preflight, run_preflight, with_forecast
 from toolkit.training.preparation import Audit, audit, prepare, prepared
 from toolkit.training.setup import accelerator, seed_everything
@@ -45,28 +46,29 @@ class StepProfile(Result):
     """The notes of `load`."""
 
     @property
+    def _measured(self) -> Mapping[str, Any]:
+        if self.memory.measured is None:
+            raise RunError(f"nothing was measured: {self.memory.reason}.")
+        return self.memory.measured
+
+    @property
     def phases(self) -> Mapping[str, int]:
         """Return the highest total within each phase. A profile has no save phase.
 
         Raises:
             RunError: where nothing could be measured, with the reason.
         """
-        if self.memory.measured is None:
-            raise RunError(f"nothing was measured: {self.memory.reason}.")
-        measured: Mapping[str, int] = self.memory.measured["phases"]
-        return measured
+        return cast("Mapping[str, int]", self._measured["phases"])
 
     @property
     def peak_bytes(self) -> int:
         """The highest total of all phases, in bytes."""
-        return max(self.phases.values())
+        return int(self._measured["peak_bytes"])
 
     @property
     def parts(self) -> Mapping[str, int]:
         """The measured peak by part: the audit's parts, and `transient` for the rest."""
-        assert self.memory.measured is not None, "`phases` has said so"
-        measured: Mapping[str, int] = self.memory.measured["parts"]
-        return measured
+        return cast("Mapping[str, int]", self._measured["parts"])
 
     @property
     def forecast_bytes(self) -> int:
@@ -80,9 +82,9 @@ class StepProfile(Result):
 
     @property
     def seconds(self) -> float:
-        """Of the median step behind the memory window, which slows what lies in it; of all where none lies behind it."""
-        took = [step.seconds for step in self.steps]
-        return statistics.median(took[STEPS:] or took)
+        """The median step behind the memory window, which slows what lies in it; of all steps where none lies behind it."""
+        seconds = [step.seconds for step in self.steps]
+        return statistics.median(seconds[STEPS:] or seconds)
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -91,17 +93,18 @@ class StepProfile(Result):
 
     def pictures(self) -> Sequence[str]:
         """Return a picture of the forecast and the measured peak, by part."""
+        return (bars(self.bars("forecast"), title=f"The peak, in {self.forecast.peak_phase}"),)
+
+    def bars(self, label: str) -> list[Bar]:
+        """Return the forecast peak under a label, and the measured one."""
         expected = {part: size for part in PARTS if (size := self.forecast.parts.get(part, 0))}
-        rows = [Bar(label="forecast", parts=expected), Bar(label="measured", parts=self.parts)]
-        return (bars(rows, title=f"The peak, in {self.forecast.peak_phase}"),)
+        return [Bar(label=label, parts=expected), Bar(label="measured", parts=self.parts)]
 
     def tables(self) -> list[Table]:
         """Return each phase's highest total and its forecast."""
-        phases = {name: (self.forecast.phases.get(name), self.phases[name]) for name in PHASES if name in self.phases}
-        rows = [
-            (name, *_with_ratio(expected, measured))
-            for name, (expected, measured) in {"peak": (self.forecast_bytes, self.peak_bytes), **phases}.items()
-        ]
+        rows = [("peak", *_compared(self.forecast_bytes, self.peak_bytes, format_bytes))]
+        for name in sorted(self.phases, key=PHASES.index):
+            rows.append((name, *_compared(self.forecast.phases.get(name), self.phases[name], format_bytes)))
         notes = (f"A step took {format_step_seconds(self.seconds)}. x: forecast / measured.",)
         title = f"Highest memory, sharding {self.forecast.strategy.label}, precision {self.forecast.strategy.precision}"
         return [Table(title=title, columns=("phase", "forecast", "measured", "x"), rows=rows, notes=notes)]
@@ -124,35 +127,27 @@ class StepProfiles(Result):
 
     def pictures(self) -> Sequence[str]:
         """Return a picture of every peak by part, forecast and measured."""
-        rows = []
-        for name, trial in self.trials.items():
-            expected = {part: size for part in PARTS if (size := trial.forecast.parts.get(part, 0))}
-            rows += [Bar(label=f"{name}, forecast", parts=expected), Bar(label="measured", parts=trial.parts)]
+        rows = [bar for name, trial in self.trials.items() for bar in trial.bars(f"{name}, forecast")]
         return (bars(rows, title=self.title),)
 
     def tables(self) -> list[Table]:
         """Return the peak and the seconds of each setting, forecast and measured."""
         rows = []
         for name, trial in self.trials.items():
-            expected = self.forecast_seconds(name)
-            took = ("–", format_step_seconds(trial.seconds), "–")
-            if expected is not None:
-                took = (format_step_seconds(expected), took[1], f"{expected / trial.seconds:.2f}")
-            rows.append((name, *_with_ratio(trial.forecast_bytes, trial.peak_bytes), *took))
+            peak = _compared(trial.forecast_bytes, trial.peak_bytes, format_bytes)
+            rows.append((name, *peak, *_compared(self.forecast_seconds(name), trial.seconds, format_step_seconds)))
         notes = ["x: forecast / measured."]
         if all(trial.forecast.timing is None for trial in self.trials.values()):
             first = next(iter(self.trials))
-            notes.append(
-                f"How fast this device is, the catalog does not know: the seconds of {first} forecast the others', by operations."
-            )
+            notes.append(f"This device's speed is unknown: the seconds of {first} forecast the others', by operations.")
         columns = ("setting", "peak, forecast", "measured", "x", "a step, forecast", "measured", "x")
         return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
 
 
-def _with_ratio(expected: int | None, measured: int) -> tuple[str, str, str]:
+def _compared(expected: float | None, measured: float, spell: Callable[[float], str]) -> tuple[str, str, str]:
     if expected is None:
-        return "–", format_bytes(measured), "–"
-    return format_bytes(expected), format_bytes(measured), f"{expected / measured:.2f}" if measured else "–"
+        return "–", spell(measured), "–"
+    return spell(expected), spell(measured), f"{expected / measured:.2f}" if measured else "–"
 
 
 def profile_steps(
@@ -165,67 +160,56 @@ def profile_steps(
 
     Args:
         strategy: for one rank, so sharding `none`.
-        train_config: the step, and the number of steps.
+        train_config: the step, and the number of steps; by default five steps.
         run_config: model and data; by default the embedded ones.
 
     Raises:
         StrategyError: for a sharding that needs several processes, or a setting without a forecast.
         ToolkitError: for other errors in strategy, model or data.
     """
-    request, train_config, run_config = (
-        strategy or Strategy(),
-        train_config or TrainConfig(steps=5),
-        run_config or RunConfig(),
-    )
+    request, train_config = strategy or Strategy(), train_config or TrainConfig(steps=5)
+    # Without checkpoints the moments come with the first step.
+    run_config = replace(run_config or RunConfig(), save_every=0, save_seconds=0.0)
     if not request.single_process:
         raise StrategyError(
             f"sharding {request.sharding!r} needs several processes, and this is one. Launch it, or choose sharding 'none'."
         )
     machine = hardware()
-    run_config = replace(
-        run_config, save_every=0, save_seconds=0.0
-    )  # without checkpoints the moments come with the first step
     preflight = with_forecast(run_preflight(run_config, request, train_config, 1, machine.device), run_config, machine)
     if preflight.forecast is None:
         raise StrategyError(f"{preflight.unforecast}")
     output = StringIO()
+    audits: list[Audit] = []
+    steps: list[Step] = []
     with _separate_accelerate_state(), redirect_stdout(output):
-        steps, state, memory = _run(preflight, run_config, measurement.start(machine.device.kind))
-    return StepProfile(
-        forecast=preflight.forecast,
-        memory=memory,
-        audit=state,
-        steps=steps,
-        notes=tuple(output.getvalue().splitlines()),
-    )
+        window = measurement.start(machine.device.kind)
+        ready, loader, schedule = _prepare(preflight, run_config)
+        try:
+            for step in train(ready, loader, schedule):
+                window.step_done(step.step)
+                if not audits and not step.skipped:
+                    audits.append(audit(ready, gradients=step.gradients))
+                steps.append(step)
+        finally:
+            window.close()
+        state = audits[0] if audits else audit(ready)
+        memory = measurement.collect(window.result(), on_device(ready.job, state.measured), lambda rows: rows)
+        del ready, loader, schedule
+    notes = tuple(output.getvalue().splitlines())
+    return StepProfile(forecast=preflight.forecast, memory=memory, audit=state, steps=tuple(steps), notes=notes)
 
 
-def _run(
-    preflight: Preflight, run_config: RunConfig, window: measurement.Window
-) -> tuple[tuple[Step, ...], Audit, Memory]:
-    """Run the steps as a rank of `finetune` does, without a run folder."""
+def _prepare(preflight: Preflight, run_config: RunConfig) -> tuple[Prepared, Any, Any]:
+    """Return what a rank of `finetune` trains with, without a run folder: model with optimizer, loader, schedule."""
     job = preflight.job
     rank = accelerator(job.strategy, job.train_config, job.spec)
     seed_everything(rank)
     model, _ = load(rank, allow_unquantized=run_config.allow_unquantized)
-    optimizer = make_optimizer(model, job.train_config)
-    schedule = warmup_cosine(optimizer, job.train_config)
+    optimizer = make_optimizer(model, job.train_config, fused=rank.scaler is None)
+    schedule = make_schedule(optimizer, job.train_config)
     loader = preflight.batches(0, workers=run_config.workers)
     model, optimizer, loader, schedule = prepare(rank, model, optimizer, loader, schedule)
-    ready = prepared(rank, (model, optimizer))
-    steps: list[Step] = []
-    first_audit = None
-    try:
-        for step in train(ready, loader, schedule):
-            window.step_done(step.step)
-            if first_audit is None and not step.skipped:
-                first_audit = audit(ready, gradients=step.gradients)
-            steps.append(step)
-    finally:
-        window.close()
-    result = first_audit or audit(ready)
-    memory = measurement.collect(window.result(), on_device(job, result.measured), lambda rows: rows)
-    return tuple(steps), result, memory
+    return prepared(rank, (model, optimizer)), loader, schedule
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import ceil_div
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    Shapes = Mapping[str, tuple[int, ...]]
 
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
 """Dtypes of weights that need no more than a cast."""
@@ -30,23 +31,19 @@ class StreamedWeights:
         accelerator: Accelerator,
         spec: ModelSpec,
         files: Mapping[str, Any],
-        headers: Mapping[str, tuple[Sequence[int], str]],
-        packing: Mapping[str, Any],
+        dtypes: Mapping[str, str],
+        shapes: Shapes,
     ) -> None:
-        """Take the open files by the names of their tensors, which only rank 0 has; shapes and dtypes; 4-bit options."""
-        self._accelerator, self._files, self._headers, self._packing = accelerator, files, headers, packing
+        """Take the open files by the names of their tensors, which only rank 0 has; the tensors' dtypes and shapes."""
+        self._accelerator, self._files, self.dtypes, self._shapes = accelerator, files, dtypes, shapes
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
+        self._packing: dict[str, Any] = {}
         self._code: torch.Tensor | None = None
         self.closed = False
 
     @classmethod
-    def find(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
-        """Open the files, and fill the model's persistent buffers. A collective.
-
-        Args:
-            accelerator: of all ranks.
-            spec: of the model.
-            model: the modules, whose weights have shapes and no values.
+    def of_shapes(cls, accelerator: Accelerator, spec: ModelSpec, shapes: Shapes) -> StreamedWeights | None:
+        """Open the files of a checkpoint for weights of these names and shapes. A collective.
 
         Returns:
             None where transformers has to convert the files: other names, experts one by one, 8-bit weights.
@@ -54,43 +51,45 @@ class StreamedWeights:
         Raises:
             ModelError: where the model has no weights.
         """
-        from accelerate.utils import broadcast_object_list
-
         files: dict[str, Any] = {}
-        buffers = persistent_buffers(model)
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
 
-        def headers() -> dict[str, Any] | None:
+        def read_dtypes() -> dict[str, str] | None:
             from safetensors import safe_open
 
             for path in require_weights(spec):
                 file: Any = safe_open(path, framework="pt")
                 files.update(dict.fromkeys(file.keys(), file))
-            expected = _unpacked(model, shapes)
-            if not expected.keys() <= files.keys():
+            if not shapes.keys() <= files.keys():
                 return None
-            slices = {name: files[name].get_slice(name) for name in expected}
-            if any(tuple(slices[name].get_shape()) != shape for name, shape in expected.items()):
-                return None
-            dtypes = {name: SAFETENSORS_DTYPES.get(held.get_dtype(), "") for name, held in slices.items()}
-            if not set(dtypes.values()) <= FLOATS:
-                return None  # 8-bit weights have scales beside them
-            return {name: (held.get_shape(), dtypes[name]) for name, held in slices.items()}
+            slices = {name: files[name].get_slice(name) for name in shapes}
+            dtypes = {name: SAFETENSORS_DTYPES.get(part.get_dtype(), "") for name, part in slices.items()}
+            same = all(tuple(slices[name].get_shape()) == shape for name, shape in shapes.items())
+            return dtypes if same and set(dtypes.values()) <= FLOATS else None  # 8-bit weights have scales beside them
 
-        found = on_main(accelerator, headers)
-        if found is None:
+        dtypes = on_main(accelerator, read_dtypes)
+        return None if dtypes is None else cls(accelerator, spec, files, dtypes, shapes)
+
+    @classmethod
+    def of_model(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
+        """Open the files of a model whose weights have shapes and no values, and fill its buffers. As `of_shapes`."""
+        buffers = persistent_buffers(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *buffers.items())}
+        packed = {name: module for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+        for name, module in packed.items():
+            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+        weights = cls.of_shapes(accelerator, spec, shapes)
+        if weights is None:
             return None
-        values = [{name: files[name].get_tensor(name) for name in buffers} if files else {}]
-        broadcast_object_list(values, from_process=0)
-        for name, value in values[0].items():
+        for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, value.to(buffers[name].dtype))
-        return cls(accelerator, spec, files, found, _packing(model))
+            setattr(model.get_submodule(owner), leaf, weights.share(name).to("cpu", buffer.dtype, copy=True))
+        for module in packed.values():  # their options are the same
+            weights._packing = {"storage": module.weight.quant_storage, "kind": module.weight.quant_type}
+        return weights
 
     def __contains__(self, name: str) -> bool:
         """Whether a parameter of the model, perhaps under an adapter, is the checkpoint's."""
-        return self.source_name(name) in self._headers
+        return self.source_name(name) in self._shapes
 
     def source_name(self, name: str) -> str:
         """Return the checkpoint's name of a parameter, also of one under an adapter or of a tied one."""
@@ -102,11 +101,10 @@ class StreamedWeights:
         import torch
 
         name, device = self.source_name(name), self._accelerator.device
-        shape, dtype = self._headers[name]
         if self._files:
             whole: torch.Tensor = self._files[name].get_tensor(name).to(device)
         else:
-            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            whole = torch.empty(self._shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device)
         self._broadcast(whole)
         return whole
 
@@ -123,7 +121,7 @@ class StreamedWeights:
         from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
         device, elements = self._accelerator.device, module.in_features * module.out_features
-        storage, kind = self._packing["quant_storage"], self._packing["quant_type"]
+        storage, kind = self._packing["storage"], self._packing["kind"]
         blocks = ceil_div(elements, BLOCK)
         data = torch.empty(ceil_div(elements, 2 * storage.itemsize), 1, dtype=storage, device=device)
         scales = torch.empty(blocks, dtype=torch.uint8, device=device)
@@ -155,13 +153,13 @@ class StreamedWeights:
         import torch
         from bitsandbytes.functional import quantize_4bit
 
-        stored = self._files[self.source_name(name)].get_slice(self.source_name(name))
-        rows, columns = stored.get_shape()
+        weight = self._files[self.source_name(name)].get_slice(self.source_name(name))
+        rows, columns = weight.get_shape()
         step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
         packed, exact = data.view(-1).view(torch.uint8), []
-        kind = self._packing["quant_type"]
+        kind = self._packing["kind"]
         for start in range(0, rows, step):
-            piece = stored[start : start + step].to(self._accelerator.device, dtype)
+            piece = weight[start : start + step].to(self._accelerator.device, dtype)
             part, state = quantize_4bit(piece, blocksize=BLOCK, compress_statistics=False, quant_type=kind)
             first = start * columns // 2
             packed[first : first + part.numel()] = part.view(-1)
@@ -173,21 +171,3 @@ class StreamedWeights:
 
         if dist.is_initialized():
             dist.broadcast(tensor, src=0)
-
-
-def _unpacked(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes with those of `Linear4bit`'s weights before packing."""
-    packed = {
-        f"{name}.weight": (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if type(module).__name__ == "Linear4bit"
-    }
-    return {name: packed.get(name, shape) for name, shape in shapes.items()}
-
-
-def _packing(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the options of the model's 4-bit weights, which are the same for all."""
-    names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-    weights = (module.weight for module in model.modules() if type(module).__name__ == "Linear4bit")
-    weight = next(weights, None)
-    return {name: getattr(weight, name) for name in names} if weight is not None else {}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from toolkit.checkpoints.importers.weights import wrap_errors
 from toolkit.core.errors import CheckpointError
@@ -25,27 +25,13 @@ DEEPSPEED = frozenset(
 )
 """Classes in .pt and .bin files, besides those of torch's `weights_only` unpickler (tensors, dtypes, containers)."""
 
-DCP = frozenset(
-    {
-        "pathlib.Path",
-        "pathlib.PosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.Path",  # Python 3.13 moved them
-        "pathlib._local.PosixPath",
-        "pathlib._local.WindowsPath",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-        "torch.distributed.checkpoint.metadata.Metadata",
-        "torch.distributed.checkpoint.metadata.MetadataIndex",
-        "torch.distributed.checkpoint.metadata.StorageMeta",
-        "torch.distributed.checkpoint.metadata.TensorProperties",
-        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-        "torch.serialization._get_layout",
-    }
+DCP = (
+    *("pathlib", "pathlib._local", "torch.serialization"),
+    *("torch.distributed.checkpoint.filesystem", "torch.distributed.checkpoint.metadata"),
 )
-"""Classes in a `.metadata` file, besides `torch.Size`, torch's dtypes and `collections.OrderedDict`."""
+"""Modules of the classes in a `.metadata` file, besides `torch.Size`, torch's dtypes and `collections.OrderedDict`.
+
+Each becomes an `OpaqueRecord`, so that nothing of these modules runs."""
 
 NESTED = 10_000
 """Tuples within a tuple, each counted as often as it stands there: the hash of a dictionary's key visits all of them, with a
@@ -112,9 +98,9 @@ def explain_refusals(path: Path | str) -> Iterator[None]:
             yield
         except Exception as error:
             text = str(error)
-            named = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
-            if named:
-                raise _refusal(path, named[1]) from None
+            refused = re.search(r"GLOBAL (\S+)", text) if isinstance(error, pickle.UnpicklingError) else None
+            if refused:
+                raise _refusal(path, refused[1]) from None
             if other := re.search(r"Unsupported operand (\d+)", text):
                 raise CheckpointError(
                     f"{path} holds pickle's instruction {other[1]}, which no checkpoint is read with (torch.save's own protocol, "
@@ -175,37 +161,30 @@ def check_tuples(file: IO[bytes]) -> None:
     marks: list[int] = []
     memo: dict[int, int] = {}
     try:
-        for opcode, argument, _ in pickletools.genops(file):
-            _apply_instruction(opcode, argument, stack, marks, memo)
+        for opcode, value, _ in pickletools.genops(file):
+            name, before, argument = opcode.name, opcode.stack_before, cast("int", value)
+            if name == "MARK":
+                marks.append(len(stack))
+            elif "PUT" in name or name == "MEMOIZE":
+                memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+            elif "GET" in name:
+                stack.append(memo[argument])
+            elif name == "DUP":
+                stack.append(stack[-1])
+            elif name == "POP" and marks and marks[-1] == len(stack):
+                marks.pop()
+            else:
+                marked = pickletools.markobject in before
+                first = marks.pop() if marked else len(stack) - len(before)
+                inside = sum(stack[first:])
+                below = before.index(pickletools.markobject) if marked else 0  # values that it takes below the mark
+                del stack[max(0, first - below) :]
+                tuples = name.startswith("TUPLE") or name in ("EMPTY_TUPLE", "FROZENSET")
+                stack += [1 + inside if tuples else 0] * len(opcode.stack_after)
             if stack and stack[-1] > NESTED:
                 raise pickle.UnpicklingError(f"it nests more than {NESTED:,} tuples")
     except (ValueError, IndexError, KeyError) as error:
         raise pickle.UnpicklingError(f"it is not a pickle ({error})") from None
-
-
-def _apply_instruction(
-    opcode: pickletools.OpcodeInfo, argument: Any, stack: list[int], marks: list[int], memo: dict[int, int]
-) -> None:
-    """Apply a pickle instruction to the stack, as far as tuples are concerned."""
-    name, before = opcode.name, len(opcode.stack_before)
-    if name == "MARK":
-        marks.append(len(stack))
-    elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-        memo[len(memo) if name == "MEMOIZE" else int(argument)] = stack[-1]
-    elif name in ("GET", "BINGET", "LONG_BINGET"):
-        stack.append(memo[int(argument)])
-    elif name == "DUP":
-        stack.append(stack[-1])
-    else:
-        marked = pickletools.markobject in opcode.stack_before
-        if name == "POP" and marks and marks[-1] == len(stack):
-            marks.pop()
-            return
-        first = marks.pop() if marked else len(stack) - before
-        inside = sum(stack[first:])
-        del stack[max(0, first - (opcode.stack_before.index(pickletools.markobject) if marked else 0)) :]
-        tuples = name.startswith("TUPLE") or name in ("EMPTY_TUPLE", "FROZENSET")
-        stack += [1 + inside if tuples else 0] * len(opcode.stack_after)
 
 
 class _Records(pickle.Unpickler):
@@ -229,6 +208,6 @@ class _Records(pickle.Unpickler):
         # Not `getattr`: torch imports modules by name on it.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
-        if path not in DCP:
+        if module not in DCP:
             raise _refusal(self._path, path)
         return self._made.setdefault(path, _opaque_class(path))

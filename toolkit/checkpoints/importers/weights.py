@@ -1,17 +1,18 @@
-"""`Weights`: a foreign checkpoint as whole tensors by the model's own parameter names, one at a time."""
+"""`Weights`: a model's whole tensors by name, read one at a time; and checks of the files that hold them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import CheckpointError
+from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -20,42 +21,52 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 """What torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """A model's tensors in a foreign checkpoint, read on demand."""
-
-    kind: str
-    """A description: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """By the model's own parameter names, persistent buffers too. Of tied weights one name may be all there is."""
-    dtypes: Mapping[str, str]
-    """torch's names. float32 where the checkpoint holds fp32 masters."""
-    read: Callable[[str], torch.Tensor]
-    """As `tensor`, unchecked."""
-    rounded: frozenset[str] = frozenset()
-    """As an export asks for it: what may be the base's own, in another dtype. Unknown here."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole, contiguous tensor on the host. It may share memory with the mapped file: copy it first.
-
-        Raises:
-            CheckpointError: where its bytes cannot be read, or are not what the checkpoint said.
-        """
-        tensor = self.read(name).contiguous()
-        if tuple(tensor.shape) != self.shapes[name]:
-            raise CheckpointError(
-                f"{name} has the shape {tuple(tensor.shape)}, but the {self.kind} says {self.shapes[name]}. Copy it again."
-            )
-        return tensor
-
-
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as a format found it."""
+    """One whole tensor of a model, read on demand."""
 
     shape: tuple[int, ...]
     dtype: str
+    """torch's name. float32 where a checkpoint holds fp32 masters."""
     read: Callable[[], torch.Tensor]
+    """Return it in host memory. It may share memory with a mapped file: copy it first."""
+    trained: bool = True
+    """False for buffers and frozen parameters: they may be the base's own, in another dtype."""
+    source: str | None = None
+    """Its name in the trained weights; None for a tensor of the base alone."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Whole tensors of a model by the model's own parameter names, persistent buffers too."""
+
+    kind: str
+    """A description: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
+    entries: Mapping[str, Entry]
+    """Of tied weights one name may be all there is."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each whole tensor."""
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """dtype of each tensor, by torch's name."""
+        return {name: entry.dtype for name, entry in self.entries.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole, contiguous tensor in host memory.
+
+        Raises:
+            CheckpointError: where its bytes cannot be read, or its shape is not the stated one.
+        """
+        tensor, shape = self.entries[name].read().contiguous(), self.entries[name].shape
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{name} has the shape {tuple(tensor.shape)}, but the {self.kind} says {shape}. Copy it again."
+            )
+        return tensor
 
 
 def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights:
@@ -79,12 +90,39 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
         if own in named:
             raise CheckpointError(f"{folder} ({kind}) holds {own!r} twice, once as {name!r}: expected one model.")
         named[own] = entry
-    return Weights(
-        kind=kind,
-        shapes={name: entry.shape for name, entry in named.items()},
-        dtypes={name: entry.dtype for name, entry in named.items()},
-        read=lambda name: named[name].read(),
-    )
+    return Weights(kind, named)
+
+
+def safetensors_entries(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a safetensors file. It is opened again for each that is read."""
+    from safetensors import safe_open
+
+    def read(name: str) -> torch.Tensor:
+        with wrap_errors(f"{path} cannot be read"), safe_open(path, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    with safe_open(path, "pt") as file:
+        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+        return {
+            name: Entry(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()], partial(read, name))
+            for name, piece in pieces.items()
+        }
+
+
+def checked(name: str, tensor: Any) -> torch.Tensor:
+    """Check that a value is a plain tensor with bytes on the host.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    import torch
+
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    if type(tensor) not in kinds or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a plain tensor on the host")
+    plain: torch.Tensor = tensor.detach()
+    return plain
 
 
 def list_files(folder: Path, root: Path) -> dict[str, Path]:
@@ -112,21 +150,6 @@ def ensure_inside(path: Path, root: Path) -> Path:
             "Copy the file there, if it belongs to it."
         )
     return path
-
-
-def indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
-    """Return the files that a Hugging Face index names, in order.
-
-    Raises:
-        CheckpointError: for an invalid index, one that names a file in another folder, and a missing file.
-    """
-    with wrap_errors(f"{index} is not an index of weights"):
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}: expected the name of a file in the same folder.")
-    require(names, files, index.parent)
-    return [files[name] for name in names]
 
 
 def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:

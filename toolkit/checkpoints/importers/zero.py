@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers.restricted_unpickler import load
-from toolkit.checkpoints.importers.weights import Entry, Weights, as_weights, list_files, require, wrap_errors
-from toolkit.checkpoints.importers.whole import checked
+from toolkit.checkpoints.importers.weights import (
+    Entry,
+    Weights,
+    as_weights,
+    checked,
+    list_files,
+    require,
+    wrap_errors,
+)
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import ceil_div, dtype_name, round_up
 
 if TYPE_CHECKING:
     import torch
+
+    _Row = Sequence[torch.Tensor]
 
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt")
@@ -43,6 +49,8 @@ def open_zero(folder: Path, root: Path) -> Weights:
         CheckpointError: for a missing rank's file, by its name; for tensor, pipeline or expert parallelism, and ZeRO-0;
             for pickles that hold more than the list allows.
     """
+    import torch
+
     files = list_files(folder, root)
     states = _optimizer_states(folder, files)
     with wrap_errors(f"{folder} is not laid out as a ZeRO checkpoint"):
@@ -54,12 +62,20 @@ def open_zero(folder: Path, root: Path) -> Weights:
         models = [load(files[name]) for name in names]
         first = models[0]
         _check_parallelism(folder, first, states[0])
-        tensors = {name: _checked_tensor(name, tensor) for name, tensor in _unpartitioned(first["module"])}
+        tensors = {
+            name: _entry(tensor.shape, [[checked(name, tensor).reshape(-1)]], 0, tensor.numel())
+            for name, tensor in first["module"].items()
+            if isinstance(tensor, torch.Tensor)
+            and tensor.numel()  # ZeRO-3 leaves empty ones for partitioned parameters
+        }
+        shapes = first["param_shapes"]
         if third:
-            tensors |= _frozen(models)
-            tensors |= _partitioned(folder, first["param_shapes"], flats)
+            joined = {name: shape for group in shapes for name, shape in group.items()}
+            tensors |= _frozen(models) | _trained(folder, [(joined, flats)], None, 1)
         else:
-            tensors |= _concatenated(folder, first["param_shapes"], flats, states[0].get("param_alignment_paddings"))
+            # Some versions save none of the padding at the end of a group, and some all.
+            groups = [(group, [row]) for group, row in zip(shapes, zip(*flats, strict=True), strict=True)]
+            tensors |= _trained(folder, groups, states[0].get("param_alignment_paddings"), 2 * len(flats))
         tensors |= {
             alias: tensors[original]
             for alias, original in (first.get("shared_params") or {}).items()
@@ -67,97 +83,72 @@ def open_zero(folder: Path, root: Path) -> Weights:
         }
         steps, stage = int(first["global_steps"]), _stage(first, states[0])
     kind = f"DeepSpeed ZeRO-{stage} checkpoint, step {steps:,}, {len(states)} rank{'s' * (len(states) != 1)}"
-    return as_weights(kind, folder, {name: _entry(tensor) for name, tensor in tensors.items()})
+    return as_weights(kind, folder, tensors)
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """Flat tensors that follow each other, and where each begins; the last number is the end of all."""
+def _entry(shape: Any, rows: Sequence[_Row], start: int, length: int) -> Entry:
+    """Return a parameter that lies in the same range of each of several rows, one after the other, padded at the end.
 
-    tensors: Sequence[torch.Tensor]
-    starts: Sequence[int]
+    Args:
+        shape: of the parameter.
+        rows: each a sequence of flat tensors that follow each other.
+        start: where the range begins in each row.
+        length: of the range in each row, in elements.
+    """
+    sizes = tuple(int(size) for size in shape)
 
-    def parts(self, start: int, length: int) -> Iterator[torch.Tensor]:
-        """Return views of the tensors in a range."""
-        at, end = max(bisect_right(self.starts, start) - 1, 0), start + length
-        while start < end:
-            upto = min(end, self.starts[at + 1])
-            if upto > start:
-                yield self.tensors[at][start - self.starts[at] : upto - self.starts[at]]
-            start, at = upto, at + 1
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """One parameter: the same range of each of several flat rows, one row after the other, padded at the end."""
-
-    shape: tuple[int, ...]
-    rows: Sequence[_Flat]
-    start: int
-    length: int
-    """Elements of the range in each row."""
-
-    def whole(self) -> torch.Tensor:
-        """Return the parameter in memory of its own, or a view of the mapped file if it is contiguous there."""
+    def read() -> torch.Tensor:
+        """Return it in memory of its own, or a view of the mapped file if it is contiguous there."""
         import torch
 
-        parts = [part for row in self.rows for part in row.parts(self.start, self.length)]
+        parts = [part for row in rows for part in _cut(row, start, length)]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat[: math.prod(self.shape)].view(self.shape)
+        return flat[: math.prod(sizes)].view(sizes)
+
+    return Entry(sizes, dtype_name(rows[0][0].dtype), read)
 
 
-def _entry(tensor: _Tensor) -> Entry:
-    return Entry(tensor.shape, dtype_name(tensor.rows[0].tensors[0].dtype), tensor.whole)
+def _cut(row: _Row, start: int, length: int) -> Iterator[torch.Tensor]:
+    """Yield views of the tensors of a row in a range."""
+    for tensor in row:
+        first, last = max(start, 0), min(start + length, tensor.numel())
+        if first < last:
+            yield tensor[first:last]
+        start -= tensor.numel()
 
 
-def _flat(tensors: Sequence[Any]) -> _Flat:
-    return _Flat(tensors, [0, *accumulate(checked("a flat group", tensor).numel() for tensor in tensors)])
-
-
-def _checked_tensor(name: str, tensor: Any) -> _Tensor:
-    tensor = checked(name, tensor)
-    return _Tensor(tuple(tensor.shape), [_flat([tensor.reshape(-1)])], 0, tensor.numel())
-
-
-def _unpartitioned(module: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the whole tensors of a rank's state dict; ZeRO-3 leaves empty tensors for partitioned parameters."""
-    import torch
-
-    for name, tensor in module.items():
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            yield name, tensor
+def _elements(row: _Row) -> int:
+    return sum(tensor.numel() for tensor in row)
 
 
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return every rank's optimizer state, in the order of ranks."""
-    by_rank = {int(match["rank"]): match for match in map(_OPTIMIZER.fullmatch, files) if match}
-    strange = [
-        name for name in files if _ANY.fullmatch(name) and not (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name))
-    ]
-    doubled = len(by_rank) != sum(bool(_OPTIMIZER.fullmatch(name)) for name in files)
+    matches = [match for match in map(_OPTIMIZER.fullmatch, files) if match]
+    usual = {match[0] for match in matches} | {name for name in files if _MODEL.fullmatch(name)}
+    strange = [name for name in files if _ANY.fullmatch(name) and name not in usual]
+    doubled = len({int(match["rank"]) for match in matches}) < len(matches)
     if strange or doubled:
         raise CheckpointError(
             f"{folder} holds {strange[0] if strange else 'two optimizer files of one rank'}: expected one file a rank of "
             "pure data parallelism. Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
         )
-    if not by_rank:
+    if not matches:
         raise CheckpointError(
             f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt: a rank's file, with the fp32 weights, is missing, "
             "or the checkpoint was written without ZeRO. Copy the file there, or take another checkpoint."
         )
-    prefix = by_rank[min(by_rank)]["prefix"]
-    names = [f"{prefix}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(by_rank))]
-    require(names, files, folder)
+    names = [f"{matches[0]['prefix']}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(matches) + 1)]
+    require(names[:-1], files, folder)
     states = []
-    for name in names:
+    for name in names[:-1]:
         with wrap_errors(f"{files[name]} is not an optimizer state of ZeRO"):
             states.append(load(files[name])["optimizer_state_dict"])
             counts = states[-1]["partition_count"]
             count = max(counts) if isinstance(counts, list) else int(counts)
-        if count != len(names):
-            lacks = f"{prefix}{len(names)}_mp_rank_00_optim_states.pt is missing" if count > len(names) else "too many"
+        if count != len(matches):
+            lacks = f"{names[-1]} is missing" if count > len(matches) else "too many"
             raise CheckpointError(
-                f"{folder} holds the files of {len(names)} ranks, but {name} was written by one of {count}: {lacks}. "
+                f"{folder} holds the files of {len(matches)} ranks, but {name} was written by one of {count}: {lacks}. "
                 "Copy the checkpoint again, or take another."
             )
     return states
@@ -187,54 +178,42 @@ def _stage(model: Mapping[str, Any], state: Mapping[str, Any]) -> int:
     return int(getattr(stage, "args", (stage,))[0])
 
 
-def _shape(shape: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in shape)
-
-
-def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, _Tensor]:
+def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
     """Return ZeRO-3's frozen parameters, of which each rank has a fragment."""
     tensors = {}
-    for name, size in (models[0].get("frozen_param_shapes") or {}).items():
-        rows = [_flat([checked(name, model["frozen_param_fragments"][name]).reshape(-1)]) for model in models]
-        shape, length = _shape(size), rows[0].starts[-1]
-        if any(row.starts[-1] != length for row in rows) or length * len(rows) < math.prod(shape):
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        rows = [[checked(name, model["frozen_param_fragments"][name]).reshape(-1)] for model in models]
+        length = rows[0][0].numel()
+        if any(_elements(row) != length for row in rows) or length * len(rows) < math.prod(shape):
             raise ValueError(
                 f"{name}: {len(rows)} fragments of {length:,} elements, expected {math.prod(shape):,} in all"
             )
-        tensors[name] = _Tensor(shape, rows, 0, length)
+        tensors[name] = _entry(shape, rows, 0, length)
     return tensors
 
 
-def _partitioned(folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[Any]]) -> dict[str, _Tensor]:
-    """Return ZeRO-3's parameters: each is cut into one equal, padded part a rank; a rank's parts follow each other."""
-    rows, start, entries = [_flat(groups) for groups in flats], 0, {}
-    for name, size in ((name, size) for group in shapes for name, size in group.items()):
-        shape = _shape(size)
-        length = ceil_div(math.prod(shape), len(rows))
-        entries[name] = _Tensor(shape, rows, start, length)
-        start += length
-    ends = {row.starts[-1] for row in rows}
-    if ends != {start}:
-        raise CheckpointError(
-            f"{folder}: the ranks hold {sorted(ends)} elements, expected {start:,} each. Copy it again."
-        )
-    return entries
+def _trained(
+    folder: Path, groups: Sequence[tuple[Mapping[str, Any], Sequence[_Row]]], paddings: Any, multiple: int
+) -> dict[str, Entry]:
+    """Return the trained parameters, which follow each other in the rows of their group.
 
-
-def _concatenated(
-    folder: Path, shapes: Sequence[Mapping[str, Any]], flats: Sequence[list[Any]], paddings: Sequence[Any] | None
-) -> dict[str, _Tensor]:
-    """Return the parameters of ZeRO-1 and 2: a group is one row, and the ranks' partitions cut it anywhere."""
-    tensors: dict[str, _Tensor] = {}
-    for at, (group, partitions) in enumerate(zip(shapes, zip(*flats, strict=True), strict=True)):
-        row, start = _flat(partitions), 0
-        for (name, size), padding in zip(group.items(), paddings[at] if paddings else [0] * len(group), strict=True):
-            shape = _shape(size)
-            length = math.prod(shape)
-            tensors[name] = _Tensor(shape, [row], start, length)
+    Args:
+        folder: for messages.
+        groups: shapes by name, and rows. ZeRO-3 cuts each parameter into one equal, padded part a rank, and each rank is a
+            row. Under ZeRO-1 and 2 the ranks' partitions, cut anywhere, make up one row.
+        paddings: elements behind each parameter, by group; None for none.
+        multiple: a row may end with a padding to a multiple of this.
+    """
+    tensors: dict[str, Entry] = {}
+    for at, (shapes, rows) in enumerate(groups):
+        start = 0
+        for (name, shape), padding in zip(shapes.items(), paddings[at] if paddings else [0] * len(shapes), strict=True):
+            length = ceil_div(math.prod(shape), len(rows))
+            tensors[name] = _entry(shape, rows, start, length)
             start += length + int(padding)
-        # The end is padded to a multiple of twice the ranks, of which some versions save none and some all.
-        stored, multiple = row.starts[-1], 2 * len(flats)
-        if stored < start or round_up(stored, multiple) != round_up(start, multiple):
-            raise CheckpointError(f"{folder}: group {at} holds {stored:,} elements, expected {start:,}. Copy it again.")
+        for stored in map(_elements, rows):
+            if stored < start or round_up(stored, multiple) != round_up(start, multiple):
+                raise CheckpointError(
+                    f"{folder}: group {at} holds {stored:,} elements, expected {start:,}. Copy it again."
+                )
     return tensors

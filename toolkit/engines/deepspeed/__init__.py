@@ -6,40 +6,31 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError
-from toolkit.core.phases import phase
-from toolkit.core.units import BYTES_OF, ceil_div, dtype_name, round_up
+from toolkit.core.units import round_up
 from toolkit.devices.machine import Device
-from toolkit.engines.base import Engine
-from toolkit.engines.config_file import base_yaml, read_precision
+from toolkit.engines.base import read_precision
 from toolkit.engines.deepspeed.build import announce_build, free_builds
 from toolkit.engines.deepspeed.simulation import (
-    ALIGNMENT,
-    gradients_to_host,
-    simulate_load,
-    simulate_training,
-    through_buckets,
+    ZeroForecast,
 )
-from toolkit.engines.deepspeed.zero3 import accumulation_dtype, copies
+from toolkit.engines.deepspeed.state import ZeroState
+from toolkit.engines.deepspeed.user_config import read_environment
+from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
-from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
-from toolkit.engines.shards import Shard
-from toolkit.engines.simulation import host_transfers, streams
-from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of
+from toolkit.engines.simulation import streams
 from toolkit.engines.timeouts import handlers
-from toolkit.engines.traces import Segment, Trace
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    import torch
 
 BITS = {"bfloat16": 8, "float16": 11}
 """Significant bits of a sum."""
@@ -49,11 +40,8 @@ FLOOR = 2**20
 on two gloo ranks ZeRO-3 then trains at 0.4 of the speed, for 4 MiB less."""
 
 
-class DeepSpeed(Engine):
+class DeepSpeed(ZeroForecast, ZeroState):
     """`zero1`, `zero2` and `zero3`."""
-
-    steps_in_backward = True
-    model_no_sync = False
 
     def settings(self, job: Job) -> dict[str, Any]:
         """Return DeepSpeed's configuration, word for word.
@@ -86,6 +74,9 @@ class DeepSpeed(Engine):
             "bf16": {"enabled": job.precision.accelerate == "bf16", "check_grad_overflow": True},
             "fp16": {"enabled": job.precision.scaled},
         }
+        if job.precision.scaled:
+            power = int(math.log2(train_config.loss_scale))
+            config["fp16"] |= {"initial_scale_power": power, "loss_scale_window": train_config.loss_scale_window}
         if job.precision.mixed:
             # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
             config["communication_data_type"] = "fp32"
@@ -125,8 +116,6 @@ class DeepSpeed(Engine):
         from accelerate.utils import DeepSpeedPlugin
         from deepspeed.utils import logger
 
-        from toolkit.engines import cpu
-
         if os.environ.get("LOCAL_RANK", "0") == "0":
             free_builds()
             announce_build(job)
@@ -134,11 +123,11 @@ class DeepSpeed(Engine):
         # torch 2.13 renamed collectives that DeepSpeed calls, and warns at every call site on every rank.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         config = copy.deepcopy(dict(job.settings))
-        chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=_stage(job.strategy) == 3)
+        chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=stage_of(job.strategy) == 3)
         return {
             "deepspeed_plugin": chosen,
             "mixed_precision": job.precision.accelerate,
-            "kwargs_handlers": [cpu.gloo(timeout)] if job.device.kind == "cpu" else handlers(timeout),
+            "kwargs_handlers": handlers(timeout, "gloo" if job.device.kind == "cpu" else None),
         }
 
     def environment(self, job: Job) -> dict[str, str | None]:
@@ -153,116 +142,39 @@ class DeepSpeed(Engine):
         """Return a file with `distributed_type: DEEPSPEED`. The worker fills in what depends on the model."""
         offloaded = strategy.offload != "none"
         config = {
-            "zero_stage": _stage(strategy),
+            "zero_stage": stage_of(strategy),
             "offload_optimizer_device": "cpu" if offloaded else "none",
             "offload_param_device": "cpu" if strategy.offload == "cpu" else "none",
-            "zero3_init_flag": _stage(strategy) == 3,
+            "zero3_init_flag": stage_of(strategy) == 3,
             "zero3_save_16bit_model": False,
         }
-        return base_yaml(strategy, ranks, nodes) | {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
-
-    def from_yaml(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return stage, offload and precision of a file with `distributed_type: DEEPSPEED`."""
-        if config.get("distributed_type") != "DEEPSPEED":
-            return None
-        ours = config.get("deepspeed_config", {})
-        return _fields_of_settings(
-            str(ours.get("zero_stage", 2)),
-            str(ours.get("offload_optimizer_device", "none")),
-            str(ours.get("offload_param_device", "none")),
-            config.get("mixed_precision"),
-        )
+        content = super().to_yaml(strategy, ranks, nodes)
+        return content | {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the fields of `ACCELERATE_DEEPSPEED_*`.
 
+        A file of one's own (`deepspeed_config_file`) comes in their place.
+
         Raises:
-            StrategyError: for a DeepSpeed configuration file of one's own, which says more than a Strategy can.
+            StrategyError: for a file with a key that the toolkit would not follow.
         """
         if environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
-        own = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        if own.lower() != "none":
-            raise StrategyError(
-                f"deepspeed_config_file {own!r}: the toolkit makes DeepSpeed's configuration from the Strategy. "
-                "Remove it from the Accelerate config file and say zero_stage and the offload devices there."
-            )
-        return _fields_of_settings(
-            environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
-            environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
-            environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
-            environ.get("ACCELERATE_MIXED_PRECISION"),
-        )
+        if own := read_environment(environ, Strategy):
+            return read_precision(environ) | own
+        stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        offload = "optimizer" if environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == "cpu" else "none"
+        offload = "cpu" if environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE") == "cpu" else offload
+        return {"sharding": f"zero{stage}", "offload": offload} | read_precision(environ)
 
-    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """Return ZeRO's states (Rajbhandari et al. 2020, section 5), and the second fp32 copy that fp32 training keeps.
-
-        Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
-        """
-        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
-        compute, weight = BYTES_OF[job.compute_dtype], BYTES_OF[job.weight_dtype]
-        trained = [state.elements for state in states if state.trainable]
-        if _stage(job.strategy) < 3:
-            flat = round_up(sum(trained), ALIGNMENT * ranks)
-            shard = flat // ranks
-            trainable, frozen = flat * compute, sum(state.bytes for state in states if not state.trainable)
-        else:
-            shard = sum(ceil_div(elements, ranks) for elements in trained)
-            limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
-            small = [state for state in states if copies(job) and state.elements <= limit]
-            trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
-            frozen = sum(state.bytes for state in small if not state.trainable) + sum(
-                ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable
-            )
-        return StateMemory(
-            trainable=trainable,
-            frozen=frozen,
-            master=shard * weight,
-            optimizer=optimizer_bytes(job, shard),
-            dtypes={
-                "trainable": job.compute_dtype,
-                "master": job.weight_dtype,
-                "gradients": accumulation_dtype(job),
-                "reduce": "float32" if "communication_data_type" in job.settings else job.compute_dtype,
-                "optimizer": optimizer_dtypes(job),
-            },
-        )
-
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
-        """Enter the load, whole or by partitions."""
-        simulate_load(job, ledger, self.expected_state(job, rank))
-
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
-        """Enter the buckets that gradients pass through, and the partitions that they end in."""
-        simulate_training(job, step, ledger, self.expected_state(job, rank), checkpoints=checkpoints)
-
-    def communication(self, job: Job) -> list[Transfer]:
-        """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
-        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
-        share, stage = (ranks - 1) / ranks, _stage(job.strategy)
-        compute = BYTES_OF[job.compute_dtype]
-        trained = sum(state.elements for state in states if state.trainable)
-        reduced = share * trained * BYTES_OF[job.precision.reduce]
-        if stage < 3:
-            sent = [
-                Transfer(reduced, 1 if stage == 1 else micro, "nothing", "ring", "gradients, reduce-scattered"),
-                Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
-                through_buckets(job),
-            ]
-        else:
-            whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
-            sent = [
-                Transfer(share * whole, micro, phase, "ring", f"parameters, all-gathered for the {phase}")
-                for phase in ("forward", "backward")
-            ]
-            sent.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
-        return [*sent, *host_transfers(job, gradients_to_host(job))]
+    def train_config_from_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields of a file of one's own."""
+        return read_environment(environ, TrainConfig)
 
     def compute_note(self, job: Job) -> str:
         """Return the note that DeepSpeed casts the weights before the first step, without autocast."""
-        note = f"on the weights as they are {'held' if _stage(job.strategy) < 3 else 'gathered'}"
+        note = f"on the weights as they are {'held' if stage_of(job.strategy) < 3 else 'gathered'}"
         dtype = accumulation_dtype(job)
         if not job.precision.mixed or dtype == "float32":
             return note
@@ -270,89 +182,12 @@ class DeepSpeed(Engine):
 
     def loading_note(self, job: Job) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
-        if _stage(job.strategy) < 3:
+        if stage_of(job.strategy) < 3:
             return "every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters"
         if job.strategy.quantized and not streams(job):
             # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
             return "every rank reads and quantizes the whole model, then keeps its shard"
         return "rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)"
-
-    def load_model(self, job: Job, reader: Any) -> Any:
-        """Under stage 3 partition packed weights as they come, if possible; else as transformers reads."""
-        if _stage(job.strategy) == 3 and job.strategy.quantized and streams(job):
-            from toolkit.engines.deepspeed.loading import partition_packed
-
-            model = reader.defer()
-            if model is not None:
-                partition_packed(model)
-                return model
-        return reader.read()
-
-    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""
-        if _stage(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
-            from deepspeed.utils import set_z3_leaf_modules
-
-            block = job.spec.moe.block
-            set_z3_leaf_modules(model, list({type(m) for m in model.modules() if type(m).__name__ == block}))
-
-    def check(self, prepared: Prepared) -> list[str]:
-        """Check for a DeepSpeedEngine of the requested stage, offload and clipping."""
-        from toolkit.engines.deepspeed import state
-
-        return state.check(prepared)
-
-    def measure_state(self, prepared: Prepared) -> StateMemory:
-        """Measure what the engine holds: shards (`ds_tensor`), whole parameters, flat masters and moments.
-
-        Persistent parameters become whole in the first forward and stay so: they are counted from the start.
-        """
-        from toolkit.engines.deepspeed import state
-
-        return state.measure(prepared)
-
-    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-        """Run the backward without Accelerate's step (`DeepSpeedEngineWrapper.backward`); `step` takes it.
-
-        DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
-        """
-        engine = prepared.model
-        with phase("backward"):
-            engine.set_gradient_accumulation_boundary(is_boundary=last)
-            engine.backward(loss * prepared.job.train_config.accumulation)
-
-    def step(self, prepared: Prepared) -> StepResult:
-        """Let DeepSpeed clip and step. If the norm is not finite, it keeps its weights and returns inf or -1."""
-        engine = prepared.model
-        with phase("step"):
-            engine.step()
-        norm = float(engine.get_global_grad_norm())
-        norm = norm if norm >= 0 else math.inf
-        overflow = bool(getattr(engine.optimizer, "overflow", False))
-        return StepResult(
-            norm=norm,
-            skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm),
-            gradients=dtype_name(engine.optimizer.gradient_accumulation_dtype),
-            scale=float(engine.optimizer.loss_scaler.loss_scale),
-        )
-
-    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
-        """Yield this rank's shards: stages 1 and 2 keep whole parameters; all other states are flat ranges."""
-        from toolkit.engines.deepspeed import state
-
-        return state.shards(prepared, create)
-
-    def counters(self, prepared: Prepared) -> Counters:
-        """Read the inner optimizer's steps, and the state of DeepSpeed's dynamic loss scaler."""
-        from toolkit.engines.deepspeed import state
-
-        return state.read_counters(prepared)
-
-    def after_restore(self, prepared: Prepared, counters: Counters) -> None:
-        """Set the counters; copy masters to the compute copies with the functions that end DeepSpeed's own step."""
-        from toolkit.engines.deepspeed import state
-
-        state.write_counters(prepared, counters)
 
 
 def _grad_accum_dtype(job: Job) -> str:
@@ -362,7 +197,7 @@ def _grad_accum_dtype(job: Job) -> str:
     """
     strategy, accumulation = job.strategy, job.train_config.accumulation
     compute, word = strategy.precision.removesuffix("_pure"), strategy.grad_accum_dtype
-    half_only = _stage(strategy) == 1 and compute == "bf16"
+    half_only = stage_of(strategy) == 1 and compute == "bf16"
     if word == "auto" and half_only and job.precision.mixed and accumulation > 1:
         raise StrategyError(
             f"sharding {strategy.sharding!r} in precision {strategy.precision!r} adds up "
@@ -378,24 +213,22 @@ def _grad_accum_dtype(job: Job) -> str:
     return allowed[0] if word == "auto" else word
 
 
-def _stage(strategy: Strategy) -> int:
-    return int(strategy.sharding.removeprefix("zero"))
-
-
 def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[str, Any]:
-    stage = _stage(strategy)
+    stage = stage_of(strategy)
     square = max(spec.hidden**2, FLOOR) if spec else 0
+    overlaps = stage == 3 and device.kind == "cuda"
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
-        "overlap_comm": stage == 3 and device.kind == "cuda",
-        "reduce_bucket_size": square or "auto",
+        "overlap_comm": strategy.overlap_comm == "on" if strategy.overlap_comm != "auto" else overlaps,
+        "reduce_bucket_size": strategy.bucket_elements or square or "auto",
     }
+    gathered = strategy.gather_bucket_elements
     if stage < 3:
-        zero["allgather_bucket_size"] = round_up(square, 2) or int(5e8)
+        zero["allgather_bucket_size"] = gathered or round_up(square, 2) or int(5e8)
     else:
         zero |= {
-            "stage3_prefetch_bucket_size": int(0.9 * square) or "auto",
+            "stage3_prefetch_bucket_size": gathered or int(0.9 * square) or "auto",
             "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
             "stage3_gather_16bit_weights_on_model_save": False,
         }
@@ -405,8 +238,3 @@ def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[st
     if strategy.offload == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     return zero
-
-
-def _fields_of_settings(stage: str, optimizer: str, parameters: str, precision: str | None) -> dict[str, Any]:
-    offload = "cpu" if parameters == "cpu" else "optimizer" if optimizer == "cpu" else "none"
-    return {"sharding": f"zero{stage}", "offload": offload} | read_precision(precision)

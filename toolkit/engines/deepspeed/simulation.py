@@ -6,55 +6,104 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
-from toolkit.core.units import BYTES_OF, round_up
-from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, partitioned
+from toolkit.core.units import BYTES_OF, ceil_div, round_up
+from toolkit.engines.base import Engine
+from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, copies, partitioned, stage_of
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.simulation import hold_loaded, hold_moments, optimizer_step, walk
-from toolkit.engines.states import parameters_of
-from toolkit.engines.traces import Segment
+from toolkit.engines.simulation import Simulation, host_transfers
+from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of, trained_elements
 
 ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
 
 
-def simulate_load(job: Job, ledger: Ledger, state: StateMemory) -> None:
-    """Load and prepare, until the parameters are partitioned or flattened."""
-    if job.settings["zero_optimization"]["stage"] == 3:
-        partitioned(job, ledger, state)
-    else:
-        hold_loaded(ledger, job, state.parameters)
-        _simulate_flattening(job, ledger, state)
+class ZeroForecast(Engine):
+    """The forecast's half of the engine: states, events of a step, transfers."""
 
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """Return ZeRO's states (Rajbhandari et al. 2020, section 5), and the second fp32 copy that fp32 training keeps.
 
-def simulate_training(
-    job: Job, step: Sequence[Segment], ledger: Ledger, state: StateMemory, *, checkpoints: bool
-) -> None:
-    """Simulate the masters, the moments, and one step of all micro-batches."""
-    whole = job.settings["zero_optimization"]["stage"] == 3
-    offload = job.strategy.offload != "none"
-    (ledger.offload if offload else ledger.hold)("master", state.master)
-    moves = Fetches(job, step, ledger) if whole else _Buckets(job, ledger)
-    hold_moments(ledger, job, state, checkpoints, offload=offload)
-    walk(ledger, job, step, moves)
-    ledger.enter("step")
-    moves.step()
+        Stages 1 and 2: all parameters, and a shard of masters and moments. Stage 3: shards of all, and small parameters whole.
+        """
+        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        compute, weight = BYTES_OF[job.compute_dtype], BYTES_OF[job.weight_dtype]
+        trained = [state.elements for state in states if state.trainable]
+        if stage_of(job.strategy) < 3:
+            flat = round_up(sum(trained), ALIGNMENT * ranks)
+            shard = flat // ranks
+            trainable, frozen = flat * compute, sum(state.bytes for state in states if not state.trainable)
+        else:
+            shard = sum(ceil_div(elements, ranks) for elements in trained)
+            limit = job.settings["zero_optimization"]["stage3_param_persistence_threshold"]
+            small = [state for state in states if copies(job) and state.elements <= limit]
+            trainable = shard * compute + sum(state.elements * compute for state in small if state.trainable)
+            frozen = sum(state.bytes for state in small if not state.trainable) + sum(
+                ceil_div(state.elements, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable
+            )
+        return StateMemory(
+            trainable=trainable,
+            frozen=frozen,
+            master=shard * weight,
+            optimizer=optimizer_bytes(job, shard),
+            dtypes={
+                "trainable": job.compute_dtype,
+                "master": job.weight_dtype,
+                "gradients": accumulation_dtype(job),
+                "reduce": "float32" if "communication_data_type" in job.settings else job.compute_dtype,
+                "optimizer": optimizer_dtypes(job),
+            },
+        )
 
+    def simulate_load(self, simulation: Simulation) -> None:
+        """Load and prepare, until the parameters are partitioned or flattened."""
+        job, ledger, state = simulation.job, simulation.ledger, simulation.state
+        if stage_of(job.strategy) == 3:
+            partitioned(simulation)
+            return
+        simulation.hold_loaded(state.parameters)
+        # The trained weights are copied into one tensor: on the device if they fit twice, else on the host.
+        if job.device.kind == "cpu" or state.parameters + state.trainable <= job.device.free_bytes:
+            ledger.touch("parameters", state.trainable)
+        else:
+            ledger.touch_host("parameters", 2 * state.trainable)
 
-def _simulate_flattening(job: Job, ledger: Ledger, state: StateMemory) -> None:
-    """Copy the trained weights into one tensor (stages 1, 2): on the device if they fit twice, else on the host."""
-    if job.device.kind == "cpu" or state.parameters + state.trainable <= job.device.free_bytes:
-        ledger.touch("parameters", state.trainable)
-    else:
-        ledger.touch_host("parameters", 2 * state.trainable)
+    def simulate_training(self, simulation: Simulation) -> None:
+        """Enter the masters, the moments, the buckets of gradients and the partitions that they end in."""
+        simulation.keep("master", simulation.state.master)
+        moves = Fetches(simulation) if stage_of(simulation.job.strategy) == 3 else _Buckets(simulation)
+        simulation.hold_moments()
+        simulation.walk(moves)
+        moves.step()
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
+        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
+        share, stage = (ranks - 1) / ranks, stage_of(job.strategy)
+        compute = BYTES_OF[job.compute_dtype]
+        trained = trained_elements(job)
+        reduced = share * trained * BYTES_OF[job.precision.reduce]
+        if stage < 3:
+            during = "backward" if job.settings["zero_optimization"]["overlap_comm"] else "nothing"
+            sent = [
+                Transfer(reduced, 1 if stage == 1 else micro, during, "ring", "gradients, reduce-scattered"),
+                Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
+                through_buckets(job),
+            ]
+        else:
+            whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
+            sent = [
+                Transfer(share * whole, micro, phase, "ring", f"parameters, all-gathered for the {phase}")
+                for phase in ("forward", "backward")
+            ]
+            sent.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        return [*sent, *host_transfers(job, gradients_to_host(job))]
 
 
 def _adds_on_device(job: Job) -> bool:
     """Return whether stage 2 keeps an fp32 sum of its partition on the device (`_use_compact_grad_partition_buffer`)."""
-    stage = job.settings["zero_optimization"]["stage"]
+    stage = stage_of(job.strategy)
     return stage == 2 and job.compute_dtype != "float32" and accumulation_dtype(job) == "float32"
 
 
@@ -66,7 +115,7 @@ def gradients_to_host(job: Job) -> list[Transfer]:
     computes.
     """
     zero, micro = job.settings["zero_optimization"], job.train_config.accumulation
-    trained = sum(state.elements for state in parameters_of(job) if state.trainable) / job.parallelism.shard_size
+    trained = trained_elements(job) / job.parallelism.shard_size
     during = "backward" if zero["overlap_comm"] else "nothing"
     sent = [Transfer(trained * BYTES_OF[job.weight_dtype], 1, during, "host", "gradients, to the host")]
     if zero["stage"] > 1 and not _adds_on_device(job) and (micro > 1 or zero["stage"] == 3):
@@ -81,9 +130,9 @@ def through_buckets(job: Job) -> Transfer:
     Each is copied into the bucket, divided, cast, cast back, copied out, and added to the sum (`average_tensor`,
     `allreduce_and_copy`): eleven passes in the compute dtype, and two in the dtype that is sent.
     """
-    trained = sum(state.elements for state in parameters_of(job) if state.trainable)
+    trained = trained_elements(job)
     size = trained * (11 * BYTES_OF[job.compute_dtype] + 2 * BYTES_OF[job.precision.reduce])
-    micro = 1 if job.settings["zero_optimization"]["stage"] == 1 else job.train_config.accumulation
+    micro = 1 if stage_of(job.strategy) == 1 else job.train_config.accumulation
     return Transfer(size, micro, "nothing", "memory", "gradients, through the buckets")
 
 
@@ -92,11 +141,15 @@ class _Buckets:
 
     grows = True
 
-    def __init__(self, job: Job, ledger: Ledger) -> None:
-        self._ledger, self._job = ledger, job
-        self._early = job.settings["zero_optimization"]["stage"] == 2
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._ledger, self._job = simulation, simulation.ledger, simulation.job
+        job, ledger = self._job, self._ledger
+        self._early = stage_of(job.strategy) == 2
         """Whether gradients are reduced as they come; else when the backward has ended."""
-        self._room = job.settings["zero_optimization"]["reduce_bucket_size"]
+        zero = job.settings["zero_optimization"]
+        self._room = zero["reduce_bucket_size"]
+        self._buffers = 2 if zero["overlap_comm"] else 1
+        """A second one is filled while the first is reduced (`setup_buckets`)."""
         self._size = BYTES_OF[job.compute_dtype]
         self._fp32 = _adds_on_device(job)
 
@@ -135,13 +188,13 @@ class _Buckets:
     def _release(self) -> None:
         if self._bucket is not None:
             self._bucket = None
-            self._ledger.hold("buffers", -self._room * self._size)
+            self._ledger.hold("buffers", -self._buffers * self._room * self._size)
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
         if self._bucket is None:
             self._bucket = []
-            self._ledger.hold("buffers", self._room * self._size)
+            self._ledger.hold("buffers", self._buffers * self._room * self._size)
         elements = self._elements[name]
         if self._filled + elements > self._room:
             self._flush()
@@ -177,13 +230,11 @@ class _Buckets:
         """Join the partition's gradients in fp32, and step them as one tensor."""
         self._release()
         if self._offload:
-            optimizer_step(self._ledger, self._job, [self._shard])
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
         flat = self._shard * BYTES_OF[self._job.weight_dtype]
         self._ledger.hold("gradients", flat)
         self._ledger.hold("gradients", -self._partition)
-        optimizer_step(self._ledger, self._job, [self._shard])
         self._ledger.hold("gradients", -flat)
 
 

@@ -1,18 +1,162 @@
-"""DeepSpeed's memory: a rank's bytes, its shards, and the counters."""
+"""DeepSpeed in a worker: how the model is read and stepped, and where its memory is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.phases import phase
 from toolkit.core.units import dtype_name
-from toolkit.engines.deepspeed.zero3 import copies
-from toolkit.engines.records import Counters, Prepared, StateMemory
+from toolkit.engines.base import Engine
+from toolkit.engines.deepspeed.zero3 import copies, stage_of
+from toolkit.engines.job import Job
+from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult
 from toolkit.engines.shards import MASTER, PARAMETER, Shard, whole_box
-from toolkit.engines.states import buffer_shards, measured_state, moment_bytes, optimizer_shards, set_steps, steps_of
+from toolkit.engines.simulation import streams
+from toolkit.engines.states import buffer_shards, measured_state, optimizer_shards, set_steps, steps_of
 
 if TYPE_CHECKING:
     import torch
+
+
+class ZeroState(Engine):
+    """The worker's half of the engine."""
+
+    steps_in_backward = True
+    model_no_sync = False
+
+    def load_model(self, job: Job, reader: Any) -> Any:
+        """Under stage 3 partition packed weights as they come, if possible; else as transformers reads."""
+        if stage_of(job.strategy) == 3 and job.strategy.quantized and streams(job):
+            from toolkit.engines.deepspeed.loading import partition_packed
+
+            model = reader.defer()
+            if model is not None:
+                partition_packed(model)
+                return model
+        return reader.read()
+
+    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
+        """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""
+        if stage_of(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            block = job.spec.moe.block
+            set_z3_leaf_modules(model, list({type(m) for m in model.modules() if type(m).__name__ == block}))
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
+        """Run the backward without Accelerate's step (`DeepSpeedEngineWrapper.backward`); `step` takes it.
+
+        DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
+        """
+        engine = prepared.model
+        with phase("backward"):
+            engine.set_gradient_accumulation_boundary(is_boundary=last)
+            engine.backward(loss * prepared.job.train_config.accumulation)
+
+    def steps_on_device(self, prepared: Prepared) -> bool:
+        """Return false: DeepSpeed's step reads the norm on the host."""
+        return False
+
+    def step(self, prepared: Prepared, found_inf: torch.Tensor | None = None) -> StepResult:
+        """Let DeepSpeed clip and step. If the norm is not finite, it keeps its weights and returns inf or -1."""
+        engine = prepared.model
+        with phase("step"):
+            engine.step()
+        norm = float(engine.get_global_grad_norm())
+        norm = norm if norm >= 0 else math.inf
+        overflow = bool(getattr(engine.optimizer, "overflow", False))
+        return StepResult(
+            norm=norm,
+            skipped=overflow or not engine.was_step_applied() or not math.isfinite(norm),
+            gradients=dtype_name(engine.optimizer.gradient_accumulation_dtype),
+            scale=float(engine.optimizer.loss_scaler.loss_scale),
+        )
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """Check for a DeepSpeedEngine of the requested stage, offload and clipping."""
+        engine = prepared.model
+        if type(engine).__name__ != "DeepSpeedEngine":
+            return [f"engine is {type(engine).__name__}, expected DeepSpeedEngine"]
+        strategy, zero = prepared.job.strategy, prepared.job.settings["zero_optimization"]
+        where = "+".join(sorted({master.device.type for master in masters_of(engine.optimizer)}))
+        rows = (
+            ("ZeRO stage", engine.zero_optimization_stage(), zero["stage"]),
+            ("optimizer offload", bool(engine.zero_cpu_offload()), strategy.offload != "none"),
+            ("parameter offload", _device(engine.zero_offload_param()), "cpu" if strategy.offload == "cpu" else "none"),
+            ("gradient clipping", engine.gradient_clipping(), prepared.job.train_config.max_grad_norm),
+            ("device of the masters", where, "cpu" if strategy.offload != "none" else prepared.job.device.kind),
+        )
+        return [f"{name} is {actual}, expected {expected}" for name, actual, expected in rows if actual != expected]
+
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """Measure what the engine holds: shards (`ds_tensor`), whole parameters, flat masters and moments.
+
+        Persistent parameters become whole in the first forward and stay so: they are counted from the start.
+        """
+        optimizer, parameters = prepared.model.optimizer, list(prepared.model.module.parameters())
+        tensors = []
+        later = {True: 0, False: 0}
+        for parameter in parameters:
+            sharded, whole = hasattr(parameter, "ds_tensor"), parameter.data.numel() > 0
+            if sharded:
+                tensors.append((parameter.ds_tensor, parameter.requires_grad))
+            if whole or not sharded:
+                tensors.append((parameter.data, parameter.requires_grad))
+            elif parameter.ds_persist and copies(prepared.job):
+                later[parameter.requires_grad] += parameter.ds_numel * parameter.ds_tensor.element_size()
+        reduce = dtype_name(optimizer.communication_data_type)
+        return measured_state(tensors, optimizer.optimizer, masters=masters_of(optimizer), reduce=reduce, later=later)
+
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
+        """Yield whole parameters and this rank's range of masters and moments (stages 1 and 2), or flat ranges (stage 3).
+
+        Persistent buffers are whole in every stage.
+        """
+        import torch
+
+        engine = prepared.model
+        stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
+        for name, parameter in engine.module.named_parameters():
+            local = _shards3(engine, name, parameter) if stage3 else _shards12(engine, name, parameter)
+            for shard, flat, offset in local:
+                yield shard
+                if flat is not None:
+                    cut = partial(torch.narrow, dim=0, start=offset, length=shard.tensor.numel())
+                    yield from optimizer_shards(prepared.job, engine.optimizer.optimizer, flat, shard, cut, create)
+        yield from buffer_shards(engine.module)
+
+    def counters(self, prepared: Prepared) -> Counters:
+        """Read the inner optimizer's steps, and the state of DeepSpeed's dynamic loss scaler."""
+        optimizer = prepared.model.optimizer
+        scaler, steps = optimizer.loss_scaler, steps_of(optimizer.optimizer)
+        if not scaler.dynamic:
+            return Counters(steps=steps)
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        left = scaler.cur_hysteresis
+        return Counters(steps=steps, scale=float(scaler.cur_scale), good_steps=good, hysteresis=left)
+
+    def after_restore(self, prepared: Prepared, counters: Counters) -> None:
+        """Set the counters; copy masters to the compute copies with the functions that end DeepSpeed's own step."""
+        engine, optimizer = prepared.model, prepared.model.optimizer
+        set_steps(optimizer.optimizer, counters.steps)
+        engine.global_steps = counters.steps
+        scaler = optimizer.loss_scaler
+        if scaler.dynamic and counters.scale is not None:
+            scaler.cur_scale = counters.scale
+            scaler.last_overflow_iter = scaler.cur_iter - counters.good_steps - 1
+            if counters.hysteresis is not None:
+                scaler.cur_hysteresis = counters.hysteresis
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+            return
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 def masters_of(optimizer: Any) -> list[torch.Tensor]:
@@ -22,83 +166,8 @@ def masters_of(optimizer: Any) -> list[torch.Tensor]:
     return list(optimizer.single_partition_of_fp32_groups)
 
 
-def check(prepared: Prepared) -> list[str]:
-    """Check for a DeepSpeedEngine of the requested stage, offload and clipping."""
-    engine = prepared.model
-    if type(engine).__name__ != "DeepSpeedEngine":
-        return [f"engine is {type(engine).__name__}, expected DeepSpeedEngine"]
-    strategy, zero = prepared.job.strategy, prepared.job.settings["zero_optimization"]
-    rows = (
-        ("ZeRO stage", engine.zero_optimization_stage(), zero["stage"]),
-        ("optimizer offload", bool(engine.zero_cpu_offload()), strategy.offload != "none"),
-        ("parameter offload", _device(engine.zero_offload_param()), "cpu" if strategy.offload == "cpu" else "none"),
-        ("gradient clipping", engine.gradient_clipping(), prepared.job.train_config.max_grad_norm),
-    )
-    wrong = [f"{name} is {actual}, expected {expected}" for name, actual, expected in rows if actual != expected]
-    where = {master.device.type for master in masters_of(engine.optimizer)}
-    expected_on = {"cpu"} if strategy.offload != "none" else {prepared.job.device.kind}
-    return (
-        wrong if where == expected_on else [*wrong, f"masters are on {sorted(where)}, expected {sorted(expected_on)}"]
-    )
-
-
 def _device(offload: Any) -> str:
     return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
-
-
-def measure(prepared: Prepared) -> StateMemory:
-    """Measure what the engine holds: shards (`ds_tensor`), whole parameters, flat masters and moments.
-
-    Persistent parameters become whole in the first forward and stay so: they are counted from the start.
-    """
-    optimizer = prepared.model.optimizer
-    masters = masters_of(optimizer)
-    size, kinds = moment_bytes(optimizer.optimizer)
-
-    def held() -> Iterator[tuple[torch.Tensor, bool]]:
-        for parameter in prepared.model.module.parameters():
-            if hasattr(parameter, "ds_tensor"):
-                yield parameter.ds_tensor, parameter.requires_grad
-                if not parameter.data.numel():
-                    continue
-            yield parameter.data, parameter.requires_grad
-
-    later = {True: 0, False: 0}
-    for parameter in prepared.model.module.parameters():
-        if getattr(parameter, "ds_persist", False) and not parameter.data.numel() and copies(prepared.job):
-            later[parameter.requires_grad] += parameter.ds_numel * parameter.ds_tensor.element_size()
-    return measured_state(
-        held(),
-        more=later,
-        master=sum(master.untyped_storage().nbytes() for master in masters),
-        optimizer=size,
-        dtypes={
-            "master": "+".join(sorted({dtype_name(master.dtype) for master in masters})),
-            "optimizer": kinds,
-            "reduce": dtype_name(optimizer.communication_data_type),
-        },
-    )
-
-
-def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
-    """Yield whole parameters and this rank's range of masters and moments (stages 1 and 2), or flat ranges (stage 3).
-
-    Persistent buffers are whole in every stage.
-    """
-    engine = prepared.model
-    stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
-    for name, parameter in engine.module.named_parameters():
-        local = _shards3(engine, name, parameter) if stage3 else _shards12(engine, name, parameter)
-        for shard, flat, offset in local:
-            yield shard
-            if flat is not None:
-                length = shard.tensor.numel()
-
-                def cut(tensor: torch.Tensor, offset: int = offset, length: int = length) -> torch.Tensor:
-                    return tensor.detach()[offset : offset + length]
-
-                yield from optimizer_shards(prepared.job, engine.optimizer.optimizer, flat, shard, cut, create)
-    yield from buffer_shards(engine.module)
 
 
 def _shards12(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, Any, int]]:
@@ -123,35 +192,3 @@ def _shards3(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, An
         group, offset, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
         flat = engine.optimizer.fp32_partitioned_groups_flat[group]
         yield Shard(name, MASTER, shape, box, start, flat.detach()[offset : offset + length]), flat, offset
-
-
-def read_counters(prepared: Prepared) -> Counters:
-    """Read the inner optimizer's steps, and the state of DeepSpeed's dynamic loss scaler."""
-    optimizer = prepared.model.optimizer
-    scaler, steps = optimizer.loss_scaler, steps_of(optimizer.optimizer)
-    if not scaler.dynamic:
-        return Counters(steps=steps)
-    good = scaler.cur_iter - scaler.last_overflow_iter - 1
-    left = scaler.cur_hysteresis
-    return Counters(steps=steps, scale=float(scaler.cur_scale), good_steps=good, hysteresis=left)
-
-
-def write_counters(prepared: Prepared, counters: Counters) -> None:
-    """Set the counters; copy masters to the compute copies with the functions that end DeepSpeed's own step."""
-    engine, optimizer = prepared.model, prepared.model.optimizer
-    set_steps(optimizer.optimizer, counters.steps)
-    engine.global_steps = counters.steps
-    scaler = optimizer.loss_scaler
-    if scaler.dynamic and counters.scale is not None:
-        scaler.cur_scale = counters.scale
-        scaler.last_overflow_iter = scaler.cur_iter - counters.good_steps - 1
-        if counters.hysteresis is not None:
-            scaler.cur_hysteresis = counters.hysteresis
-    if hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()
-        return
-    optimizer._partition_all_parameters()
-    for group in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(group)
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -11,20 +11,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
-from toolkit.engines.records import StateMemory
-from toolkit.engines.simulation import hold_loaded, optimizer_step, stream_weights, streams
+from toolkit.engines.simulation import Simulation, stream_weights, streams
 from toolkit.engines.states import parameters_of
-from toolkit.engines.traces import Segment
 
 SUB_GROUP = 10**9
 """Elements of a rank's shard that are stepped at once (`sub_group_size`, at its default)."""
 
 GLOO_THREADS = 2
 """Collectives that gloo works on at once (torch/csrc/distributed/c10d/ProcessGroupGloo.hpp `threads`)."""
+
+
+def stage_of(strategy: Strategy) -> int:
+    """Return the ZeRO stage."""
+    return int(strategy.sharding.removeprefix("zero"))
 
 
 def copies(job: Job) -> bool:
@@ -41,38 +44,37 @@ def accumulation_dtype(job: Job) -> str:
     return PRECISIONS[word].compute
 
 
-def partitioned(job: Job, ledger: Ledger, memory: StateMemory) -> None:
+def partitioned(simulation: Simulation) -> None:
     """Simulate the parameters from the checkpoint to shards: rank 0 reads each whole and broadcasts it before it is cut.
 
     By `zero.Init`, of packed ones by `loading`. Where these cannot be streamed, every rank reads all of them.
     """
-    states, ranks = list(parameters_of(job)), job.parallelism.shard_size
+    job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
+    states, ranks = parameters_of(job), job.parallelism.shard_size
     base = [state for state in states if not (state.trainable and job.strategy.adapter != "none")]
-    keep = ledger.offload if job.strategy.offload == "cpu" else ledger.hold
     if job.strategy.quantized and not streams(job):
         read = sum(state.bytes for state in states)
-        hold_loaded(ledger, job, read)
+        simulation.hold_loaded(read)
         ledger.touch("parameters", max(ceil_div(state.bytes, ranks) for state in states))
         ledger.hold("parameters", -read)
-    elif job.strategy.quantized:
+        keep("parameters", simulation.state.parameters)
+        return
+    ledger.enter("load")
+    if job.strategy.quantized:
         drawn = sum(state.bytes for state in states if state.trainable)
         read = sum(ceil_div(state.bytes, ranks) for state in base)
-        ledger.enter("load")
-        for state in stream_weights(job, ledger):
+        for state in stream_weights(simulation):
             keep("parameters", ceil_div(state.bytes, ranks))
-        ledger.hold("parameters", drawn)
-        ledger.enter("prepare")
-        keep("parameters", -read)
-        ledger.hold("parameters", -drawn)
     else:
-        size = BYTES_OF[job.compute_dtype]
+        drawn, size = 0, BYTES_OF[job.compute_dtype]
         read = sum(ceil_div(state.elements, ranks) for state in base) * size
-        ledger.enter("load")
         keep("parameters", read)
         ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
-        ledger.enter("prepare")
-        keep("parameters", -read)
-    keep("parameters", memory.parameters)
+    ledger.hold("parameters", drawn)
+    ledger.enter("prepare")
+    keep("parameters", -read)
+    ledger.hold("parameters", -drawn)
+    keep("parameters", simulation.state.parameters)
 
 
 @dataclass(eq=False)
@@ -95,26 +97,25 @@ class Fetches:
     REUSE, LIVE = 10**9, 10**9
     """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
 
-    def __init__(self, job: Job, step: Sequence[Segment], ledger: Ledger) -> None:
+    def __init__(self, simulation: Simulation) -> None:
+        job, ledger = simulation.job, simulation.ledger
         assert job.spec is not None
-        zero = job.settings["zero_optimization"]
-        self._ledger, self._job = ledger, job
+        zero, states = job.settings["zero_optimization"], parameters_of(job)
+        self._simulation, self._ledger, self._job = simulation, ledger, job
         self._size, self._ranks = BYTES_OF[job.compute_dtype], job.parallelism.shard_size
         self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
         self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
-        limit = zero["stage3_param_persistence_threshold"]
-        states = list(parameters_of(job))
         self._elements = {state.name: state.elements for state in states}
-        self._known = {name: name for name in self._elements} | {
-            other: names[0] for names in job.spec.tied for other in names[1:]
-        }
-        self._kept = {name for name, elements in self._elements.items() if elements <= limit}
+        limit = zero["stage3_param_persistence_threshold"]
+        self._persistent = {name for name, elements in self._elements.items() if elements <= limit}
         self._own: dict[str, list[str]] = {}
-        for name, first in self._known.items():
-            self._own.setdefault(name.rpartition(".")[0], []).append(first)
+        """Module → its parameters, tied ones by their first name."""
+        tied = {other: names[0] for names in job.spec.tied for other in names[1:]}
+        for name in (*self._elements, *tied):
+            self._own.setdefault(name.rpartition(".")[0], []).append(tied.get(name, name))
         self._around = 1 if job.strategy.adapter == "none" else 3
         """Modules that begin where the whole model does: PEFT puts two around it."""
-        entered = (span.name for span in step if span.what in ("in", "back in"))
+        entered = (segment.name for segment in simulation.step if segment.what in ("in", "back in"))
         order = [name for name in entered for _ in range(self._repeats(name))]
         sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
         self._passed = [0, *itertools.accumulate(sizes.get(module, 0) for module in order)]
@@ -123,20 +124,16 @@ class Fetches:
         self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
         for name, at in self._places:
             self._uses[name].append(at)
-        self._shard = sum(ceil_div(state.elements, job.parallelism.shard_size) for state in states if state.trainable)
-        self._accumulated = BYTES_OF[accumulation_dtype(job)]
+        shards = [ceil_div(state.elements, self._ranks) for state in states if state.trainable]
+        self._shard = sum(shards)
         self._offload = job.strategy.offload != "none"
-        keep = ledger.offload if self._offload else ledger.hold
-        keep("gradients", self._shard * self._accumulated)
+        simulation.keep("gradients", self._shard * BYTES_OF[accumulation_dtype(job)])
         if self._offload:
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
         ledger.hold("buffers", self._room * self._reduced)
         # `create_reduce_and_remove_grad_hooks` gathers one at a time; gloo gathers into its own buffer.
-        largest = max(
-            (ceil_div(state.elements, job.parallelism.shard_size) for state in states if state.trainable), default=0
-        )
-        copies = 2 if job.device.kind == "cpu" and job.parallelism.shard_size > 1 else 1
-        ledger.touch("buffers", largest * job.parallelism.shard_size * self._size * copies)
+        copies = 2 if job.device.kind == "cpu" and self._ranks > 1 else 1
+        ledger.touch("buffers", max(shards, default=0) * self._ranks * self._size * copies)
         self._available = 0
         """Elements that are gathered or being gathered (`__n_available_params`): `LIVE` bounds what is fetched ahead."""
         self._whole: dict[str, int] = {}
@@ -196,7 +193,7 @@ class Fetches:
             self._gather(missing)
         for name in own:
             self._wait(name)
-        if not self._kept.issuperset(own):  # a norm computes for less time than gloo copies
+        if not self._persistent.issuperset(own):  # a norm computes for less time than gloo copies
             self._ledger.hold("workspace", -sum(self._copies))
             self._copies = []
         late = sum(self._fetched_for[name] < self._at for name in dict.fromkeys(own))
@@ -205,7 +202,7 @@ class Fetches:
             self._fetched_for[name] = at
 
     def _is_missing(self, name: str) -> bool:
-        return name not in self._kept and name not in self._whole and name not in self._under_way
+        return name not in self._persistent and name not in self._whole and name not in self._under_way
 
     def _gather(self, names: set[str], *, idle: bool = False) -> None:
         """Follow `all_gather_coalesced`: one parameter into its own memory, several into a buffer and copies of it.
@@ -214,9 +211,7 @@ class Fetches:
         before one computes that does. How far they are then, no forecast knows: a few per cent of a small batch's forward.
         """
         self._available += sum(self._elements[name] for name in names)
-        if self._ranks == 1 and (
-            self._ledger.shared or self._job.strategy.offload != "cpu"
-        ):  # `_no_gather_coalesced`: its shard is the parameter
+        if not copies(self._job):  # `_no_gather_coalesced`: its shard is the parameter
             self._whole |= dict.fromkeys(names, 0)
             return
         padded = sum(ceil_div(self._elements[name], self._ranks) for name in names) * self._ranks * self._size
@@ -285,10 +280,5 @@ class Fetches:
 
     def step(self) -> None:
         """Join a sub-group's masters in one tensor, its gradients in another (`_prepare_fp32_grad_for_sub_group`)."""
-        if self._offload:
-            optimizer_step(self._ledger, self._job, [self._shard])
-            return
-        flat = min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype]
-        self._ledger.hold("gradients", flat)
-        optimizer_step(self._ledger, self._job, [min(self._shard, SUB_GROUP)])
-        self._ledger.hold("gradients", -flat)
+        if not self._offload:
+            self._ledger.touch("gradients", min(self._shard, SUB_GROUP) * BYTES_OF[self._job.weight_dtype])

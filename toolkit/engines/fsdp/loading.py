@@ -57,8 +57,7 @@ def _to_meta(model: torch.nn.Module) -> None:
 
 def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None:
     """Give each parameter on the meta device its shard, of a weight in the files or of this rank's own tensor. A collective."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor import distribute_tensor
 
     weights, shards = model.streamed_weights, {}
     parameter: Any
@@ -72,15 +71,9 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
             whole = weights.share_packed(name, module)
         else:
             whole = weights.share(name)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        local = whole[box].to(mesh.device_type, parameter.dtype, copy=True)
-        shard: Any = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        # `from_local` moves what it gets to the mesh's device.
-        shards[name] = shard.to("cpu") if on_host else shard
-        del whole, local
+        mesh = parameter.device_mesh
+        view = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        shards[name] = view.to("cpu" if on_host else mesh.device_type, parameter.dtype, copy=True)
+        del whole, view
     model.load_state_dict(shards, strict=False, assign=True)
     weights.close()

@@ -6,24 +6,22 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.core.units import BYTES_OF, ceil_div
+from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
-from toolkit.engines.records import StateMemory
+from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import (
+    Simulation,
     expert_copies,
-    hold_moments,
-    optimizer_step,
+    host_transfers,
     quantization_constants,
     stream_weights,
     streams,
-    walk,
 )
-from toolkit.engines.states import State, parameters_of
-from toolkit.engines.traces import Segment, Trace
+from toolkit.engines.states import State, optimizer_bytes, optimizer_dtypes, parameters_of, trained_elements
+from toolkit.engines.traces import Trace
 
 
 def shard_elements(state: State, ranks: int) -> int:
@@ -37,86 +35,128 @@ def reduce_dtype(job: Job) -> str:
     return str(job.settings["reduce_dtype"] or job.weight_dtype)
 
 
-def simulate_load(job: Job, ledger: Ledger, memory: StateMemory) -> None:
-    """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
+class FSDPForecast(Engine):
+    """The forecast's half of the engine: states, events of a step, transfers."""
 
-    Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
-    """
-    if streams(job):
-        _simulate_stream(job, ledger)
-        return
-    states = parameters_of(job)
-    ledger.enter("load")
-    # A GPU's are read into the host's memory, unless they are packed.
-    whole, beside = sum(state.bytes for state in states), expert_copies(job)
-    read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
-    ledger.hold("parameters", read)
-    if read:
-        ledger.touch("workspace", beside)
-    else:
-        ledger.rank0_host(whole + beside)
-    ledger.hold("buffers", quantization_constants(job))
-    ledger.enter("prepare")
-    keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
-    if job.strategy.quantized:
-        keep("parameters", memory.parameters)
-    else:
-        _scatter_full_state(job, ledger, keep)
-    ledger.hold("parameters", -read)
-    ledger.rank0_host(-ledger.alone)
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """Return a shard of everything: each parameter is split along its first dimension, padded to equal parts.
+
+        torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
+        """
+        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
+        trained = sum(shard_elements(state, ranks) for state in states if state.trainable)
+        return StateMemory(
+            trainable=trained * BYTES_OF[job.weight_dtype],
+            frozen=sum(shard_elements(state, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable),
+            optimizer=optimizer_bytes(job, trained),
+            dtypes={
+                **dict.fromkeys(("trainable", "gradients"), job.weight_dtype),
+                "optimizer": optimizer_dtypes(job),
+                "reduce": reduce_dtype(job),
+            },
+        )
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Return whether the event is a gradient, the end of the forward, or a gathered module."""
+        if what == "gradient" or not name or name in trace.ends:
+            return True
+        return any(stack.name == name.rpartition(".")[0] for stack in trace.stacks)
+
+    def simulate_load(self, simulation: Simulation) -> None:
+        """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
+
+        Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
+        """
+        job, ledger = simulation.job, simulation.ledger
+        if streams(job):
+            _simulate_stream(simulation)
+            return
+        ledger.enter("load")
+        # A GPU's are read into the host's memory, unless they are packed.
+        whole, beside = sum(state.bytes for state in parameters_of(job)), expert_copies(job)
+        read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
+        ledger.hold("parameters", read)
+        if read:
+            ledger.touch("workspace", beside)
+        else:
+            ledger.rank0_host(whole + beside)
+        ledger.hold("buffers", quantization_constants(job))
+        ledger.enter("prepare")
+        if job.strategy.quantized:
+            simulation.keep("parameters", simulation.state.parameters)
+        else:
+            _scatter_full_state(simulation)
+        ledger.hold("parameters", -read)
+        ledger.rank0_host(-ledger.rank0_bytes)
+
+    def simulate_training(self, simulation: Simulation) -> None:
+        """Simulate the moments, and one step of all micro-batches."""
+        job, ledger = simulation.job, simulation.ledger
+        simulation.hold_moments()
+        simulation.walk(_Groups(simulation))
+        trained = (state for state in parameters_of(job) if state.trainable)
+        simulation.optimizer_step(shard_elements(state, job.parallelism.shard_size) for state in trained)
+        ledger.hold("gradients", -ledger.held["gradients"])
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return all-gathers, reduce-scatters and, between groups, all-reduces: each (N - 1)/N of the tensors.
+
+        Source: Rajbhandari et al. 2020, section 7.
+        """
+        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
+        share = (ranks - 1) / ranks
+        compute = BYTES_OF[job.compute_dtype]
+        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
+        reduced = trained_elements(job) * BYTES_OF[reduce_dtype(job)]
+        sent = [Transfer(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
+        if job.settings["reshard_after_forward"]:
+            gathered = "parameters, all-gathered for the backward"
+            sent.append(Transfer(share * whole, micro, "backward", "ring", gathered))
+        sent.append(Transfer(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        if (groups := job.parallelism.dp_replicate) > 1:
+            size = 2 * (groups - 1) / groups * reduced / ranks
+            sent.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
+        return [*sent, *host_transfers(job)]
 
 
-def _simulate_stream(job: Job, ledger: Ledger) -> None:
+def _simulate_stream(simulation: Simulation) -> None:
     """Follow `loading`: only an adapter is there before `prepare`, whole until all of it is sharded."""
+    job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     assert job.spec is not None
-    states = parameters_of(job)
-    trained = sum(shard_bytes(job, state) for state in states if state.trainable)
-    drawn = sum(state.bytes for state in states if state.trainable) if job.strategy.adapter != "none" else 0
-    keep = ledger.offload if job.strategy.offload != "none" else ledger.hold
+    trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]
+    drawn = sum(state.bytes for state in trained)
     ledger.enter("load")
     # torch makes each parameter before Accelerate moves it to the meta device.
     largest = max(parameter.elements for parameter in job.spec.parameters)
     ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if drawn else job.weight_dtype])
     ledger.offload("parameters", drawn)
     ledger.enter("prepare")
-    if drawn:
-        keep("parameters", trained)
+    keep("parameters", sum(shard_bytes(job, state) for state in trained))
     if job.strategy.quantized:
         ledger.offload("parameters", -drawn)
-    for state in stream_weights(job, ledger):
+    for state in stream_weights(simulation):
         keep("parameters", shard_bytes(job, state))
     if not job.strategy.quantized:
         ledger.offload("parameters", -drawn)
 
 
-def simulate_training(
-    job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, memory: StateMemory, *, checkpoints: bool
-) -> None:
-    """Simulate the moments, and one step of all micro-batches."""
-    hold_moments(ledger, job, memory, checkpoints, offload=job.strategy.offload != "none")
-    walk(ledger, job, step, _Groups(job, trace, ledger))
-    ledger.enter("step")
-    trained = (state for state in parameters_of(job) if state.trainable)
-    optimizer_step(ledger, job, (shard_elements(state, job.parallelism.shard_size) for state in trained))
-    ledger.hold("gradients", -ledger.held["gradients"])
-
-
-def _scatter_full_state(job: Job, ledger: Ledger, keep: Callable[[str, int], None]) -> None:
+def _scatter_full_state(simulation: Simulation) -> None:
     """Follow `fsdp2_load_full_state_dict`: for each name the whole tensor, and a shard of it, which stays.
 
     Tied weights have a shard for each of their names, until they are tied again. The fullest rank is one that receives:
     it makes the next whole tensor while it has the last one. On a CPU it is rank 0, if that has the whole model.
     """
+    job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
     by_name = {state.name: state for state in parameters_of(job)}
     twins = [by_name[group[0]] for group in job.spec.tied for _ in group[1:]]
     last = 0
     for state in (*by_name.values(), *twins):
         ledger.touch("workspace", last + state.bytes)
-        keep("parameters", shard_bytes(job, state))
+        simulation.keep("parameters", shard_bytes(job, state))
         ledger.touch("workspace", state.bytes)
         last = state.bytes if job.device.kind == "cuda" and job.ranks > 1 else 0
-    keep("parameters", -sum(shard_bytes(job, state) for state in twins))
+    simulation.keep("parameters", -sum(shard_bytes(job, state) for state in twins))
 
 
 def shard_bytes(job: Job, state: State) -> int:
@@ -124,26 +164,30 @@ def shard_bytes(job: Job, state: State) -> int:
     return shard_elements(state, job.parallelism.shard_size) * BYTES_OF[state.dtype]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """Parameters that are gathered together: a layer, the embedding, the last norm and head, or the rest."""
 
-    elements: int = 0
-    """Padded so that each rank holds equally many rows of each parameter."""
-    trained: int = 0
-    """The trained ones."""
-    cast: int = 0
-    """Those that are stored in another dtype than the compute dtype."""
     resharded: bool = True
     """Whether it is let go behind its forward."""
     first: str = ""
     """The module whose forward begins the group's."""
     last: str = ""
     """The module whose forward ends it."""
-    gradients: dict[str, int] = field(default_factory=dict)
-    """Bytes of whole gradients that wait to be reduced."""
+    elements: int = 0
+    """Padded so that each rank holds equally many rows of each parameter."""
+    trained: int = 0
+    """The trained ones."""
+    cast: int = 0
+    """Those that are stored in another dtype than the compute dtype."""
     names: list[str] = field(default_factory=list)
     """The parameters, in the order of the modules."""
+    gradients: dict[str, int] = field(default_factory=dict)
+    """Bytes of whole gradients that wait to be reduced."""
+    whole: bool = False
+    """Whether its parameters are gathered."""
+    reduced: bool = False
+    """Whether an earlier micro-batch left its gradients' shards."""
 
 
 class _Groups:
@@ -151,90 +195,86 @@ class _Groups:
 
     grows = True
 
-    def __init__(self, job: Job, trace: Trace, ledger: Ledger) -> None:
-        self._ledger, self._ranks = ledger, job.parallelism.shard_size
-        self._compute = BYTES_OF[job.compute_dtype]
-        self._reduce = BYTES_OF[job.settings["reduce_dtype"] or job.weight_dtype]
+    def __init__(self, simulation: Simulation) -> None:
+        job = simulation.job
+        self._keep, self._ledger, self._ranks = simulation.keep, simulation.ledger, job.parallelism.shard_size
+        self._compute, self._reduce = BYTES_OF[job.compute_dtype], BYTES_OF[reduce_dtype(job)]
         self._gloo = job.device.kind == "cpu"
         self._offload = job.strategy.offload != "none"
         self._replicas = job.parallelism.dp_replicate > 1
-        self._waiting = 0
-        """Bytes of reduced shards that are still on the device although they are offloaded."""
-        self._groups, self._owner = _groups(job, trace)
-        self._firsts = {group.first: key for key, group in self._groups.items() if key}
-        self._lasts = {group.last: key for key, group in self._groups.items() if key}
-        self._whole: set[str] = set()
-        self._scattered: set[str] = set()
-        self._order: list[str] = []
+        self._groups, self._owner = _groups(job, simulation.trace)
+        self._firsts = {group.first: group for group in self._groups if group.first}
+        self._lasts = {group.last: group for group in self._groups if group.last}
+        self._order: list[_Group] = []
         """Groups whose forward has ended, the last at the end: the backward prefetches them."""
-        self._early: str | None = None
+        self._early: _Group | None = None
+        """The group that was prefetched."""
         self._gathered = 0
         """Bytes of the last gather's output, kept until the next one's is copied out."""
         self._reducing = 0
         """Bytes of the input of the last reduce-scatter, kept until the next one begins."""
+        self._waiting = 0
+        """Bytes of reduced shards that are still on the device although they are offloaded."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle the begin and end of modules, and gradients."""
+        first, last = self._firsts.get(name), self._lasts.get(name)
         if what == "gradient":
             self._ledger.hold("gradients", size)
-            self._groups[self._owner[name]].gradients[name] = size
+            self._owner[name].gradients[name] = size
         elif what == "forward":  # what no other group has is gathered, and stays
             self._order = []
-            self._gather("")
+            self._gather(self._groups[-1])
         elif what == "backward":
             self._prefetch()
         elif what == "end":
-            for group in [*self._groups]:
-                self._reduce_scatter(group)
-            self._ledger.hold("buffers", -self._reducing - self._waiting)
-            self._reducing = self._waiting = 0
-            if self._early is not None:  # a frozen group's, which no backward used
-                self._ledger.hold("buffers", -self._groups[self._early].elements * self._compute)
-                self._early = None
-        else:
-            self._module(what, name, backward)
-
-    def _module(self, what: str, name: str, backward: bool) -> None:
-        if not name and what == "out":  # the root's `_post_forward` frees the last all-gather's output
+            self._end()
+        elif what == "out" and not name:  # the root's `_post_forward` frees the last all-gather's output
             self._release_gathered()
-        begins, ends = self._firsts.get(name), self._lasts.get(name)
-        if what == "in" and begins and not backward:
-            self._gather(begins)
-        elif what == "out" and ends and not backward:
-            self._order.append(ends)
-            if self._groups[ends].resharded:
-                self._free_whole(ends)
-        elif what == "back in" and ends:
-            self._gather(ends, backward=True)
+        elif what == "in" and first and not backward:
+            self._gather(first)
+        elif what == "out" and last and not backward:
+            self._order.append(last)
+            if last.resharded:
+                self._free_whole(last)
+        elif what == "back in" and last:
+            self._gather(last, backward=True)
             self._prefetch()
-        elif what == "back out" and begins:
-            self._reduce_scatter(begins)
+        elif what == "back out" and first:
+            self._reduce_scatter(first)
 
-    def _gather(self, key: str, *, backward: bool = False) -> None:
+    def _end(self) -> None:
+        """Reduce what the backward of no module has reduced, and let the buffers go."""
+        for group in self._groups:
+            self._reduce_scatter(group)
+        self._ledger.hold("buffers", -self._reducing - self._waiting)
+        self._reducing = self._waiting = 0
+        if self._early is not None:  # a frozen group's, which no backward used
+            self._ledger.hold("buffers", -self._early.elements * self._compute)
+            self._early = None
+
+    def _gather(self, group: _Group, *, backward: bool = False) -> None:
         """Cast this rank's shards, gather them, and copy each parameter out of the result."""
-        size = self._groups[key].elements * self._compute
-        if not size or key in self._whole:
+        size = group.elements * self._compute
+        if not size or group.whole:
             return
-        if self._early == key:
+        if self._early is group:
             self._early = None
         else:
-            self._collect(key)
-        if not backward:
-            self._release_gathered()
-        self._ledger.hold("buffers", size)
+            self._collect(group)
+        group.whole = True
         if backward:
-            self._ledger.hold("buffers", -size)
+            self._ledger.touch("buffers", size)
         else:
+            self._release_gathered()
+            self._ledger.hold("buffers", size)
             self._gathered = size
-        self._whole.add(key)
 
-    def _collect(self, key: str) -> None:
-        group = self._groups[key]
+    def _collect(self, group: _Group) -> None:
         # Offloaded shards are copied to the device; shards of another dtype are cast.
-        copied = group.elements if self._offload else group.cast
-        size, cast = group.elements * self._compute, copied // self._ranks * self._compute
-        self._ledger.hold("buffers", cast)
-        self._ledger.hold("buffers", size)
+        size = group.elements * self._compute
+        cast = (group.elements if self._offload else group.cast) // self._ranks * self._compute
+        self._ledger.hold("buffers", cast + size)
         if self._gloo:
             self._ledger.touch("workspace", size)  # gloo gathers into its own buffer
         self._ledger.hold("buffers", -cast)
@@ -246,73 +286,66 @@ class _Groups:
     def _prefetch(self) -> None:
         """Follow `_backward_prefetch`: gather the next group before this one computes."""
         if self._order:
-            key = self._order.pop()
-            if key not in self._whole and self._early is None:
-                self._collect(key)
-                self._early = key
+            group = self._order.pop()
+            if not group.whole and self._early is None:
+                self._collect(group)
+                self._early = group
 
-    def _free_whole(self, key: str) -> None:
-        if key in self._whole:
-            self._whole.remove(key)
-            self._ledger.hold("buffers", -self._groups[key].elements * self._compute)
+    def _free_whole(self, group: _Group) -> None:
+        if group.whole:
+            group.whole = False
+            self._ledger.hold("buffers", -group.elements * self._compute)
 
-    def _reduce_scatter(self, key: str) -> None:
+    def _reduce_scatter(self, group: _Group) -> None:
         """Let the parameters go; copy the gradients into one buffer, which lives until the next group's; add up and scatter."""
-        self._free_whole(key)
-        group = self._groups[key]
+        self._free_whole(group)
         if not group.gradients:
             return
         self._ledger.hold("buffers", -self._reducing)
         self._reducing = group.trained * self._reduce
         self._ledger.hold("buffers", self._reducing)
         # A loop's variable keeps the last one until all is done (`foreach_reduce`).
-        last = max(group.gradients, key=group.names.index)
-        gradient = group.gradients.pop(last)
+        last = group.gradients.pop(max(group.gradients, key=group.names.index))
         self._ledger.hold("gradients", -sum(group.gradients.values()))
         shard = group.trained // self._ranks * self._reduce
-        keep = self._ledger.offload if self._offload else self._ledger.hold
-        keep("gradients", shard)
-        if (
-            self._offload and not self._gloo
-        ):  # on its way; of replicas until the backward has ended (`_all_reduce_state`)
-            if self._replicas:
-                self._ledger.hold("buffers", shard)
-                self._waiting += shard
-            else:
-                self._ledger.touch("buffers", shard)
+        self._keep("gradients", shard)
+        if self._offload and self._replicas:  # on its way until the backward has ended (`_all_reduce_state`)
+            self._ledger.hold("buffers", shard)
+            self._waiting += shard
+        elif self._offload:
+            self._ledger.touch("buffers", shard)
         if self._gloo:
             self._ledger.touch("workspace", self._reducing)  # gloo's reduce-scatter works on a copy
-        self._ledger.hold("gradients", -gradient)
+        self._ledger.hold("gradients", -last)
         group.gradients = {}
-        if key in self._scattered:  # added to what earlier micro-batches left
-            keep("gradients", -shard)
-        self._scattered.add(key)
+        if group.reduced:  # added to what earlier micro-batches left
+            self._keep("gradients", -shard)
+        group.reduced = True
 
 
-def _groups(job: Job, trace: Trace) -> tuple[dict[str, _Group], dict[str, str]]:
-    """Return every group by name, and the group of every parameter."""
+def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
+    """Return every group, the root's at the end, and the group of every parameter."""
     assert job.spec is not None
     embedding, norm, head = trace.ends
     resharded = bool(job.settings["reshard_after_forward"])
     layers = [f"{stack.name}.{index}" for stack in trace.stacks for index in range(len(stack.kinds))]
-    groups = {layer: _Group(resharded=resharded, first=layer, last=layer) for layer in layers}
     tied = any(f"{embedding}.weight" in names and f"{head}.weight" in names for names in job.spec.tied)
-    if embedding is not None and not tied:
-        groups[embedding] = _Group(resharded=resharded, first=embedding, last=embedding)
+    alone = [*layers, *([] if embedding is None or tied else [embedding])]
+    groups = {name: _Group(resharded=resharded, first=name, last=name) for name in alone}
     tail = [name for name in (embedding if tied else None, norm, head) if name is not None]
     if tail:
         groups["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1])
     groups[""] = _Group(resharded=False)
-    owner = {}
+    owner, ranks = {}, job.parallelism.shard_size
     for parameter in parameters_of(job):
         module = parameter.name.rpartition(".")[0]
         key = "tail" if module in tail else module
         while key not in groups:
             key = key.rpartition(".")[0]
-        owner[parameter.name] = key
-        groups[key].names.append(parameter.name)
-        elements = shard_elements(parameter, job.parallelism.shard_size) * job.parallelism.shard_size
-        groups[key].elements += elements
-        groups[key].trained += elements if parameter.trainable else 0
-        groups[key].cast += elements if parameter.dtype != job.compute_dtype else 0
-    return groups, owner
+        group = owner[parameter.name] = groups[key]
+        elements = shard_elements(parameter, ranks) * ranks
+        group.names.append(parameter.name)
+        group.elements += elements
+        group.trained += elements if parameter.trainable else 0
+        group.cast += elements if parameter.dtype != job.compute_dtype else 0
+    return [*groups.values()], owner

@@ -1,37 +1,96 @@
-"""FSDP2's memory: the groups' real dtypes, a rank's bytes, and its shards."""
+"""FSDP2 in a worker: how the model is read and wrapped, and where its memory is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engines.base import Engine
+from toolkit.engines.fsdp.loading import streaming
 from toolkit.engines.fsdp.simulation import reduce_dtype
+from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import Shard
-from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed, persistent_buffers
+from toolkit.engines.simulation import streams
+from toolkit.engines.states import distributed_shards, measured_distributed, persistent_buffers
 
 if TYPE_CHECKING:
     import torch
 
 
-def check(prepared: Prepared) -> list[str]:
-    """Return what differs from FSDP2 modules with every parameter a DTensor over the requested mesh."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
+class FSDPState(Engine):
+    """The worker's half of the engine."""
 
-    model: Any = prepared.model
-    if not isinstance(model, FSDPModule):
-        return [f"engine is {type(model).__name__}, expected an FSDPModule"]
-    parameters = dict(prepared.model.named_parameters())
-    whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
-    if whole:
-        return [f"{len(whole)} parameters are not sharded, the first is {whole[0]}"]
-    ours = prepared.job.settings
-    expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
-    if wrong := _groups(prepared):
-        return wrong
-    meshes = {_data_parallel(parameter.device_mesh) for parameter in parameters.values()}
-    return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
+    needs_optimizer = True
+    model_no_sync = False
+    sync_each_batch = True  # without it FSDP holds whole gradients until the last micro-batch
+
+    def load_model(self, job: Job, reader: Any) -> Any:
+        """Leave the weights in the files until `prepare`, if possible. Else rank 0 reads them; of packed ones every rank."""
+        if streams(job) and (model := reader.defer()) is not None:
+            return model
+        return reader.read() if job.strategy.quantized else reader.read_on_main()
+
+    def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
+        """Merge embeddings with one shared weight into one module: FSDP2 takes a weight in one group only.
+
+        Accelerate puts the input and the output embedding into one group, but not the encoder's and the decoder's
+        of a T5. Persistent buffers are kept from Accelerate, which would shard them (`hide_buffers`).
+        """
+        import torch
+
+        from toolkit.engines.fsdp.state import hide_buffers
+
+        hide_buffers(model)
+        first: dict[int, torch.nn.Module] = {}
+        for name, module in list(model.named_modules()):
+            if isinstance(module, torch.nn.Embedding):
+                owner = first.setdefault(id(module.weight), module)
+                if owner is not module:
+                    model.set_submodule(name, owner)
+        if not job.settings["wrap"]:
+            model._no_split_modules = _blocks(model)  # type: ignore[assignment]
+
+    def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Read the weights that were left in the files."""
+        weights: Any = getattr(model, "streamed_weights", None)
+        return nullcontext() if weights is None or weights.closed else streaming(job, model)
+
+    def check(self, prepared: Prepared) -> list[str]:
+        """Return what differs from FSDP2 modules with every parameter a DTensor over the requested mesh."""
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
+
+        model: Any = prepared.model
+        if not isinstance(model, FSDPModule):
+            return [f"engine is {type(model).__name__}, expected an FSDPModule"]
+        parameters = dict(prepared.model.named_parameters())
+        whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+        if whole:
+            return [f"{len(whole)} parameters are not sharded, the first is {whole[0]}"]
+        ours = prepared.job.settings
+        expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
+        if wrong := _groups(prepared):
+            return wrong
+        meshes = {_data_parallel(parameter.device_mesh) for parameter in parameters.values()}
+        return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
+
+    def measure_state(self, prepared: Prepared) -> StateMemory:
+        """Measure the storages of the local shards and of the optimizer's state."""
+        return measured_distributed(prepared.model, prepared.optimizer, reduce_dtype(prepared.job))
+
+    def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
+        """Yield this rank's box of each parameter and its moments, all of it, and the persistent buffers, whole."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in prepared.model.modules():
+            if isinstance(module, FSDPModule):
+                # A forward without a backward leaves the last group whole, and then its parameters are no shards.
+                module.reshard()
+        for hook in prepared.model._state_dict_pre_hooks.values():
+            hook(prepared.model, "", False)  # `hide_buffers` ends with the first of them
+        yield from distributed_shards(prepared.job, prepared.model, prepared.optimizer, create)
 
 
 def _data_parallel(mesh: Any) -> tuple[int, ...]:
@@ -65,25 +124,6 @@ def _groups(prepared: Prepared) -> list[str]:
     return [*wrong, *(f"{name} is not sharded as a group of its own" for name in missing)][:3]
 
 
-def measure(prepared: Prepared) -> StateMemory:
-    """Measure the storages of the local shards and of the optimizer's state."""
-    return measured_distributed(prepared.model, prepared.optimizer, {"reduce": reduce_dtype(prepared.job)})
-
-
-def shards(prepared: Prepared, create: bool = False) -> Iterator[Shard]:
-    """Yield this rank's box of each parameter and its moments, all of it, and the persistent buffers, whole."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in prepared.model.modules():
-        if isinstance(module, FSDPModule):
-            # A forward without a backward leaves the last group whole, and then its parameters are no shards.
-            module.reshard()
-    yield from distributed_shards(prepared.job, prepared.model, prepared.optimizer, create)
-    for hook in prepared.model._state_dict_pre_hooks.values():
-        hook(prepared.model, "", False)  # `hide_buffers` ends with the first of them
-    yield from buffer_shards(prepared.model)
-
-
 def hide_buffers(model: torch.nn.Module) -> None:
     """Let persistent buffers count as non-persistent until the model is sharded.
 
@@ -104,3 +144,16 @@ def hide_buffers(model: torch.nn.Module) -> None:
 
     if hidden:
         model.register_state_dict_pre_hook(restore)  # type: ignore[no-untyped-call]
+
+
+def _blocks(model: torch.nn.Module) -> list[str]:
+    """Return the classes that a model declares as its blocks; Accelerate shards each of them without a spec.
+
+    Without one around the input embedding (BERT's): Accelerate shards the embedding itself, and a weight is sharded once.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    class_names, blocks = set(getattr(model, "_no_split_modules", None) or ()), set()
+    for module in model.modules():
+        if type(module).__name__ in class_names and all(part is not embedding for part in module.modules()):
+            blocks.add(type(module).__name__)
+    return sorted(blocks)

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine, engine_named
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
 from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
-from toolkit.engines.shards import Shard
-from toolkit.engines.states import buffer_shards, distributed_shards, measured_distributed
-from toolkit.engines.traces import Segment, Trace, TraceConfig
+from toolkit.engines.simulation import Simulation
+from toolkit.engines.traces import TraceConfig
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+
+
+UNCHANGED = (
+    *("prepares_pair", "needs_optimizer", "model_no_sync", "sync_each_batch", "hides_every_backward"),
+    *("autocast_dtype", "is_boundary", "measure_state", "shards"),
+)
+"""Attributes and methods that are the inner engine's."""
 
 
 class Mesh(Engine):
@@ -35,12 +40,9 @@ class Mesh(Engine):
         self.inner = inner
         self.sharded = inner is not engine_named("ddp")
         """Whether the inner engine shards; otherwise there is one data-parallel rank."""
-        self.prepares_pair = inner.prepares_pair
-        self.needs_optimizer = inner.needs_optimizer
-        self.model_no_sync = inner.model_no_sync
         self.wraps_model = self.sharded
-        self.sync_each_batch = inner.sync_each_batch
-        self.hides_every_backward = inner.hides_every_backward
+        for name in UNCHANGED:
+            setattr(self, name, getattr(inner, name))
 
     # Configuration ----------------------------------------------------------------------------------------------------
 
@@ -95,30 +97,21 @@ class Mesh(Engine):
         """Return the inner engine's over local shapes."""
         return self.inner.expected_state(local_job(job, rank), 0)
 
-    def autocast_dtype(self, job: Job) -> str | None:
-        """Return the inner engine's."""
-        return self.inner.autocast_dtype(job)
-
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
         """Return the inner engine's for one rank of a group."""
         config = self.inner.trace_config(job, masked=masked)
         return dataclasses.replace(config, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
 
-    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
-        """Return the inner engine's."""
-        return self.inner.is_boundary(trace, what, name)
-
-    def simulate_load(self, job: Job, ledger: Ledger, *, rank: int) -> None:
+    def simulate_load(self, simulation: Simulation) -> None:
         """Simulate loading: each rank reads its slices directly to its device."""
-        ledger.enter("load")
-        ledger.hold("parameters", self.expected_state(job, rank).parameters)
-        ledger.enter("prepare")
+        simulation.ledger.enter("load")
+        simulation.ledger.hold("parameters", simulation.state.parameters)
+        simulation.ledger.enter("prepare")
 
-    def simulate_training(
-        self, job: Job, trace: Trace, step: Sequence[Segment], ledger: Ledger, *, rank: int, checkpoints: bool
-    ) -> None:
+    def simulate_training(self, simulation: Simulation) -> None:
         """Simulate the inner engine over local shapes."""
-        self.inner.simulate_training(local_job(job, rank), trace, step, ledger, rank=0, checkpoints=checkpoints)
+        local = local_job(simulation.job, simulation.rank)
+        self.inner.simulate_training(dataclasses.replace(simulation, job=local, rank=0))
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return the inner engine's over local shapes, and the tensor-parallel group's."""
@@ -170,12 +163,6 @@ class Mesh(Engine):
                 wrong.append(f"{parameter.name} is split over {tp} tp ranks, expected {expected}")
         return wrong[:3]
 
-    def measure_state(self, prepared: Prepared) -> StateMemory:
-        """Measure the storages of the local parts and of the optimizer's state."""
-        if self.sharded:
-            return self.inner.measure_state(prepared)
-        return measured_distributed(prepared.model, prepared.optimizer, {})
-
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once."""
         import torch
@@ -189,12 +176,3 @@ class Mesh(Engine):
             for gradient in gradients:
                 getattr(gradient, "_local_tensor", gradient).mul_(factor)
         return norm
-
-    def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
-        """Yield this rank's box of each parameter and its moments; persistent buffers whole."""
-        if self.sharded:
-            yield from self.inner.shards(prepared, create)
-            return
-        model = prepared.accelerator.unwrap_model(prepared.model)
-        yield from distributed_shards(prepared.job, model, prepared.optimizer, create)
-        yield from buffer_shards(model)

@@ -1,15 +1,19 @@
-"""A run's processes, known by the token in their environment: no other is ever signalled."""
+"""A run's processes: ranks by the token in their environment, supervisors by the lock. No other is ever signalled."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from toolkit.core import redaction
 from toolkit.core.errors import RunError
-from toolkit.run_folder.run_lock import TOKEN
+from toolkit.run_folder.run_lock import TOKEN, is_lock, still
 
 if TYPE_CHECKING:
     import psutil
@@ -53,6 +57,15 @@ def run_processes(token: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _carries_token(process, token)]
 
 
+def is_redaction(process: psutil.Process) -> bool:
+    """Return whether this is the process that writes the ranks' output: it ends behind them."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return redaction.__file__ in process.cmdline()
+    return False
+
+
 def send(token: str, pids: Iterable[int], number: int) -> None:
     """Signal these processes, as far as they live and carry the token."""
     import psutil
@@ -78,4 +91,16 @@ def lives(pid: int, token: str) -> bool:
 
     with contextlib.suppress(psutil.Error):
         return _carries_token(psutil.Process(pid), token)
+    return False
+
+
+def supervises(record: Mapping[str, Any], path: Path) -> bool:
+    """Return whether a process in a lock lives here and has that lock open: the file may be crafted."""
+    import psutil
+
+    if record["host"] != socket.gethostname() or not still(record):
+        return False
+    lock = os.path.join(os.path.realpath(path), "lock")  # itself: a link may lead to a file that anybody has open
+    with contextlib.suppress(psutil.Error, OSError):
+        return is_lock(path / "lock") and any(file.path == lock for file in psutil.Process(record["pid"]).open_files())
     return False

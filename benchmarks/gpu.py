@@ -1,0 +1,341 @@
+"""What one GPU shows: memory by phase against the forecast, speed against the forecast, and MFU, of runs of the recipe.
+
+    python benchmarks/gpu.py --minutes 9 --out gpu     # on a machine with a GPU: results into gpu/gpu-CARD.json and .md
+    python benchmarks/gpu.py --dry-run                 # on a CPU: the same with tiny models, without the CUDA calls
+    python benchmarks/gpu.py --smoke                   # the same as --dry-run, into a temporary folder
+
+It needs the toolkit, torch and transformers. DeepSpeed, PEFT and bitsandbytes add runs; what is missing is listed. Each run
+is a process of its own, and the results are written after each: a second call with the same --out goes on where the first stopped.
+
+Operations of a step are those that it needs: all products of the forward and of the gradients of inputs, products of the
+gradients of trained weights alone, attention at half (causal), and no recomputation. MFU divides them by the time and the
+data sheet's peak. Every second timed run calibrates the time that the forecast gives (their median ratio). The errors are
+those of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_calls
+from machine import about, parse, parser, write_results
+
+import toolkit as tk
+from toolkit.config.flags import spell
+from toolkit.core.display import Table
+from toolkit.core.phases import PHASES
+from toolkit.core.units import format_bytes
+from toolkit.models import ModelSpec
+
+STEPS, WARM = 8, 3
+"""Steps of a run, and those before the timed ones."""
+
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+SHAPES = {
+    "0.6B": {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True, "max_position_embeddings": 40_960,
+    },
+    "8B": {
+        "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+"""Shapes of Qwen3-0.6B and Llama-3-8B; weights are drawn."""
+
+LIBRARIES = {"zero2": "deepspeed", "zero3": "deepspeed", "lora": "peft", "qlora": "bitsandbytes"}
+"""What a sharding or an adapter needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run: a model's shape, documents of a row, and the fields of Strategy and TrainConfig that differ from the default."""
+
+    shape: str
+    documents: str
+    """`one` or `several` in a row."""
+    strategy: Mapping[str, str]
+    train: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """The run's name, and its row in the results."""
+        return "-".join(map(str, (self.shape, self.documents, *self.strategy.values(), *self.train.values())))
+
+    @property
+    def missing(self) -> str | None:
+        """A library that it needs and that is not installed."""
+        needed = (LIBRARIES[word] for word in self.strategy.values() if word in LIBRARIES)
+        return next((library for library in needed if importlib.util.find_spec(library) is None), None)
+
+
+def cells() -> list[Cell]:
+    """Return the grid, the runs that tell most first."""
+    small, long = {"micro_batch": 4, "seq_len": 2048}, {"micro_batch": 1, "seq_len": 8192}
+    none = {"activation_checkpointing": "none"}
+    grid: list[tuple[str, str, dict[str, str], dict[str, int]]] = [
+        ("0.6B", "one", {"precision": "bf16"}, small),
+        ("8B", "one", {"precision": "bf16", "adapter": "lora"}, {"micro_batch": 2, "seq_len": 4096, "accumulation": 4}),
+        ("0.6B", "several", {"precision": "bf16"}, small),
+        ("0.6B", "one", {"precision": "bf16", **none}, small),
+        ("8B", "one", {"precision": "bf16_pure"}, {"micro_batch": 1, "seq_len": 4096}),
+        ("0.6B", "one", {"precision": "bf16_pure"}, small),
+        ("0.6B", "one", {"precision": "fp16"}, small),
+        ("0.6B", "one", {"precision": "fp32"}, {"micro_batch": 2, "seq_len": 1024}),
+        ("0.6B", "one", {"precision": "bf16"}, long),
+        ("0.6B", "several", {"precision": "bf16"}, long),
+        ("0.6B", "one", {"precision": "bf16", "attention": "eager"}, {"micro_batch": 4, "seq_len": 1024}),
+        ("8B", "one", {"precision": "bf16", "adapter": "qlora"}, {"micro_batch": 2, "seq_len": 2048}),
+        ("0.6B", "one", {"precision": "bf16", "sharding": "zero2", "offload": "optimizer"}, small),
+        ("0.6B", "one", {"precision": "bf16", "sharding": "zero3", "offload": "cpu"}, small),
+        ("0.6B", "one", {"precision": "bf16", "sharding": "fsdp", "offload": "cpu"}, small),
+        ("0.6B", "one", {"precision": "bf16", "adapter": "lora"}, small),
+        ("0.6B", "one", {"precision": "bf16", "adapter": "qlora"}, small),
+    ]
+    return [Cell(shape=shape, documents=kind, strategy=strategy, train=train) for shape, kind, strategy, train in grid]
+
+
+def dry_cells() -> list[Cell]:
+    """Return runs of the tiny model that a CPU can do, enough for a calibration and an error."""
+    batches = ({"micro_batch": 2, "seq_len": 64}, {"micro_batch": 4, "seq_len": 64})
+    return [Cell(shape="tiny", documents="one", strategy={"precision": "fp32"}, train=batch) for batch in batches]
+
+
+def model_folder(work: Path, shape: str) -> Path:
+    """Return the folder of a model of this shape; its weights are drawn on the GPU, or on the CPU in a dry run."""
+    folder = work / "models" / shape
+    if not (folder / "tokenizer.json").exists():
+        from transformers import AutoConfig
+
+        from toolkit.data import embedded_tokenizer
+        from toolkit.training.preflight import random_model
+
+        shutil.rmtree(folder, ignore_errors=True)
+        if shape == "tiny":
+            random_model(folder, AutoConfig.for_model("llama", vocab_size=4096, num_key_value_heads=2, **TINY))
+        else:
+            gpu_calls.draw_model(folder, AutoConfig.for_model(**SHAPES[shape]))
+            embedded_tokenizer(folder)
+    return folder
+
+
+def texts(work: Path, documents: str) -> Path:
+    """Write the standard library's sources as documents that are longer than a row, or of about 60 tokens."""
+    import sysconfig
+
+    path = work / f"{documents}.jsonl"
+    if not path.exists():
+        sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = "".join(source.read_text(errors="replace") for source in sources)[:4_000_000]
+        size = {"one": 1_000_000, "several": 200}[documents]
+        lines = [json.dumps({"text": text[start : start + size]}) for start in range(0, len(text), size)]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def needed_operations(spec: ModelSpec, tokens: int, adapter: int) -> int:
+    """Return the floating-point operations that one row of a step needs (see the module's docstring).
+
+    Args:
+        spec: a decoder with attention in every layer.
+        tokens: of the row, one document.
+        adapter: elements of the adapter, which alone is trained; 0 without one.
+    """
+    matrices = sum(parameter.elements for parameter in spec.parameters if len(parameter.shape) == 2)
+    looked_up = 0 if spec.tied else spec.vocab * spec.hidden  # an embedding is no product, unless it is the head, too
+    products = matrices - looked_up + adapter
+    linear = 2 * tokens * (2 * products + (adapter or products))  # forward, gradients of inputs, of trained weights
+    width: int = spec.config["num_attention_heads"] * spec.config["head_dim"]
+    attention = 3 * 4 * tokens * tokens * width * spec.layers // 2  # 2 products of 2 operations, 3 times, half of them
+    return linear + attention
+
+
+def run_cell(cell: Cell, work: Path, seconds: float) -> dict[str, Any]:
+    """Run a cell in a process of its own, at most `seconds` long; return its row."""
+    row: dict[str, Any] = {"name": cell.name, **dataclasses.asdict(cell)}
+    if cell.missing:
+        return {**row, "missing": cell.missing}
+    folder, out = model_folder(work, cell.shape), work / "runs" / cell.name
+    shutil.rmtree(out, ignore_errors=True)
+    request = {**cell.strategy, **cell.train, "steps": STEPS, "model": folder, "data": texts(work, cell.documents)}
+    flags = spell({**request, "save_seconds": 0.0, "save": False, "run_dir": out, "processes": 1})
+    command = [sys.executable, "-m", "toolkit.cli", "train", *flags]
+    began = time.monotonic()
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        if ended.returncode:
+            row["failed"] = (ended.stderr + ended.stdout).replace(str(work), "").strip()[-600:]
+    except subprocess.TimeoutExpired:
+        return {**row, "stopped": True}
+    row["wall_seconds"] = time.monotonic() - began
+    if (out / "memory.json").exists():
+        row |= figures(cell, folder, out)
+    shutil.rmtree(out, ignore_errors=True)
+    return row
+
+
+def figures(cell: Cell, folder: Path, out: Path) -> dict[str, Any]:
+    """Return a finished run's memory and speed, measured and forecast."""
+    from toolkit.run_folder.run_json import open_finished_run
+
+    with open_finished_run(out) as (_, memory, steps):
+        rank, expected = memory["measured"]["per_rank"][0], memory["forecast"]
+        seconds = statistics.median(step["seconds"] for step in steps[WARM:])
+        spec = tk.describe(str(folder))
+        adapter = lora_elements(spec) if "adapter" in cell.strategy else 0
+        rows = cell.train["micro_batch"] * cell.train.get("accumulation", 1)
+        operations = rows * needed_operations(spec, cell.train["seq_len"], adapter)
+        card = tk.hardware().device.card
+        half = cell.strategy["precision"] != "fp32"
+        peak = (card.tflops_half if half else card.tflops_fp32) * 1e12 if card else None
+        return {
+            "measured_phases": rank["phases"],
+            "forecast_phases": expected["device"]["phases"],
+            "peak_bytes": rank["peak_bytes"],
+            "reserved_bytes": rank["reserved_bytes"],
+            "device_bytes": rank["device_bytes"],
+            "step_seconds": seconds,
+            "forecast_seconds": expected["step_seconds"],
+            "forecast_operations": expected["operations"],
+            "needed_operations": operations,
+            "tokens_per_second": rows * cell.train["seq_len"] / seconds,
+            "tflops": operations / seconds / 1e12,
+            "mfu": operations / seconds / peak if peak else None,
+        }
+
+
+def lora_elements(spec: ModelSpec) -> int:
+    """Return the elements of the default adapter: of all linear modules."""
+    rank = tk.Strategy().lora_rank
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
+    return sum(rank * sum(shapes[f"{name}.weight"]) for name in spec.linears)
+
+
+def time_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Calibrate by every second timed run; return the factor and the relative errors of the others.
+
+    Where the catalog does not know the device, the forecast's time is its operations, and the factor seconds for one.
+    """
+    timed = [row for row in rows if "step_seconds" in row]
+    known = all(row["forecast_seconds"] for row in timed)
+    expected = {row["name"]: row["forecast_seconds"] if known else row["forecast_operations"] for row in timed}
+    ratios = [row["step_seconds"] / expected[row["name"]] for row in timed]
+    if len(ratios) < 2:
+        return {}
+    factor = statistics.median(ratios[::2])
+    errors = {row["name"]: factor * expected[row["name"]] / row["step_seconds"] - 1 for row in timed[1::2]}
+    return {"factor": factor, "from": "seconds" if known else "operations", "errors": errors}
+
+
+def tables(rows: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> list[Table]:
+    """Return memory by phase, speed, and what did not run."""
+    done = [row for row in rows if "measured_phases" in row]
+    memory = []
+    for row in done:
+        pairs = [(row["forecast_phases"].get(phase), row["measured_phases"].get(phase)) for phase in PHASES[:-1]]
+        ratios = [f"{expected / took:.2f}" if expected and took else "–" for expected, took in pairs]
+        bytes_ = (row["peak_bytes"], row["reserved_bytes"], row["device_bytes"])
+        memory.append((row["name"], *ratios, *(format_bytes(size) if size else "–" for size in bytes_)))
+    speed = [
+        (
+            row["name"], f"{row['step_seconds']:.3f}",
+            f"{row['forecast_seconds']:.3f}" if row["forecast_seconds"] else "–",
+            f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}", f"{row['mfu']:.1%}" if row["mfu"] else "–",
+        )
+        for row in done
+    ]  # fmt: skip
+    errors = sorted(map(abs, timing.get("errors", {}).values()))
+    note = (
+        f"Calibrated by {timing['from']}: {statistics.median(errors):.1%} off (median), {errors[-1]:.1%} (worst)."
+        if errors
+        else ""
+    )
+    phases = [f"{phase} x" for phase in PHASES[:-1]]
+    found = [
+        Table(
+            title="Memory: forecast / measured of each phase, and the highest",
+            columns=("run", *phases, "allocated", "reserved", "device"),
+            rows=memory,
+        ),
+        Table(
+            title="Speed",
+            columns=("run", "step s", "forecast s", "tokens/s", "TFLOP/s", "MFU"),
+            rows=speed,
+            notes=(note,) if note else (),
+        ),
+    ]
+    without = [
+        (row["name"], row.get("missing") or row.get("failed", "stopped: no time left")[-200:])
+        for row in rows
+        if "failed" in row or row not in done
+    ]
+    if without:
+        found.append(Table(title="Without a result", columns=("run", "why"), rows=without))
+    return found
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """Return an earlier call's results of the same code, versions and machine; what had no time is left out."""
+    if not path.exists():
+        return {}
+    result: dict[str, Any] = json.loads(path.read_text())
+    now = about()
+    if any(result[name] != now[name] for name in ("commit", "versions", "machine")):
+        return {}
+    return {**result, "runs": [row for row in result["runs"] if "stopped" not in row]}
+
+
+def main() -> None:
+    """Run the cells that the time allows, write after each, and print the tables."""
+    flags = parser(__doc__)
+    flags.add_argument("--minutes", type=float, default=9.0, help="stop in this time (default: %(default)s)")
+    flags.add_argument("--out", type=Path, help="folder of results and models (default: that of the results)")
+    flags.add_argument("--dry-run", action="store_true", help="tiny models on a CPU, without the CUDA calls")
+    arguments = parse(flags, dry_run=True)
+    end = time.monotonic() + 60 * arguments.minutes
+    out = arguments.out or arguments.results
+    machine = tk.hardware()
+    if not arguments.dry_run and machine.device.kind != "cuda":
+        raise SystemExit("No GPU that torch can use was found. Try --dry-run, or run `toolkit doctor` for the reason.")
+    name = "gpu-dry-run" if arguments.dry_run else f"gpu-{machine.device.key or machine.device.name.replace(' ', '-')}"
+    work = out / "gpu-work"
+    work.mkdir(parents=True, exist_ok=True)
+    before = stored(out / f"{name}.json")
+    doctor = tk.diagnose()
+    print(doctor)
+    facts = before.get("facts") or ({} if arguments.dry_run else gpu_calls.facts())
+    print(json.dumps(facts, indent=2))
+    rows: list[dict[str, Any]] = before.get("runs", [])
+    known = {row["name"] for row in rows}
+    longest = max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)
+    for cell in dry_cells() if arguments.dry_run else cells():
+        left = end - time.monotonic()
+        if cell.name in known or left < longest / 2:
+            continue
+        rows.append(run_cell(cell, work, left))
+        longest = max(longest, rows[-1].get("wall_seconds", 0.0))
+        timing = time_errors(rows)
+        shown = "\n\n".join(table.text() for table in tables(rows, timing))
+        result = {**about(), "doctor": doctor.to_dict(), "facts": facts, "runs": rows, "timing": timing}
+        write_results(out, name, "Runs on one GPU", result, shown)
+        print(shown, flush=True)
+    shutil.rmtree(work / "runs", ignore_errors=True)
+    if arguments.dry_run:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

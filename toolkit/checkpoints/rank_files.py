@@ -1,0 +1,107 @@
+"""A rank's files in a checkpoint that has no name yet: its tensors, and notes by which rank 0 sees how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.core.errors import CheckpointError
+from toolkit.core.units import format_bytes
+from toolkit.engines.timeouts import ticking
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL = 0.02
+
+LESS_ROOM = (
+    "Complete checkpoints there are as they were. Make room, lower --keep, or choose another disk with --run-dir."
+)
+
+
+def check_space(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) -> None:
+    """Refuse to begin what does not fit on the disk.
+
+    Raises:
+        CheckpointError: with the bytes that are needed and free.
+    """
+    if shutil.disk_usage(folder).free < needed:
+        raise no_room_error(folder, needed, what, fix)
+
+
+def no_room_error(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) -> CheckpointError:
+    """Return the error for a full disk, with the needed and the free bytes."""
+    free = shutil.disk_usage(folder).free
+    return CheckpointError(
+        f"the disk of {folder} is too full for {what}: {format_bytes(needed)} ({needed:,} bytes) are needed, "
+        f"{format_bytes(free)} ({free:,} bytes) are free. {fix}"
+    )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error of ours or of safetensors' writer says that the disk is full."""
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "StorageFull" in str(error)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file out of the tensors' own memory: only tensors with strides of their own are copied."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it the owner's alone
+
+
+def note(partial: Path, rank: int, kind: str) -> Path:
+    """Return a rank's note.
+
+    `alive` grows while it works; `written`: its file no longer needs the engine's memory; `json`: its file is on the disk,
+    with its hash; `failed`: the reason.
+    """
+    return partial / f"rank-{rank:05d}.{kind}"
+
+
+def write_note(path: Path, text: str) -> None:
+    """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def sign_of_life(partial: Path, rank: int) -> Iterator[None]:
+    """Let a file grow while this rank works: flushing and hashing take long and change no other file."""
+    path = note(partial, rank, "alive")
+    with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
+        yield
+    path.unlink()
+
+
+def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None:
+    """Wait until every rank has left a note of this kind, as long as any file in the folder grows: a slow disk is no hung rank.
+
+    Raises:
+        CheckpointError: where a rank could not write, or nothing grows for `patience` seconds.
+    """
+    before, since = -1, time.monotonic()
+    while missing := [rank for rank in ranks if not note(partial, rank, kind).exists()]:
+        for rank in missing:
+            if (failed := note(partial, rank, "failed")).exists():
+                raise CheckpointError(f"rank {rank} could not write its part of {partial}: {failed.read_text()}")
+        size = 0
+        with contextlib.suppress(OSError):  # a file may be gone by now
+            size = sum(file.stat().st_size for file in partial.iterdir())
+        if size != before:
+            before, since = size, time.monotonic()
+        if time.monotonic() - since > patience:
+            raise CheckpointError(
+                f"no file of rank(s) {', '.join(map(str, missing))} in {partial} after {patience:g} s. All hosts "
+                "have to see one run folder: choose one on a shared disk with --run-dir."
+            )
+        time.sleep(_POLL)

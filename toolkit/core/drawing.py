@@ -1,0 +1,239 @@
+"""Pictures as SVG, by matplotlib: stacked bars by part, and curves over steps.
+
+matplotlib comes with the extra `notebook`. Without it, a sentence that says so takes a picture's place. Every picture has a white
+background, so that it is legible on a dark page, and a name that holds its values. It has no script, no link and no id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.core.pictures import COLOURS, GRID, INK, LIMIT, QUIET, WIDTH, colour, figure, ink_on, picture, portable
+from toolkit.core.redaction import redact
+from toolkit.core.units import format_bytes
+
+__all__ = ["POINTS", "Bar", "bars", "curve", "figure", "portable", "thinned"]
+
+LINES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "transient", "workspace")
+"""The parts whose colours the lines of a curve take, in order."""
+
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+POINTS = 400
+"""The most that a line keeps: more than a screen shows."""
+
+FEW = 30
+"""Points up to which each is a dot, too."""
+
+LETTER = 8.0
+"""Pixels of a wide letter in the labels' font."""
+
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar: its label and its parts."""
+
+    label: str
+    parts: Mapping[str, float]
+    """Part → its size, in the order in which they are stacked. One that is not above 0 is not drawn."""
+
+
+def bars(
+    rows: Sequence[Bar],
+    *,
+    title: str,
+    limit: float | None = None,
+    limit_label: str = "limit",
+    spell: Callable[[float], str] = format_bytes,
+) -> str:
+    """Draw stacked horizontal bars, one colour a part, with a legend; each bar's sum stands at its end.
+
+    Args:
+        rows: from top to bottom.
+        title: a few words.
+        limit: a line across the bars; as text if it is far above all of them.
+        limit_label: the meaning of the limit.
+        spell: formats a size.
+    """
+    sizes = [{part: size for part, size in row.parts.items() if size > 0} for row in rows]
+    totals = [sum(row.parts.values()) for row in rows]
+    highest = max([*totals, 0.0])
+    sums = [spell(total) for total in totals]
+    words = [f"{row.label}: {total} ({_list_parts(row.parts, spell)})" for row, total in zip(rows, sums, strict=True)]
+    near, limit_text = limit is not None and limit <= 4 * highest, ""
+    if limit is not None:
+        limit_text = f"{limit_label} {spell(limit)}"
+        words.append(f"The line marks the limit: {limit_text}" if near else f"The limit is far above: {limit_text}")
+        share = f"{highest / limit:.1%}" if highest >= limit / 1000 else "less than 0.1%"
+        limit_text += "" if near else f": beyond the picture, {share} of it is used"
+    names = list(dict.fromkeys(part for row in sizes for part in row))
+    if all(len(row) == 1 and next(iter(row)) in bar.label for row, bar in zip(sizes, rows, strict=True)):
+        names = []  # the labels name them
+    top = max(highest, (limit or 0.0) if near else 0.0) or 1.0
+    left = min(max((len(row.label) for row in rows), default=0) * LETTER + 14, 250.0)
+    right = max(map(len, sums), default=0) * (LETTER + 0.5) + 22
+
+    def draw(axes: Any) -> None:
+        pixel, longest = top / (WIDTH - left - right), int((left - 14) / LETTER)
+        labels = [redact(row.label) for row in rows]  # before they are cut
+        short = [label if len(label) <= longest else label[: longest - 1] + "…" for label in labels]
+        axes.set(xlim=(0, top), ylim=(len(rows) or 1, 0))
+        axes.set_yticks([place + 0.5 for place in range(len(rows))], short, size=13, color=INK)
+        _mark(axes.xaxis, _ticks(0.0, top, binary=spell is format_bytes), spell)
+        for number, (parts, total) in enumerate(zip(sizes, sums, strict=True)):
+            end = top + (right - 10) * pixel
+            axes.text(end, number + 0.5, total, ha="right", va="center", size=13, color=INK, weight="bold")
+            _stack(axes, number, parts, spell, pixel)
+        if limit is not None:
+            ink, place = LIMIT if highest > limit else INK, limit if near else top
+            side = "right" if place > top / 2 else "left"
+            axes.text(place, -0.25, limit_text, ha=side, va="bottom", size=12, color=ink, weight="bold")
+            if near:
+                axes.plot([limit, limit], [-0.1, len(rows)], color=ink, lw=2, ls=(0, (2.5, 1.5)), clip_on=False)
+
+    labels = {name: f"{name} {spell(sizes[0][name])}" if len(rows) == 1 else name for name in names}
+    legend = {label: {"color": colour(name), "lw": 12} for name, label in labels.items()}
+    heights = (24 if limit_text else 6, 34 * len(rows), 26)
+    return picture(title, ". ".join(words) + ".", draw, legend, (left, right), heights)
+
+
+def curve(
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    spell_y: Callable[[float], str] = "{:,.4g}".format,
+    names: Mapping[float, str] | None = None,
+) -> str:
+    """Draw lines over steps or seconds. Each is thinned to `POINTS` points, its extremes among them.
+
+    Args:
+        lines: name → its points in order; a y of None or not finite leaves a gap.
+        title: a few words.
+        x, y: the axes' quantities, with units.
+        spell_y: formats a value; bytes have ticks at round numbers.
+        names: labels at places of the x axis instead of numbers. The description then has each line's maximum only.
+    """
+    looks, words = {}, {}
+    for number, (name, points) in enumerate(lines.items()):
+        shade = COLOURS.get(name, COLOURS[LINES[number % len(LINES)]])
+        looks[name] = {"color": shade, "ls": DASHES[number % len(DASHES)], "lw": 2}
+        words[name] = _describe(name, _finite(points), spell_y, at_most=names is not None)
+    places: list[float] = [place for points in lines.values() for place, _ in points] or [0.0]
+    values = [value for points in lines.values() for _, value in _finite(points)]
+    low, high = _range(values)
+    start, end = min(places), max(max(places), min(places) + 1)
+
+    def draw(axes: Any) -> None:
+        axes.set(xlim=(start, end), ylim=(low, high))
+        _mark(axes.yaxis, _ticks(low, high, binary=spell_y is format_bytes) if values else [], spell_y)
+        axes.spines["bottom"].set(visible=True, color=QUIET)
+        whole = all(float(place).is_integer() for place in places)
+        marked = names or {tick: f"{tick:,.10g}" for tick in _ticks(start, end, whole=whole)}
+        axes.set_xticks(list(marked), list(marked.values()))
+        for across, up, side, text in ((0, 1.04, "left", y), (1, -0.18, "right", x)):
+            axes.text(across, up, text, transform=axes.transAxes, ha=side, size=12, color=QUIET)
+        if not values:
+            axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", size=13, color=QUIET)
+        for name, points in lines.items():
+            _draw_line(axes, thinned(points), looks[name])
+
+    description = f"{y} over {x}. {'. '.join(words.values()) or 'nothing yet'}."
+    legend = {words[name]: look for name, look in looks.items()}
+    left = max(len(spell_y(value)) for value in (low, high)) * LETTER + 22
+    return picture(title, description, draw, legend, (left, 22), (26, 220, 46))
+
+
+def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
+    """Return at most `most` points: the ends, and the lowest, the highest or a gap of each interval."""
+    if len(points) <= most:
+        return list(points)
+    inner, intervals = points[1:-1], (most - 2) // 2
+    result: list[Point] = [points[0]]
+    for number in range(intervals):
+        interval = inner[len(inner) * number // intervals : len(inner) * (number + 1) // intervals]
+        finite = sorted(_finite(interval), key=lambda point: point[1])
+        gaps: list[Point] = [(place, None) for place, value in interval if value is None or not math.isfinite(value)]
+        kept = [*gaps[:1], *finite[-1:]] if gaps else [finite[0], finite[-1]]
+        result += sorted(set(kept), key=lambda point: point[0])
+    return [*result, points[-1]]
+
+
+def _stack(axes: Any, number: int, parts: Mapping[str, float], spell: Callable[[float], str], pixel: float) -> None:
+    """Draw the parts of a bar from left to right, each with its size where that has room."""
+    from matplotlib.patches import Rectangle
+
+    start = 0.0
+    for part, size in parts.items():
+        shade, words, wide = colour(part), spell(size), max(size - pixel, pixel / 2)
+        look: dict[str, Any] = {
+            "fc": shade,
+            "lw": 0,
+            "clip_on": False,
+            "gid": f"hover:{part}: {words}".replace('"', "'"),
+        }
+        axes.add_patch(Rectangle((start, number + 0.12), wide, 0.76, **look))
+        if size / pixel > len(words) * 6.2 + 8:
+            middle = start + size / 2
+            axes.text(middle, number + 0.5, words, ha="center", va="center", size=11, color=ink_on(shade))
+        start += size
+
+
+def _mark(axis: Any, ticks: Sequence[float], spell: Callable[[float], str]) -> None:
+    """Write labels at the ticks of an axis, with lines across the picture."""
+    axis.set_ticks(ticks, [spell(tick) for tick in ticks])
+    axis.grid(color=GRID, linewidth=1, clip_on=False)
+
+
+def _draw_line(axes: Any, points: Sequence[Point], look: Mapping[str, Any]) -> None:
+    """Draw a line with gaps; short lines and isolated points get dots."""
+    gap = math.nan
+    values = [value if value is not None and math.isfinite(value) else gap for _, value in points]
+    axes.plot([place for place, _ in points], values, clip_on=False, solid_capstyle="round", **look)
+    padded, dots = [gap, *values, gap], [(gap, gap)]
+    for number, (place, _) in enumerate(points):
+        before, value, after = padded[number : number + 3]
+        if len(points) <= FEW or (math.isnan(before) and math.isnan(after)):
+            dots += [(place, value), (place, value), (gap, gap)]  # a stroke: a marker would need an id
+    axes.plot(*zip(*dots, strict=True), color=look["color"], lw=6, solid_capstyle="round", clip_on=False)
+
+
+def _ticks(low: float, high: float, *, binary: bool = False, whole: bool = False) -> list[float]:
+    """Return about five round numbers from `low` to `high`; bytes are round in their binary unit."""
+    from matplotlib.ticker import MaxNLocator
+
+    unit = 1024.0 ** max(0, int(math.log(high, 1024))) if binary and high >= 1 else 1.0
+    numbers = MaxNLocator(6, steps=[1, 2, 5, 10], integer=whole).tick_values(low / unit, high / unit)
+    return [float(number) * unit for number in numbers if low <= number * unit <= high]
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of the y axis: the values with some room, and from 0 where that costs little."""
+    if not values:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return (0.0 if 0 <= low < high / 3 else max(low - room, 0.0) if low >= 0 else low - room), high + room
+
+
+def _describe(name: str, points: Sequence[tuple[float, float]], spell: Callable[[float], str], *, at_most: bool) -> str:
+    """Return a line's values as text."""
+    values = [value for _, value in points]
+    if not values:
+        return f"{name}: nothing yet"
+    if at_most:
+        return f"{name}: up to {spell(max(values))}"
+    return f"{name}: first {spell(values[0])}, last {spell(values[-1])}, lowest {spell(min(values))}"
+
+
+def _list_parts(parts: Mapping[str, float], spell: Callable[[float], str]) -> str:
+    return ", ".join(f"{part} {spell(size)}" for part, size in parts.items() if size > 0)
+
+
+def _finite(points: Sequence[Point]) -> list[tuple[float, float]]:
+    return [(place, value) for place, value in points if value is not None and math.isfinite(value)]

@@ -1,0 +1,187 @@
+"""A user's DeepSpeed file as fields of Strategy and TrainConfig. Each of its keys is followed or refused.
+
+A key that is absent or "auto" is left to the flags, as Accelerate leaves it to the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import StrategyError
+
+OPEN = (None, "auto")
+
+
+def _whole(number: Any) -> int:
+    """Read a whole number, which a file may spell as 2e8."""
+    if isinstance(number, bool) or int(number) != number:
+        raise ValueError(number)
+    return int(number)
+
+
+IGNORED = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "optimizer.params.torch_adam",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+)
+"""Keys with the same training whatever their value: what is printed, who computes Adam, pinned memory, the export."""
+
+FIXED: Mapping[str, Any] = {
+    "fp16.auto_cast": False,
+    "fp16.loss_scale": 0,
+    "fp16.hysteresis": 2,
+    "fp16.min_loss_scale": 1,
+    "optimizer.params.adam_w_mode": True,
+    "optimizer.params.bias_correction": True,
+    "zero_optimization.allgather_partitions": True,
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.round_robin_gradients": False,
+    "zero_optimization.sub_group_size": 1e9,
+    "zero_optimization.stage3_max_live_parameters": 1e9,
+    "zero_optimization.stage3_max_reuse_distance": 1e9,
+    "zero_optimization.stage3_param_persistence_threshold": "auto",
+}
+"""The one value that the toolkit runs: DeepSpeed's default, or its own rule (`auto`)."""
+
+NUMBERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "train_micro_batch_size_per_gpu": ("micro_batch", _whole),
+    "gradient_accumulation_steps": ("accumulation", _whole),
+    "gradient_clipping": ("max_grad_norm", float),
+    "fp16.initial_scale_power": ("loss_scale", lambda power: 2.0 ** int(power)),
+    "fp16.loss_scale_window": ("loss_scale_window", _whole),
+    "zero_optimization.reduce_bucket_size": ("bucket_elements", _whole),
+    "zero_optimization.allgather_bucket_size": ("gather_bucket_elements", _whole),
+    "zero_optimization.stage3_prefetch_bucket_size": ("gather_bucket_elements", _whole),
+    "optimizer.params.lr": ("lr", float),
+    "optimizer.params.weight_decay": ("weight_decay", float),
+    "optimizer.params.eps": ("eps", float),
+    "scheduler.params.warmup_min_lr": ("min_lr", float),
+    "scheduler.params.warmup_max_lr": ("lr", float),
+    "scheduler.params.warmup_num_steps": ("warmup", _whole),
+    "scheduler.params.total_num_steps": ("steps", _whole),
+}
+"""The field of each numeric key."""
+
+WORDS: Mapping[str, Mapping[Any, dict[str, Any]]] = {
+    "fp16.enabled": {True: {"precision": "fp16"}, False: {}},
+    "bf16.enabled": {True: {"precision": "bf16"}, False: {}},
+    "data_types.grad_accum_dtype": {word: {"grad_accum_dtype": word} for word in ("fp32", "bf16", "fp16")},
+    "optimizer.type": {"AdamW": {"optimizer": "adamw"}, "Adam": {"optimizer": "adamw"}},
+    "scheduler.type": {
+        "WarmupDecayLR": {"scheduler": "linear", "warmup_type": "log"},
+        "WarmupLR": {"scheduler": "constant", "warmup_type": "log"},
+    },
+    "scheduler.params.warmup_type": {word: {"warmup_type": word} for word in ("log", "linear")},
+    "zero_optimization.stage": {stage: {"sharding": f"zero{stage}"} for stage in (1, 2, 3)},
+    "zero_optimization.overlap_comm": {True: {"overlap_comm": "on"}, False: {"overlap_comm": "off"}},
+    "zero_optimization.offload_optimizer.device": {"none": {}, "cpu": {"offload": "optimizer"}},
+    "zero_optimization.offload_param.device": {"none": {}, "cpu": {"offload": "cpu"}},
+}
+"""The fields that each value of a key sets. A later row overrides an earlier one."""
+
+
+def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
+    """Return the fields of Strategy and TrainConfig that a DeepSpeed file sets.
+
+    Args:
+        path: the JSON file.
+        ranks: the world size; it decides whether a numeric `train_batch_size` holds.
+
+    Raises:
+        StrategyError: for a file that cannot be read, and for a key or value that the toolkit would not follow.
+    """
+    try:
+        keys = dict(_flatten(json.loads(Path(path).expanduser().read_text(encoding="utf-8"))))
+    except (OSError, ValueError, AttributeError) as error:
+        raise StrategyError(f"DeepSpeed's file {str(path)!r} cannot be read as a JSON object: {error}.") from None
+    fields: dict[str, Any] = {}
+
+    def refuse(key: str, expected: str) -> StrategyError:
+        return StrategyError(f"{path}: {key} is {json.dumps(keys[key])}. Expected {expected}.")
+
+    def set_fields(key: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name in ("lr", "precision") and fields.get(name, value) != value:
+                raise refuse(key, f"{fields[name]!r}, as another key has it")
+            fields[name] = value
+
+    for key, words in WORDS.items():
+        value = _as_word(keys.get(key))
+        if value not in OPEN:
+            if isinstance(value, list) or value not in words:
+                raise refuse(key, ", ".join(json.dumps(word) for word in words))
+            set_fields(key, words[value])
+    if "sharding" not in fields:
+        raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
+    for key, (name, kind) in NUMBERS.items():
+        if keys.get(key) in OPEN or (
+            ("stage3" in key) != (fields["sharding"] == "zero3") and name == "gather_bucket_elements"
+        ):
+            continue
+        try:
+            set_fields(key, {name: kind(keys[key])})
+        except (TypeError, ValueError):
+            raise refuse(key, 'a number, or "auto"') from None
+    for key, only in FIXED.items():
+        if keys.get(key) not in (*OPEN, only):
+            raise refuse(key, json.dumps(only))
+    betas = keys.get("optimizer.params.betas")
+    if betas not in OPEN:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise refuse("optimizer.params.betas", "two numbers")
+        fields["beta1"], fields["beta2"] = betas
+    if fields.get("offload") == "cpu" and keys.get("zero_optimization.offload_optimizer.device") != "cpu":
+        raise refuse("zero_optimization.offload_param.device", '"none": parameters are offloaded with the optimizer')
+    _check_batch(keys, fields, ranks, refuse)
+    for key in keys:
+        if key not in (*WORDS, *NUMBERS, *FIXED, *IGNORED, "optimizer.params.betas", "train_batch_size"):
+            raise refuse(key, "no such key: the toolkit does not set it")
+    return fields
+
+
+def read_environment(environ: Mapping[str, str], owner: type[Any]) -> dict[str, Any]:
+    """Return the fields of one dataclass in the file that `accelerate launch` names in a worker's environment."""
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or path.lower() == "none":
+        return {}
+    names = {field.name for field in dataclasses.fields(owner)}
+    fields = read_config(path, int(environ.get("WORLD_SIZE", "1")))
+    return {name: value for name, value in fields.items() if name in names}
+
+
+def _check_batch(
+    keys: Mapping[str, Any], fields: dict[str, Any], ranks: int | None, refuse: Callable[[str, str], StrategyError]
+) -> None:
+    """Derive the micro-batch from the global batch, or check the product."""
+    batch = keys.get("train_batch_size")
+    if batch in OPEN:
+        return
+    if ranks is None or not isinstance(batch, int):
+        raise refuse("train_batch_size", '"auto", or a number with --processes')
+    accumulation = fields.setdefault("accumulation", 1)
+    micro = fields.setdefault("micro_batch", max(1, batch // (accumulation * ranks)))
+    if micro * accumulation * ranks != batch:
+        raise refuse("train_batch_size", f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks")
+
+
+def _as_word(value: Any) -> Any:
+    """Read a switch that is spelled as a string, as files of Accelerate's articles have it."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a nested object under its keys joined by points."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,147 @@
+"""The source of an export: one of our checkpoints, or a folder of DeepSpeed's or Accelerate's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from toolkit.checkpoints import Manifest, list_checkpoints, read_manifest, validate
+from toolkit.checkpoints.identity import ADAPTER_FIELDS
+from toolkit.checkpoints.importers import Entry, Weights, open_foreign
+from toolkit.checkpoints.layout import WEIGHT
+from toolkit.checkpoints.manifest import NAME, listed, misplacement
+from toolkit.checkpoints.stored_tensors import StoredTensors, opened
+from toolkit.config.flags import from_dict
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.atomic_io import check_fields
+from toolkit.core.errors import CheckpointError, RunError, StrategyError
+from toolkit.engines.shards import BUFFER
+
+_REQUIRED = {
+    "strategy": ("sharding", "precision", *ADAPTER_FIELDS),
+    "train_config": ("micro_batch", "accumulation", "seq_len", "optimizer", "lr", "warmup", "seed"),
+    "identity": ("data",),
+}
+"""The fields that an export needs in a manifest: for its tensors and the model card."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The source of an export."""
+
+    path: Path
+    weights: Weights
+    manifest: Manifest | None
+    """None where it is no checkpoint of ours."""
+    skipped: tuple[str, ...] = ()
+    """A sentence for every newer checkpoint that could not be taken."""
+
+    @property
+    def adapter(self) -> str:
+        """As `Strategy.adapter`."""
+        return str(self.manifest.strategy["adapter"]) if self.manifest else "none"
+
+
+@contextlib.contextmanager
+def opened_source(path: Path) -> Iterator[Source]:
+    """Open a run's newest sound checkpoint, one checkpoint, or a folder of DeepSpeed's or Accelerate's.
+
+    Raises:
+        RunError: for a folder without any; for a checkpoint whose hashes do not hold (`CheckpointError`).
+    """
+    if not path.is_dir():
+        raise RunError(f"{path}: no such folder. Name a run's folder, or a checkpoint in it.")
+    skipped: tuple[str, ...] = ()
+    if (path / NAME).exists() or path.name.startswith("step-"):
+        wrong = validate(path)
+        if wrong:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong[:3])}. {_other_checkpoints(path)}")
+    elif (path / "run.json").exists() or list_checkpoints(path / "checkpoints"):
+        path, skipped = _newest_checkpoint(path)
+    else:
+        yield _foreign(path)
+        return
+    manifest = read_manifest(path)
+    _check_manifest(path, manifest)
+    with opened(path, manifest) as stored:
+        yield Source(path=path, weights=_trained_weights(stored), manifest=manifest, skipped=skipped)
+
+
+def _trained_weights(stored: StoredTensors) -> Weights:
+    """Return the trained weights of one of our checkpoints: masters if there are any. Of a whole model the buffers too."""
+    kinds = (WEIGHT, BUFFER) if stored.manifest.strategy["adapter"] == "none" else (WEIGHT,)
+    entries = {
+        name: Entry(
+            tuple(tensor["shape"]),
+            tensor["dtype"],
+            partial(stored.whole, name, kind),
+            trained=kind != BUFFER,
+            source=name,
+        )
+        for name, of_kind in stored.manifest.tensors.items()
+        for kind, tensor in of_kind.items()
+        if kind in kinds
+    }
+    return Weights("checkpoint", entries)
+
+
+def _check_manifest(path: Path, manifest: Manifest) -> None:
+    """Refuse a manifest with a valid sha256 that lacks fields for an export."""
+    wrong = [
+        f"{part} has no {name}"
+        for part, names in _REQUIRED.items()
+        for name in names
+        if name not in getattr(manifest, part)
+    ]
+    try:
+        from_dict(Strategy, manifest.strategy)
+        from_dict(TrainConfig, manifest.train_config)
+        check_fields(manifest.train_config, {"lr": int | float})
+        text = str | None
+        check_fields(manifest.identity, {"data": str, "model": text, "source": text, "base": dict | None})
+    except (StrategyError, ValueError) as error:
+        wrong.append(str(error).removesuffix("."))
+    wrong += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
+    if wrong:
+        raise CheckpointError(
+            f"{path / NAME} cannot be exported from: {'; '.join(wrong[:3])}. {_other_checkpoints(path)}"
+        )
+
+
+def _other_checkpoints(damaged: Path) -> str:
+    others = [path for path in list_checkpoints(damaged.parent) if path != damaged]
+    return f"Take another: {others[0]}." if others else "The folder holds no other."
+
+
+def _newest_checkpoint(run: Path) -> tuple[Path, tuple[str, ...]]:
+    skipped: list[str] = []
+    for path in listed(run / "checkpoints"):
+        wrong = misplacement(path) or validate(path)
+        if not wrong:
+            return path, tuple(skipped)
+        skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")
+    fix = (
+        f"The run's own export is in {run / 'export'}."
+        if (run / "export").is_dir()
+        else f"Resume it: `toolkit resume {run} --save-every N`, which writes one every N steps and at the end."
+    )
+    raise RunError(f"{run} has no checkpoint that can be exported{''.join(f'; {line}' for line in skipped)}. {fix}")
+
+
+def _foreign(path: Path) -> Source:
+    weights = open_foreign(path)
+    if weights is None:
+        raise RunError(
+            f"{path} holds nothing that can be exported: no run of ours (run.json), no checkpoint of ours ({NAME}), "
+            "and no folder of DeepSpeed's or Accelerate's. Give one of these."
+        )
+    if any(".lora_" in name for name in weights.shapes):
+        raise RunError(
+            f"{path} ({weights.kind}) holds an adapter in a folder that does not say which one: rank, alpha and base are "
+            "missing. Adapters are exported from this toolkit's own checkpoints."
+        )
+    return Source(path=path, weights=weights, manifest=None)

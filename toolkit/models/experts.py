@@ -1,0 +1,106 @@
+"""Mixtures of experts: which modules route, how many experts a layer has and a token uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.errors import ModelError
+from toolkit.models.spec import MoE
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_EXPERT_NAMES = {
+    "mixtral": ("gate", "w1", "w2", "w3"),
+    "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),
+}
+_FIXED_ACTIVE = {"switch_transformers": 1, "nllb-moe": 2}
+"""Architectures that route by a fixed rule: Fedus et al. 2021 (top 1), NLLB team 2022 (top 2)."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A module that routes, and the names of those of its children that are experts and routers."""
+
+    name: str
+    block: nn.Module
+    experts: tuple[str, ...]
+    routers: tuple[str, ...]
+
+
+def routed_blocks(module: nn.Module) -> list[Routed]:
+    """Return modules with both experts and a router. Experts that every token passes count as layers."""
+    routed = []
+    for name, child in module.named_modules():
+        parts = {key: type(part).__name__ for key, part in child.named_children() if list(part.parameters())}
+        experts = [
+            key for key, cls in parts.items() if key == "experts" or (cls.endswith("Experts") and "shared" not in key)
+        ]
+        routers = [
+            key
+            for key, cls in parts.items()
+            if key not in experts and (key in ("gate", "router") or re.search(r"Router|Gat(e|ing)$", cls))
+        ]
+        if experts and routers:
+            paths = (tuple(f"{name}.{key}" for key in keys) for keys in (experts, routers))
+            routed.append(Routed(name, child, *paths))
+    return routed
+
+
+def mixture(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed: list[Routed]) -> MoE | None:
+    """Return the mixture of a config with experts and a module with a router; a dense model may have the field."""
+    if not routed:
+        return None
+    first = routed[0].block.get_submodule(routed[0].experts[0].rpartition(".")[2])
+    fused = [parameter.shape[0] for parameter in first.parameters() if parameter.dim() == 3]
+    counts = [value for key in _EXPERTS if isinstance(value := figures.get(key), int)]
+    experts = max(counts, default=fused[0] if fused else len(list(first.children())))
+    if experts < 2:
+        return None
+    kind = str(figures.get("model_type"))
+    active = next((value for key in _ACTIVE if isinstance(value := figures.get(key), int)), _FIXED_ACTIVE.get(kind))
+    if active is None:
+        raise ModelError(
+            f"model {name!r} has {experts} experts a layer, and its config does not say how many a token uses: "
+            "set num_experts_per_tok."
+        )
+    classes = {type(layer.block).__name__ for layer in routed}
+    if len(classes) > 1:  # as attention and MLP that route apart: the layer holds both
+        stack, child = next(
+            (stack, child) for stack, child in module_lists(module) if routed[0].name.startswith(f"{stack}.")
+        )
+        number = routed[0].name.removeprefix(f"{stack}.").partition(".")[0]
+        classes = {type(child.get_submodule(number)).__name__}
+    computed = getattr(module.config.get_text_config(), "_experts_implementation", None)
+    return MoE(experts=experts, active=active, block=classes.pop(), computed=computed or "eager")
+
+
+def unadapted_names(linears: tuple[str, ...], model_type: str) -> tuple[str, ...]:
+    """Return dense layers, shared experts and routers with names that experts had before transformers fused them.
+
+    Of these families PEFT turns such targets into the fused experts' parameters (peft/utils/transformers_weight_conversion.py,
+    `_MOE_TARGET_MODULE_MAPPING`), and would adapt those in their place.
+    """
+    from transformers import conversion_mapping
+
+    families = {**conversion_mapping._MODEL_TO_CONVERSION_PATTERN, "mixtral": "mixtral"}
+    leaves = _EXPERT_NAMES.get(families.get(model_type, ""), ())
+    return tuple(name for name in linears if name.rpartition(".")[2] in leaves)
+
+
+def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every outermost module list with its name: the stacks of repeated layers."""
+    from torch import nn
+
+    lists: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(child, nn.ModuleList) and len(child) and not inside:
+            lists.append((name, child))
+    return lists

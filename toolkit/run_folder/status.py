@@ -1,0 +1,214 @@
+"""How far a run is, and how it ended: read from its folder, also while it runs or after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from toolkit.core.atomic_io import LINE, check_fields, open_regular, parse_event, read_json
+from toolkit.core.display import Table
+from toolkit.core.errors import RunError
+from toolkit.core.redaction import redact_all
+from toolkit.core.units import format_bytes, format_seconds
+from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.run_folder.run_json import read_run_json
+from toolkit.run_folder.run_lock import held_by_others
+
+RECENT = 20
+"""Steps whose median is the current speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A run's figures at one moment."""
+
+    step: int = 0
+    steps: int = 0
+    """In all; 0 where that is not known."""
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    """Global, of the median of the last steps."""
+    left_seconds: float | None = None
+    """Until the last step, at that pace."""
+    bytes_per_rank: tuple[int, ...] = ()
+    """Current memory of each rank: allocated on CUDA, resident on a CPU."""
+    bytes_are: str = "resident"
+    """Which of the two."""
+    forecast_bytes: int | None = None
+    """The forecast's peak of a rank."""
+    limit_bytes: int | None = None
+    """The memory of a rank."""
+    stall_seconds: float | None = None
+    """How long the steps have waited for checkpoints, in all; None before the first."""
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """Return the known figures, each with its label."""
+        figures = [
+            ("step", f"{self.step} of {self.steps}" if self.steps else f"{self.step}"),
+            ("loss", "" if self.loss is None else f"{self.loss:.4f}"),
+            ("tokens/s", f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else ""),
+            ("left", format_seconds(self.left_seconds) if self.left_seconds else ""),
+        ]
+        return [(label, value) for label, value in figures if value]
+
+    @property
+    def line(self) -> str:
+        """All figures in a line, for a bar: memory of the rank that holds most."""
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+        memory = [("memory", f"{format_bytes(max(self.bytes_per_rank))}{limit}")] if self.bytes_per_rank else []
+        return ", ".join(f"{label} {value}" for label, value in [*self._figures(), *memory])
+
+    def table(self, title: str, note: str = "") -> Table:
+        """Return all figures, one a row."""
+        sizes = [(f"memory of rank {rank}", size) for rank, size in enumerate(self.bytes_per_rank)]
+        sizes += [("forecast peak of a rank", self.forecast_bytes or 0), ("limit of a rank", self.limit_bytes or 0)]
+        rows = [*self._figures(), *((label, format_bytes(size)) for label, size in sizes if size)]
+        if self.stall_seconds is not None:
+            rows.append(("waited for checkpoints", format_seconds(self.stall_seconds)))
+        return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
+
+
+class Tail:
+    """The events of a file that grows: each look reads only new lines. The file of a resumed run is read again."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Take the file, and the field that an event has to have."""
+        self.path, self.key = path, key
+        self.steps: list[dict[str, Any]] = []
+        self._read, self._file = 0, 0
+        self._one = threading.Lock()
+
+    def look(self) -> list[dict[str, Any]]:
+        """Return all events so far. Several views of a run may read at once."""
+        with self._one, contextlib.suppress(OSError), open_regular(self.path) as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._file or stat.st_size < self._read:
+                self._file, self._read, self.steps = stat.st_ino, 0, []
+            file.seek(self._read)
+            # The last line may be incomplete, or longer than any that a run writes.
+            while (line := file.readline(LINE + 2)).endswith(b"\n"):
+                self._read += len(line)
+                with contextlib.suppress(ValueError):
+                    event = parse_event(line)
+                    if self.key in event:
+                        self.steps.append(event)
+        return self.steps
+
+
+@lru_cache(maxsize=256)
+def tail_of(path: Path, key: str = "loss") -> Tail:
+    """Return the only reader of a run's `events.jsonl`, or with the key `checkpoint` of its `checkpoints.jsonl`."""
+    return Tail(path, key)
+
+
+def rank_bytes(event: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of memory in a step's line, allocated on CUDA and resident on a CPU, and the bytes of each rank."""
+    ranks = event.get("bytes") or ()
+    kind = "allocated" if any(rank.get("allocated") for rank in ranks) else "resident"
+    return kind, tuple(int(rank.get("allocated") or rank.get("rss") or 0) for rank in ranks)
+
+
+def read_progress(folder: Path) -> Progress:
+    """Read the progress from `run.json`, `events.jsonl` and `checkpoints.jsonl`, as far as they exist."""
+    record: dict[str, Any] = {}
+    with contextlib.suppress(RunError):
+        record = read_run_json(folder)
+    device = (record.get("forecast") or {}).get("device")
+    steps = tail_of(folder / "events.jsonl").look()
+    stalls = [event.get("stall_seconds", 0.0) for event in tail_of(folder / "checkpoints.jsonl", "checkpoint").look()]
+    last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
+    total = _count(record.get("train_config"), "steps") or int(
+        last.get("steps", 0)
+    )  # a loop of the user's logs its own
+    recent = [event for event in steps[-RECENT:] if event.get("seconds")]
+    pace = median(event["seconds"] for event in recent) if recent else None
+    speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
+    bytes_are, bytes_per_rank = rank_bytes(last)
+    return Progress(
+        step=int(last["step"]),
+        steps=total,
+        loss=last["loss"],
+        tokens_per_second=median(speeds) if speeds else None,
+        left_seconds=pace * max(0, total - int(last["step"])) if pace and total else None,
+        bytes_per_rank=bytes_per_rank,
+        bytes_are=bytes_are,
+        forecast_bytes=_count(device, "peak_bytes"),
+        limit_bytes=_count(device, "limit_bytes"),
+        stall_seconds=sum(stalls) if stalls else None,
+    )
+
+
+def _count(number: Any, name: str) -> int | None:
+    """Return a whole number; the file may be crafted."""
+    value = number.get(name) if isinstance(number, dict) else None
+    return value if type(value) is int else None
+
+
+def read_memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return this attempt's `memory.json`; until a resumed run finishes again, the file is an older attempt's.
+
+    Raises:
+        RunError: where it cannot be read.
+    """
+    try:
+        if folder.memory.stat().st_mtime < _started(about):
+            return None
+        record: dict[str, Any] = redact_all(read_json(folder.memory))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder.memory} cannot be read: {error}. Repair or remove it.") from error
+    return record
+
+
+def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the status of a run that has begun, in a word, and its message."""
+    beats = list(read_beats(folder.logs).values())
+    if about.get("finished"):
+        return "finished", f"It finished at {about['finished']}."
+    if held_by_others(folder.path):
+        return "running", "It goes on. " + " ".join(
+            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
+        )
+    if (message := _supervisor_message(folder, about)) is not None:
+        return message
+    raised = folder.errors()
+    if (rank := first_error(raised)) is not None:
+        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
+    if beats and all(beat.phase == "ended" for beat in beats):
+        return "stopped", "It was stopped by a user."
+    killed = "Its processes are gone and left no word: they were killed, or the machine went down."
+    return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
+
+
+def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the supervisor's message of this attempt, not of an older one."""
+    try:
+        end = read_json(folder.end)
+        check_fields(end, {"how": str, "message": str, "attempt": int})
+        # Not by times: a clock may be set back.
+        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _started(about: Mapping[str, Any]) -> float:
+    """Return when the last attempt began, in seconds since 1970; 0 if unknown."""
+    from datetime import datetime
+
+    try:
+        return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
+    except (ValueError, LookupError, TypeError):
+        return 0.0
+
+
+def _rank_location(beat: Heartbeat) -> str:
+    return f"Rank {beat.rank} was {beat.where}."
