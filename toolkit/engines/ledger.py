@@ -111,6 +111,10 @@ class LedgerHistory(Ledger):
         self.moments: list[tuple[str, int]] = []
         """Phase and total, in order; a momentary total has an entry of its own."""
 
+    def enter(self, phase: str) -> None:
+        super().enter(phase)
+        self.moments.append((phase, self.total))
+
     def hold(self, part: str, size: int) -> None:
         super().hold(part, size)
         self.moments.append((self.phase, self.total))

@@ -124,7 +124,7 @@ class Forecast(Result):
         """Why it fits or does not, in a sentence."""
         need, limit = format_bytes(self.needed_bytes), format_bytes(self.limit_bytes)
         if self.context:
-            need += f" ({format_bytes(self.context_bytes)} of it CUDA's own)"
+            need += f" ({format_bytes(self.context_bytes)} of it outside the allocator)"
         if self.fits:
             return f"The highest need, {need} in {self.peak_phase}, is within the {limit} that a rank has."
         if not self.device_lacks:
