@@ -99,10 +99,6 @@ def too_large(rows: Sequence[dict[str, Any]]) -> Table:
         title=f"{len(rows)} ran; of {len(found)} the forecast says that they do not fit",
         columns=("run", "phase", "needs", "a GPU has"),
         rows=[(what, phase, _bytes(need), _bytes(has)) for what, phase, need, has in found],
-        notes=(
-            "QLoRA under FSDP: the toolkit packs the whole model on every GPU before it is sharded, as transformers loads it; that "
-            "script loaded shard by shard.",
-        ),
     )
 
 

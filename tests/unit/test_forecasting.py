@@ -5,14 +5,13 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from programs import python
 
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
@@ -430,8 +429,7 @@ def test_a_forecast_imports_no_engine() -> None:
         "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', tk.TrainConfig(seq_len=64, micro_batch=2))\n"
         "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", program, code=0).stdout.strip() == "[]"
 
 
 def test_an_adapter_is_traced_in_a_child_process() -> None:
@@ -444,8 +442,7 @@ def test_an_adapter_is_traced_in_a_child_process() -> None:
         "assert ask().parts == first.parts\n"
         "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)), first.parts['buffers'] > 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] True"
+    assert python("-c", program, code=0).stdout.strip() == "[] True"
 
 
 def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,8 @@ def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[
             yield name
             continue
         index, _, rest = name.removeprefix(f"{stack.name}.").partition(".")
-        if int(index) in stack.kept:
-            yield f"{stack.name}.{stack.kept.index(int(index))}.{rest}"
+        if int(index) in stack.indices:
+            yield f"{stack.name}.{stack.indices.index(int(index))}.{rest}"
 
 
 def _replace(model: PreTrainedModel, name: str, bits: int) -> None:

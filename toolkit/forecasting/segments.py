@@ -29,7 +29,7 @@ def split_segments(
         block: bytes that the allocator rounds every storage up to.
         is_boundary: says of an event, and of whom it tells, whether segments have to end there: the fewer, the faster a replay.
     """
-    layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.kept))}
+    layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.indices))}
     rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
     segments: list[Segment] = []
     for stack, members in _group_layers(trace.stacks, _split_at_layers(rounded, layers)):
