@@ -107,7 +107,8 @@ def beyond_the_allocator(rows: Sequence[dict[str, Any]]) -> str:
     said = [row["published"] for row in rows]
     more = [one["process"] / one["memory"] - 1 for one in said if one["process"]]
     return (
-        f"Context and fragmentation are not in these figures, but in `fits`: in the {len(more)} runs whose publication tells both, the process took "
+        "Context and fragmentation are not in these figures, but in `fits`: "
+        f"in the {len(more)} runs whose publication tells both, the process took "
         f"{statistics.median(more):.0%} more in the median, {max(more):.0%} at most."
     )
 
