@@ -51,7 +51,7 @@ def compared(run: Published) -> dict[str, Any]:
         "assumed": run.assumed,
         "published": {name: getattr(run, name) for name in (*ours, "phases", "process")},
         "forecast": {**ours, "step": step, "phases": dict(found.phases)},
-        "lacks": None if found.fits else (found.peak_phase, found.peak_bytes, found.limit_bytes),
+        "lacks": None if found.fits else (found.peak_phase, found.needed_bytes, found.limit_bytes),
         "strategy": dataclasses.asdict(found.strategy),
         "train_config": dataclasses.asdict(found.train_config),
     }
@@ -107,7 +107,8 @@ def beyond_the_allocator(rows: Sequence[dict[str, Any]]) -> str:
     said = [row["published"] for row in rows]
     more = [one["process"] / one["memory"] - 1 for one in said if one["process"]]
     return (
-        f"Context and fragmentation are not in it: in the {len(more)} runs whose publication tells both, the process took "
+        "Context and fragmentation are not in these figures, but in `fits`: "
+        f"in the {len(more)} runs whose publication tells both, the process took "
         f"{statistics.median(more):.0%} more in the median, {max(more):.0%} at most."
     )
 

@@ -169,7 +169,7 @@ def test_what_cuda_itself_takes_counts_by_named_terms() -> None:
     tight = dataclasses.replace(alone, limit_bytes=alone.needed_bytes - 1)
     assert tight.peak_bytes < tight.limit_bytes
     assert not tight.fits
-    assert "CUDA's own" in tight.reason
+    assert "outside the allocator" in tight.reason
     fsdp = resolve(Strategy(sharding="fsdp"), job.train_config, job.spec, 2, job.device)
     assert "communication buffers" in forecast_job(fsdp, hardware("2x A100-80GB")).context
     cpu = resolve(Strategy(sharding="fsdp"), job.train_config, job.spec, 2, hardware("2x cpu").device)
@@ -250,6 +250,6 @@ def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wai
         assert saved.checkpoint_stall_seconds == pytest.approx(saved.checkpoint_bytes / 3e9)
         assert saved.fits
     saved, unsaved = forecasts(sharding="fsdp")
-    copied = saved.host_bytes - unsaved.host_bytes
-    assert 0 <= copied - saved.checkpoint_bytes < 8 * GiB, "in chunks: no power of two of the whole"
+    assert 0 <= saved.host_bytes - saved.checkpoint_bytes < 8 * GiB, "in chunks: no power of two of the whole"
+    assert unsaved.host_bytes < 40 * GiB, "each rank reads one tensor at a time"
     assert saved.checkpoint_stall_seconds < 5

@@ -153,7 +153,8 @@ def forecast_job(
     step = whole_step(job, trace)
     result = build_forecast(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
     if checkpoints and result.host_lacks:
-        without = _host(job, machine, replay(job, trace, step, checkpoints=False))
+        bare: Ledger = replay(job, trace, step, checkpoints=False)
+        without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
         result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
     return result
 
@@ -169,7 +170,7 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         parts={part: ledger.parts.get(part, 0) for part in PARTS},
         context=context_memory(job, ledger.peak),
         phases=dict(ledger.phases),
-        host_bytes=_host(job, machine, ledger),
+        host_bytes=ledger.node_peak(ceil_div(job.ranks, machine.nodes)),
         checkpoint_bytes=checkpoint_bytes(job),
         checkpoint_stall_seconds=checkpoint_stall(job, machine),
         operations=operations(job, step),
@@ -183,12 +184,6 @@ def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
     return machine.host_free_bytes // ceil_div(job.ranks, machine.nodes)
-
-
-def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
-    """Return a node's need; rank 0's own is added to all ranks', as if both peaked at once."""
-    ranks = ceil_div(job.ranks, machine.nodes)
-    return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.rank0_peak
 
 
 def _uncertainties(job: Job) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Forecast(Result):
     phases: Mapping[str, int]
     """The highest total within each phase."""
     host_bytes: int
-    """The highest need of a node's host: of all its ranks, and of rank 0's additional memory."""
+    """The highest need of the host of rank 0's node at one moment: of all its ranks, and of rank 0's additional memory."""
     host_checkpoint_bytes: int = 0
     """Of `host_bytes`, what checkpoints alone need; 0 where the host has enough."""
     checkpoint_bytes: int
@@ -124,7 +124,7 @@ class Forecast(Result):
         """Why it fits or does not, in a sentence."""
         need, limit = format_bytes(self.needed_bytes), format_bytes(self.limit_bytes)
         if self.context:
-            need += f" ({format_bytes(self.context_bytes)} of it CUDA's own)"
+            need += f" ({format_bytes(self.context_bytes)} of it outside the allocator)"
         if self.fits:
             return f"The highest need, {need} in {self.peak_phase}, is within the {limit} that a rank has."
         if not self.device_lacks:
