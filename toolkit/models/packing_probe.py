@@ -122,7 +122,7 @@ def small_config(spec: ModelSpec) -> Any:
                 ):  # a factor for each of the positions' dimensions
                     result[name] = {"rope_type": "default", "rope_theta": value.get("rope_theta", 10_000.0)}
             elif ours.endswith("token_id"):
-                result[name] = None
+                result[name] = 0 if isinstance(value, int) else None
             elif isinstance(value, list) and len(value) == spec.layers:
                 result[name] = [value[index] for index in layers]
             elif ours in ("num_hidden_layers", "num_layers"):
