@@ -127,15 +127,14 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
     Raises:
         StrategyError: for a named kernel that is not there or does not take this dtype, with those that do.
     """
-    able = [
-        kernel
-        for kernel in device.attentions
-        if (spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec)))
-        and (precision != "fp32" or not ATTENTIONS[kernel].half_only)
-    ]
+
+    def able(kernel: str) -> bool:
+        supported = spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec))
+        return supported and (precision != "fp32" or not ATTENTIONS[kernel].half_only)
+
     if attention == "auto":
-        return next((kernel for kernel in able if ATTENTIONS[kernel].automatic), "eager")
-    if attention in able:
+        return next((kernel for kernel in device.attentions if ATTENTIONS[kernel].automatic and able(kernel)), "eager")
+    if attention in device.attentions and able(attention):
         return attention
     if attention not in device.attentions:
         why = "is not installed or does not run on this device"
@@ -144,7 +143,9 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
         why, fix = f"is not supported by {spec.architecture}", ""
     else:
         why, fix = f"computes in half precision only, and precision is {precision!r}", " Or choose precision 'bf16'."
-    raise StrategyError(f"attention {attention!r} {why}.{fix} Works here: {', '.join(able)}.")
+    raise StrategyError(
+        f"attention {attention!r} {why}.{fix} Works here: {', '.join(filter(able, device.attentions))}."
+    )
 
 
 def _takes_rows(kernel: str, attention: str, spec: ModelSpec) -> bool:
