@@ -129,8 +129,9 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
     """
 
     def able(kernel: str) -> bool:
-        supported = spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec))
-        return supported and (precision != "fp32" or not ATTENTIONS[kernel].half_only)
+        if precision == "fp32" and ATTENTIONS[kernel].half_only:
+            return False
+        return spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec))
 
     if attention == "auto":
         return next((kernel for kernel in device.attentions if ATTENTIONS[kernel].automatic and able(kernel)), "eager")
@@ -150,9 +151,10 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
 
 def _takes_rows(kernel: str, attention: str, spec: ModelSpec) -> bool:
     """Return whether a kernel keeps joined documents apart; else only padded rows are left, and a mask may do better."""
-    dropout = any(spec.config.get(name) for name in DROPOUTS)
+    if kernel == "varlen" and any(spec.config.get(name) for name in DROPOUTS):
+        return False
     if not ATTENTIONS[kernel].joins_rows or separates_documents(spec, joined=True):
-        return kernel != "varlen" or not dropout
+        return True
     return kernel != "varlen" and (attention == kernel or not separates_documents(spec, joined=False))
 
 
