@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from programs import python
 
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.units import GiB
@@ -254,6 +254,15 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert cgroup_memory(tmp_path, tmp_path / "absent") == []
 
 
+def test_host_memory_describes_the_machine() -> None:
+    named = hardware("2x TITAN-RTX", "60GiB")
+    assert (named.host_bytes, named.host_free_bytes, named.notes) == (60 * GiB, 60 * GiB, ())
+    assert "assumed" in str(hardware("2x TITAN-RTX"))
+    assert hardware("2x cpu", "60 GB").device.free_bytes == 60 * 10**9
+    with pytest.raises(ToolkitError, match="host_memory 'much': expected a size such as 60GiB"):
+        hardware("T4", "much")
+
+
 def test_devices_are_equal_where_their_fields_are() -> None:
     assert hardware("T4") == hardware("t4")
     assert isinstance(hardware("T4"), Hardware)
@@ -263,7 +272,4 @@ def _say(script: str, *paths: Path) -> str:
     """What a script prints in a process of its own, with these folders first on its path."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, *filter(None, sys.path)]))}
     head = "from toolkit.devices.machine import hardware, torch_build\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + script], env=environ, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    return python("-c", head + script, env=environ, code=0).stdout.strip()

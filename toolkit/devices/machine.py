@@ -107,14 +107,8 @@ def hardware(name: str | None = None, host_memory: str | None = None) -> Hardwar
     device = machine.device
     if device.kind == "cpu":
         device = dataclasses.replace(device, total_bytes=size, free_bytes=size)
-    notes = tuple(note for note in machine.notes if note != _assumed_host(device.card))
+    notes = machine.notes if name is None else ()  # of a named one it is the note that assumes another size
     return dataclasses.replace(machine, device=device, host_bytes=size, host_free_bytes=size, notes=notes)
-
-
-def _assumed_host(card: GPUSpec | None) -> str:
-    if card is None:
-        return ""
-    return f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
 
 
 def torch_build() -> str | None:
@@ -306,9 +300,10 @@ def _parse_name(name: str) -> Hardware:
     key = card_key(name, word)
     card = CARDS[key]
     size, host = int(card.gib * GiB), card.host_gib * count * GiB
+    note = f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
     return Hardware(
         device=_cuda(key, size, size, card.capability, card, named=True),
-        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(_assumed_host(card),),
+        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(note,),
     )  # fmt: skip
 
 
