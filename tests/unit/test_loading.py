@@ -362,7 +362,7 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
     """The files hold each expert in two or three tensors, which lie row below row in the model's."""
     import torch
 
-    from toolkit.engines.experts import pack_experts, packed_experts, unpack_experts
+    from toolkit.engines.experts import packed_experts, unpack_experts
     from toolkit.training import streamed_weights
     from toolkit.training.loading import Reader
 
@@ -372,7 +372,6 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
     reader = Reader(accelerator.job, accelerator)
     streamed, whole = reader.defer(), reader.read()
     assert streamed is not None
-    pack_experts(whole, spec, torch.bfloat16)
     streamed.streamed_weights.fill(streamed)
     assert len(packed_experts(streamed)) == 4
     for model in (streamed, whole):

@@ -62,7 +62,12 @@ def quantizable(spec: ModelSpec) -> list[str]:
 
 
 def expert_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the fused experts that 4 bits pack: each half of one is whole blocks of 64 weights."""
+    """Return the names and shapes of the fused experts that 4 bits pack: each half of one is whole blocks of 64 weights.
+
+    None of a model that is not read one weight at a time.
+    """
+    if spec.frozen or "quantization_config" in spec.config:
+        return {}
     return {
         parameter.name: parameter.shape
         for parameter in spec.parameters

@@ -61,7 +61,7 @@ def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the matrices in the files whose rows, one below the other, make up a fused parameter.
+    """Return names and shapes of the tensors in the files whose rows, one below the other, make up a fused parameter.
 
     Empty where the files hold it in another way.
     """
@@ -72,9 +72,9 @@ def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dic
     parts = disk_tensors(model, {name: numbers.view(experts, rows, 1)})
     in_order = sorted(parts.items(), key=lambda item: int(item[1].flatten()[0]))
     joined = torch.cat([part.flatten() for _, part in in_order])
-    if not torch.equal(joined, numbers) or any(part.dim() != 2 for part in parts.values()):
+    if not torch.equal(joined, numbers) or any(part.dim() not in (2, 3) for part in parts.values()):
         return {}
-    return {source: (part.shape[0], columns) for source, part in in_order}
+    return {source: (*part.shape[:-1], columns) for source, part in in_order}
 
 
 @contextmanager

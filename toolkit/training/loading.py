@@ -18,7 +18,7 @@ from toolkit.engines.adapters import (
     require_libraries,
 )
 from toolkit.engines.base import engine_environment, engine_of
-from toolkit.engines.experts import mark_experts
+from toolkit.engines.experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
@@ -127,6 +127,8 @@ class Reader:
                 f"model {self.spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
                 f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
             )
+        if self.job.strategy.adapter == "qlora":
+            pack_experts(model, self.spec, _dtype(self.job.compute_dtype))
         # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
         conversions = getattr(model, "_weight_conversions", None) or ()
         self._complete(model, [conversion for conversion in conversions if conversion.was_used()])

@@ -218,8 +218,9 @@ class StreamedWeights:
         packed, first, exact = data.view(-1).view(torch.uint8), 0, []
         for source in self._sources.get(name, [name]):
             weight = self._files[source].get_slice(source)
-            rows, columns = weight.get_shape()
-            step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
+            rows, *row = weight.get_shape()
+            # Experts that are fused in the file, too, are whole blocks each.
+            step = max(BLOCK if len(row) == 1 else 1, PIECE // math.prod(row) // BLOCK * BLOCK)
             for start in range(0, rows, step):
                 piece = weight[start : start + step].to(self._accelerator.device, dtype)
                 part, state = quantize_4bit(
