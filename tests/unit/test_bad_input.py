@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import runs
+from programs import start
 
 from toolkit import cli
 from toolkit.cli import run_commands
@@ -21,8 +22,6 @@ from toolkit.devices.machine import hardware
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import check_not_repeated
 from toolkit.training.setup import check_ranks
-
-ROOT = Path(__file__).parents[2]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
@@ -207,10 +206,7 @@ def test_missing_library(library: str, tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def shell(*words: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "toolkit.cli", *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env=environ, **{**pipes, **options})
+    return start("-m", "toolkit.cli", *words, cwd=cwd, **options)
 
 
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:

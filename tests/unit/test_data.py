@@ -524,9 +524,6 @@ def test_packs_says_what_the_logits_say(name: str, attention: str) -> None:
 def test_packs_refuses_the_unknown() -> None:
     assert not data.supports_packing(replace(LLAMA_SPEC, architecture="NobodyForCausalLM"))
     assert not data.supports_packing(replace(LLAMA_SPEC, kind="seq2seq"))
-    assert not data.supports_packing(
-        replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "layer_types": ["linear_attention"]})
-    )
     assert not data.supports_packing(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "is_causal": False}))
     images = transformers.Gemma3Config().to_dict()
     assert not data.supports_packing(replace(LLAMA_SPEC, architecture="Gemma3ForConditionalGeneration", config=images))
@@ -613,6 +610,10 @@ def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, t
     model.config._attn_implementation = "flash_attention_2"
     batch = rows.batch(ids, attention="flash_attention_2")
     assert batch["input_ids"].shape == (1, rows.count * 32)
+    bounds = {name: batch[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")}
+    assert bounds["cu_seq_lens_q"].dtype == torch.int32
+    assert bounds["max_length_q"] == bounds["max_length_k"] == int(bounds["cu_seq_lens_q"].diff().max())
+    assert isinstance(bounds["max_length_q"], int), "a layer would wait for the device"
     torch.testing.assert_close(summed(model, batch), expected)
     assert lengths[0] == [n for row in rows.batch(ids)["position_ids"].tolist() for n in runs(row)]
     with pytest.raises(AssertionError, match="see each other"):

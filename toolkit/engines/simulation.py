@@ -187,12 +187,15 @@ def expert_copies(job: Job) -> int:
 
 
 def quantization_constants(job: Job) -> int:
-    """Return the bytes of 4-bit constants, which every rank holds whole."""
-    if job.strategy.adapter != "qlora":
+    """Return the bytes of the constants of quantized weights, which every rank holds whole: of 8 bits, a scale a row."""
+    if not job.strategy.quantized:
         return 0
     assert job.spec is not None
     packed = packed_names(job.spec)
-    return sum(packing_constants(parameter.elements) for parameter in job.spec.parameters if parameter.name in packed)
+    weights = [parameter for parameter in job.spec.parameters if parameter.name in packed]
+    if job.strategy.adapter == "qlora8":
+        return sum(4 * parameter.shape[0] for parameter in weights)
+    return sum(packing_constants(parameter.elements) for parameter in weights)
 
 
 def packing_constants(elements: int) -> int:

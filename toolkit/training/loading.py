@@ -25,6 +25,7 @@ from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars, without_engine
 from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.varlen import register_varlen
 from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Reader:
 
     def __init__(self, job: Job, accelerator: Accelerator) -> None:
         self.job, self.spec, self.accelerator = job, cast("ModelSpec", job.spec), accelerator
+        register_varlen()
         self._options = {
             "dtype": _dtype(read_dtype(job)),
             "attn_implementation": ATTENTIONS[job.strategy.attention].transformers,

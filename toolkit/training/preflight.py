@@ -131,6 +131,7 @@ def run_preflight(
             chat_template=run_config.chat_template,
             packing=None if run_config.packing else False,
             text_column=run_config.text_column,
+            attention=resolved.strategy.attention,
         )
         notes += [f"{name}: {each.source.summary}"] if each.source.summary else []
     data = rows["data"]
