@@ -96,7 +96,7 @@ def too_large(rows: Sequence[dict[str, Any]]) -> Table:
     """All of them ran: those that the forecast rejects."""
     found = [(row["what"], *row["lacks"]) for row in rows if row["lacks"]]
     return Table(
-        title=f"{len(rows)} ran; of {len(found)} the forecast says that they do not fit",
+        title=f"{len(rows)} ran; the forecast rejects {len(found)}",
         columns=("run", "phase", "needs", "a GPU has"),
         rows=[(what, phase, _bytes(need), _bytes(has)) for what, phase, need, has in found],
     )
@@ -191,7 +191,7 @@ def main() -> None:
     columns = ("run", "figure", "published", "forecast", "ratio")
     found = [
         Table(title="Published runs beside the forecast", columns=columns, rows=lines, notes=notes),
-        too_large(rows),
+        *([too_large(rows)] if any(row["lacks"] for row in rows) else []),
     ]
     article = article_rows(arguments.smoke)
     found.append(article_table(article))

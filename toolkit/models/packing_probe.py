@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,8 @@ from toolkit.models.varlen import NAME, document_bounds, register_varlen
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Fields of a config with the dropout of attention, which `varlen` does not have."""
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers without a state. Kernels of others may carry it from document to document on a GPU and not on a CPU."""
+STATEFUL = re.compile(r"Mamba|Mixer\b|Recurrent|SSM|DeltaNet|Linear\w*Attention|Lightning|Conv|Rwkv|LSTM|KDA")
+"""Names of layers with a state. Their kernels may carry it from document to document on a GPU, and not on a CPU."""
 
 COUNTS, WINDOW = re.compile(r"heads$|experts$|layers$|group"), re.compile(r"sliding_window$|chunk_size$")
 """Fields of a config with counts, which stay, and with the tokens that attention reaches back."""
@@ -34,14 +35,13 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
         spec: the model. One composed of several (images and text), one with code of its own, and one that no small
             model can be made of are padded: that is right for all.
         joined: by a kernel that takes the documents' bounds, which must reach it; else by the mask that transformers
-            makes of the positions. Some models hand their positions to neither (OPT, Falcon), some to the mask alone
-            (GPT-J, Persimmon), and states (Mamba, linear attention, convolutions) know no documents.
+            makes of the positions. Some models pass on neither (OPT, Falcon), GPT-J positions alone, Persimmon and
+            GPTBigCode bounds but no positions to the kernel. States (Mamba, linear attention) know no documents.
 
     It holds with the KV cache off, as `load` sets it, in evaluation too: with `use_cache` the mask is silently not packed.
     """
     composed = any(isinstance(part, dict) and "model_type" in part for part in spec.config.values())
-    stateless = set(spec.config.get("layer_types") or ()) <= ATTENTION_LAYERS and spec.config.get("is_causal", True)
-    if spec.kind != "causal" or spec.runs_code or composed or not stateless:
+    if spec.kind != "causal" or spec.runs_code or composed or not spec.config.get("is_causal", True):
         return False
     key = json.dumps([spec.architecture, spec.config], sort_keys=True, default=str).encode()
     try:
@@ -61,6 +61,10 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
     import torch
     import transformers
 
+    cls = getattr(transformers, spec.architecture)
+    family = vars(sys.modules[cls.__module__]).items()
+    if any(STATEFUL.search(name) for name, each in family if getattr(each, "__module__", None) == cls.__module__):
+        return {}
     config = small_config(spec)
     tokens = torch.Generator().manual_seed(0)
     one, other = torch.randint(LARGE // 2, config.vocab_size, (2, 1, TOKENS), generator=tokens)
@@ -70,7 +74,6 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
     kernel = "sdpa" if "sdpa" in spec.attentions else "eager"
     with without_engine(), quiet_bars(True, shown=False), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        cls = getattr(transformers, spec.architecture)
         model = cls._from_config(config, dtype=torch.float32, attn_implementation=kernel).eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:  # large enough that attention matters
@@ -119,7 +122,7 @@ def small_config(spec: ModelSpec) -> Any:
                 ):  # a factor for each of the positions' dimensions
                     result[name] = {"rope_type": "default", "rope_theta": value.get("rope_theta", 10_000.0)}
             elif ours.endswith("token_id"):
-                result[name] = None
+                result[name] = 0 if isinstance(value, int) else None
             elif isinstance(value, list) and len(value) == spec.layers:
                 result[name] = [value[index] for index in layers]
             elif ours in ("num_hidden_layers", "num_layers"):
