@@ -98,7 +98,7 @@ def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path
                     ("fsdp", "fsdp", {"precision": "fp32"}),
                     ("zero3", "zero3", {"precision": "fp32"}),
                     ("zero3 bf16", "zero3", {"precision": "bf16"}),
-                    ("fsdp cpu", "fsdp", {"precision": "bf16", "offload": "cpu"}),
+                    ("zero3 cpu", "zero3", {"precision": "bf16", "offload": "cpu"}),
                 )
             ],
         )
