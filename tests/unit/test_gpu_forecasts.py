@@ -224,7 +224,6 @@ def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wai
         assert saved.host_bytes == unsaved.host_bytes < 1500 * GiB
         assert saved.checkpoint_stall_seconds == pytest.approx(saved.checkpoint_bytes / 3e9)
         assert saved.fits
-    saved, unsaved = forecasts(sharding="fsdp")
-    copied = saved.host_bytes - unsaved.host_bytes
-    assert 0 <= copied - saved.checkpoint_bytes < 8 * GiB, "in chunks: no power of two of the whole"
+    saved, _ = forecasts(sharding="fsdp")
+    assert 0 <= saved.host_bytes - saved.checkpoint_bytes < 16 * GiB, "in chunks: no power of two of the whole"
     assert saved.checkpoint_stall_seconds < 5
