@@ -6,7 +6,7 @@ import itertools
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ SHAPES = {
 
 AXES: dict[str, tuple[Any, ...]] = {
     "sharding": ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "hsdp"),
-    "adapter": ("none", "lora", "qlora"),
+    "adapter": ("none", "lora", "qlora", "qlora8"),
     "activation_checkpointing": ("full", "none"),
     "attention": ("sdpa", "eager"),
     "precision": ("fp32", "bf16", "bf16_pure"),
@@ -158,14 +158,16 @@ def checkpoint(folder: Path, family: str, shape: str) -> Path:
     return folder
 
 
-def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Counter[str]]:
-    """Every case of these models that some engine can run, and what the others are refused for, with how many."""
+def possible(
+    specs: Mapping[tuple[str, str], ModelSpec], adapters: Collection[str] = ("none", "lora", "qlora")
+) -> tuple[list[Case], Counter[str]]:
+    """Every case of these models and adapters that some engine can run, and the refusals of the others, with how many."""
     from toolkit.engines.adapters import check_quantized
 
     device, cases, refused = hardware().device, [], Counter[str]()
     for values in itertools.product(*AXES.values()):
         case = Case(*values)
-        if (case.family, case.shape) not in specs:
+        if (case.family, case.shape) not in specs or case.adapter not in adapters:
             continue
         spec = specs[case.family, case.shape]
         if case.documents == "several" and case.family == "T5":
@@ -173,8 +175,8 @@ def possible(specs: Mapping[tuple[str, str], ModelSpec]) -> tuple[list[Case], Co
             continue
         try:
             resolve(case.strategy(), case.train_config(1), spec, case.ranks, device)
-            if case.adapter == "qlora":
-                check_quantized(spec, False)
+            if case.strategy().quantized:
+                check_quantized(spec, case.adapter, False)
         except ToolkitError as error:
             refused[str(error).replace(spec.name, f"{case.family}, {case.shape}")] += 1
             continue

@@ -3,6 +3,7 @@
     python benchmarks/forecast_accuracy.py                  # 300 runs; on two cores about two hours
     python benchmarks/forecast_accuracy.py --runs 400       # those that the results hold are not run again
     python benchmarks/forecast_accuracy.py --recent --runs 28  # families of 2024 to 2026, results of their own
+    python benchmarks/forecast_accuracy.py --adapters qlora8   # the same
     python benchmarks/forecast_accuracy.py --smoke          # whether it still runs: one run of one family
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
@@ -47,6 +48,8 @@ BATCHES = (2, 3, 4, 6, 8, 12, 16, 24)
 
 SMOKE = {"family": "Llama", "shape": "wide", "sharding": "fsdp", "adapter": "none", "ranks": 2}
 """Cases of which a smoke test draws one."""
+
+ADAPTERS = "none,lora,qlora"
 
 ANSWER = "ANSWER "
 
@@ -359,6 +362,7 @@ def main() -> None:
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
     made.add_argument("--recent", action="store_true", help="the families of 2024 to 2026")
+    made.add_argument("--adapters", default=ADAPTERS, help="(default: %(default)s)")
     made.add_argument("--again", action="store_true", help="measure also what the results hold already")
     made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
     arguments = parse(made, runs=1)
@@ -370,12 +374,14 @@ def main() -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     families = RECENT if arguments.recent else FAMILIES
-    able, refused = possible(specs(work, (str(SMOKE["family"]),) if arguments.smoke else families))
+    known_specs = specs(work, (str(SMOKE["family"]),) if arguments.smoke else families)
+    able, refused = possible(known_specs, arguments.adapters.split(","))
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
-    name = "forecast_accuracy_recent" if arguments.recent else "forecast_accuracy"
+    name = "forecast_accuracy" + ("_recent" if arguments.recent else "")
+    name += f"_{arguments.adapters}" if arguments.adapters != ADAPTERS else ""
     rows, known = [], measured_before(arguments.results / f"{name}.json")
     taken = {} if arguments.again else known
     for number, row in enumerate(

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,6 @@ SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "8")
 PARAMETERS = 5_048_576 * 4
 
 
-def toolkit(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "toolkit.cli", *words, cwd=folder)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compare")
@@ -33,40 +28,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> dict[str, Any]:
     """The JSON of one comparison; standard output holds nothing else."""
-    done = toolkit(
-        "compare", "--sharding", ",".join(SHARDINGS), "--processes", "2", *SIZE, "--json", "-", folder=folder
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    words = ["compare", "--sharding", ",".join(SHARDINGS), "--processes", "2", *SIZE, "--json", "-"]
+    found: dict[str, Any] = json.loads(python("-m", "toolkit.cli", *words, cwd=folder, code=0).stdout)
     return found
 
 
-def test_each_strategy_runs_its_own_engine_on_two_ranks(compared: dict[str, Any]) -> None:
-    engines = {row["sharding"]: row["engine"] for row in compared["results"]}
-    assert list(engines) == list(SHARDINGS)
-    assert engines["ddp"] == "DistributedDataParallel"
-    assert engines["zero3"] == "DeepSpeedEngine"
-    assert engines["fsdp"] == "FSDPLlamaForCausalLM"
-    assert all(row["ranks"] == 2 for row in compared["results"])
-    assert all(row["strategy"]["precision"] == "fp32" for row in compared["results"])
-
-
-def test_losses_and_norms_agree_and_fall(compared: dict[str, Any]) -> None:
+def test_each_strategy_trains_alike_in_its_own_engine_on_two_ranks(compared: dict[str, Any]) -> None:
+    engines = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine", "fsdp": "FSDPLlamaForCausalLM"}
+    assert {row["sharding"]: row["engine"] for row in compared["results"]} == engines
     first = compared["results"][0]
     assert first["losses"][-1] < first["losses"][0]
     for row in compared["results"]:
+        assert (row["ranks"], row["strategy"]["precision"]) == (2, "fp32")
         assert row["losses"] == pytest.approx(first["losses"], rel=1e-4), row["sharding"]
         assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=1e-3), row["sharding"]
 
 
-@pytest.mark.parametrize(("sharding", "share"), [("ddp", 1), ("zero3", 0.5), ("fsdp", 0.5)])
-def test_each_rank_holds_its_share_of_the_parameters(compared: dict[str, Any], sharding: str, share: float) -> None:
-    row = next(row for row in compared["results"] if row["sharding"] == sharding)
-    assert row["parameter_bytes_per_rank"] == pytest.approx([share * PARAMETERS] * 2, rel=0.02)
-
-
 def test_measured_memory_adds_up(compared: dict[str, Any]) -> None:
-    for row in compared["results"]:
+    for row, share in zip(compared["results"], (1, 0.5, 0.5), strict=True):
+        assert row["parameter_bytes_per_rank"] == pytest.approx([share * PARAMETERS] * 2, rel=0.02), row["sharding"]
         measured = row["measured"]
         assert sum(measured["parts"].values()) == measured["peak_bytes"], row["sharding"]
         assert max(measured["phases"].values()) == measured["peak_bytes"], row["sharding"]
@@ -95,9 +75,7 @@ def test_the_forecast_is_what_was_measured(compared: dict[str, Any], sharding: s
 def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> None:
     """Of its own strategy to what it took; of another by as much. A CPU gets a time that no catalog could tell."""
     row = next(row for row in compared["results"] if row["sharding"] == "fsdp")
-    train_config = TrainConfig(
-        seq_len=row["forecast"]["train_config"]["seq_len"], micro_batch=row["forecast"]["train_config"]["micro_batch"]
-    )
+    train_config = TrainConfig(**{name: row["forecast"]["train_config"][name] for name in ("seq_len", "micro_batch")})
     plain = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", train_config)
     found = plain.calibrate(folder / row["run"])
     more = row["measured"]["peak_bytes"] - row["forecast"]["device"]["peak_bytes"]

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,10 @@ WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "sav
 """Most that a phase's forecast may be off. While 4 bits are packed `load` is not forecast to the byte."""
 
 
-def test_forecasts_are_true(tmp_path: Path) -> None:
+def measured(tmp_path: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+    """The rows of the results that the benchmark writes with these flags."""
     results = tmp_path / "results"
-    command = [sys.executable, str(BENCHMARK), "--runs", str(RUNS), "--seed", str(SEED)]
+    command = [sys.executable, str(BENCHMARK), "--seed", str(SEED), *flags]
     command += ["--work", str(tmp_path), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
@@ -39,9 +41,20 @@ def test_forecasts_are_true(tmp_path: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(made.pid, signal.SIGKILL)
     assert code == 0, (tmp_path / "log").read_text()[-2000:]
-    rows = json.loads((results / "forecast_accuracy.json").read_text())["runs"]
-    assert len(rows) == RUNS
+    rows: list[dict[str, Any]] = json.loads((results / f"{name}.json").read_text())["runs"]
     assert not [row["failed"] for row in rows if "failed" in row]
+    return rows
+
+
+def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "forecast_accuracy_qlora8", "--runs", "2", "--adapters", "qlora8")
+    assert len(rows) == 2
+    assert max(abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows) <= 0.05
+
+
+def test_forecasts_are_true(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "forecast_accuracy", "--runs", str(RUNS))
+    assert len(rows) == RUNS
     assert {row["strategy"]["sharding"] for row in rows} == set(SHARDINGS) - {"ddp", "zero3", "fsdp"}
     assert {row["strategy"]["adapter"] for row in rows} == {"none", "lora", "qlora"}
     errors = [abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows]

@@ -127,26 +127,15 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_missing_and_a_truncated_file_are_named(made: Path, name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(made / name, folder)
-    part = folder / PARTS[name]
-    os.truncate(part, part.stat().st_size // 2)
-    with pytest.raises(CheckpointError) as refused:
-        opened(folder)
-    assert part.name in str(refused.value)
-    part.unlink()
-    with pytest.raises(CheckpointError) as refused:
-        opened(folder)
-    assert part.name in str(refused.value)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_link_out_of_the_folder_is_refused(made: Path, name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(made / name, folder)
-    part = folder / PARTS[name]
-    part.rename(tmp_path / part.name)
-    part.symlink_to(tmp_path / part.name)
+def test_a_truncated_a_missing_and_a_linked_file_are_named(made: Path, name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / name, tmp_path / "copy"))
+    part, theirs = folder / PARTS[name], tmp_path / "theirs"
+    shutil.copy(part, theirs)
+    for ruin in (lambda: os.truncate(part, part.stat().st_size // 2), part.unlink):
+        ruin()
+        with pytest.raises(CheckpointError) as refused:
+            opened(folder)
+        assert part.name in str(refused.value)
+    part.symlink_to(theirs)
     with pytest.raises(CheckpointError, match="leads out of"):
         opened(folder)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+from programs import start
 
 from toolkit.checkpoints.manifest import FORMAT, Manifest
 from toolkit.config.parallelism import Parallelism
@@ -165,3 +169,23 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] != "style":
             self.words.append(data)
+
+
+HOLD = """
+import os, sys
+from toolkit.run_folder import folder
+folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"))
+print("in", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def another(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of somebody else's that holds a run's folder, to the end of its standard input."""
+    with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "in\n"
+        yield process
+        process.stdin.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import runs
+from programs import start
 
 from toolkit import cli
 from toolkit.cli import run_commands
@@ -21,8 +22,6 @@ from toolkit.devices.machine import hardware
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import check_not_repeated
 from toolkit.training.setup import check_ranks
-
-ROOT = Path(__file__).parents[2]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
@@ -46,9 +45,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _with_large_vocabulary(model("overfull"))
     for name, text in {
         "malformed": '{"text": "one"}\n{"text": "two"\n',
-        "hollow": '{"text": "one"}\n\n{"text": "two"}\n',
-        "blank": '{"text": "one"}\n{"text": "  "}\n',
-        "columnless": '{"text": "one"}\n{"txt": "two"}\n',
         "misnamed": '{"body": "one"}\n',
         "chat": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n' * 9,
         "short": '{"text": "one"}\n',
@@ -108,7 +104,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
     "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
     "sequence": ("train --seq-len 100000", ["100000", "2048"]),
-    "learning rate": ("train --lr nan", ["lr nan", "above 0"]),
+    "learning rate": ("train --lr nan", ["lr nan", "finite number"]),
     "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
     "verb": ("trian --sharding zero3", ["'trian'", "Did you mean 'train'?", "doctor"]),
     "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
@@ -130,9 +126,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
     "no evaluation": ("train --eval-data nothing.jsonl", ["nothing.jsonl", "no such file"]),
     "malformed": ("train --data {things}/malformed.jsonl", ["malformed.jsonl, line 2", "malformed JSON", "column"]),
-    "empty row": ("train --data {things}/hollow.jsonl", ["hollow.jsonl, line 2", "empty", "Remove it"]),
-    "empty column": ("train --data {things}/blank.jsonl", ["blank.jsonl, line 2", "'text' is empty"]),
-    "no column": ("train --data {things}/columnless.jsonl", ["columnless.jsonl, line 2", "lacks the column 'text'"]),
     "other column": ("train --data {things}/misnamed.jsonl", ["line 1", "'body'", "--text-column"]),
     "bad evaluation": ("train --eval-data {things}/malformed.jsonl", ["malformed.jsonl, line 2"]),
     "no template": ("train --data {things}/chat.jsonl", ["no chat template", "--chat-template FILE"]),
@@ -207,10 +200,7 @@ def test_missing_library(library: str, tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def shell(*words: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "toolkit.cli", *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env=environ, **{**pipes, **options})
+    return start("-m", "toolkit.cli", *words, cwd=cwd, **options)
 
 
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import ingestion, tokenization
 from toolkit.data.encoder import Encoded, Encoder
 from toolkit.data.packing import IGNORED, Counts, pack_rows
-from toolkit.models import ModelSpec
+from toolkit.models import ModelSpec, varlen
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -432,16 +432,6 @@ def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path
     assert (run.stdout.count("\n"), run.stderr) == (1, "")
 
 
-def test_file_that_cannot_be_read(tmp_path: Path) -> None:
-    # Root may read everything; a folder is no file for anybody.
-    (tmp_path / "corpus" / "a.txt").mkdir(parents=True)
-    files = data.sources.Source(files=(tmp_path / "corpus" / "a.txt",), name="corpus")
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Is a directory"):
-        next(data.documents(files))
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        next(data.documents(replace(files, files=(tmp_path / "gone.jsonl",))))
-
-
 def test_refusals_before_anything_is_read(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "a b c"})
     with pytest.raises(StrategyError, match=r"seq_len 128: tiny has positions for 64 tokens\. Use --seq-len 64"):
@@ -524,9 +514,6 @@ def test_packs_says_what_the_logits_say(name: str, attention: str) -> None:
 def test_packs_refuses_the_unknown() -> None:
     assert not data.supports_packing(replace(LLAMA_SPEC, architecture="NobodyForCausalLM"))
     assert not data.supports_packing(replace(LLAMA_SPEC, kind="seq2seq"))
-    assert not data.supports_packing(
-        replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "layer_types": ["linear_attention"]})
-    )
     assert not data.supports_packing(replace(LLAMA_SPEC, config={**LLAMA_SPEC.config, "is_causal": False}))
     images = transformers.Gemma3Config().to_dict()
     assert not data.supports_packing(replace(LLAMA_SPEC, architecture="Gemma3ForConditionalGeneration", config=images))
@@ -593,17 +580,14 @@ def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, t
 
     lengths: list[list[int]] = []
 
-    def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
-        ends = cu_seqlens_q.tolist()
-        lengths.append([end - start for start, end in pairwise(ends)])
-        parts = (tuple(t[start:end].transpose(0, 1)[None] for t in (q, k, v)) for start, end in pairwise(ends))
-        kernel: Any = torch.nn.functional.scaled_dot_product_attention
-        return torch.cat([kernel(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in parts])
+    def by_bounds(q: Any, k: Any, v: Any, cu_seqlens_q: Any, **_: Any) -> Any:
+        lengths.append(cu_seqlens_q.diff().tolist())
+        return varlen.reference(q, k, v, cu_seqlens_q, scale=None, window_size=(-1, 0))
 
     def whole(*_: Any, **__: Any) -> Any:
         raise AssertionError("one causal sequence: documents see each other")
 
-    kernels: Any = ((whole, varlen, None, None, None), (lambda **_: {}, None))
+    kernels: Any = ((whole, by_bounds, None, None, None), (lambda **_: {}, None))
     monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: kernels)
     path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES))
     rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=32)
@@ -613,6 +597,10 @@ def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, t
     model.config._attn_implementation = "flash_attention_2"
     batch = rows.batch(ids, attention="flash_attention_2")
     assert batch["input_ids"].shape == (1, rows.count * 32)
+    bounds = {name: batch[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")}
+    assert bounds["cu_seq_lens_q"].dtype == torch.int32
+    assert bounds["max_length_q"] == bounds["max_length_k"] == int(bounds["cu_seq_lens_q"].diff().max())
+    assert isinstance(bounds["max_length_q"], int), "a layer would wait for the device"
     torch.testing.assert_close(summed(model, batch), expected)
     assert lengths[0] == [n for row in rows.batch(ids)["position_ids"].tolist() for n in runs(row)]
     with pytest.raises(AssertionError, match="see each other"):

@@ -134,6 +134,8 @@ def test_a_flag_that_contradicts_the_file_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"--sharding zero3 contradicts .* which sets zero2"):
         parse(["train", "--deepspeed-config", str(ZERO2), "--sharding", "zero3"])
     environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ZERO2)}
+    with pytest.raises(StrategyError, match="mixed_precision bf16 of the Accelerate config file contradicts"):
+        agree({}, environ | {"ACCELERATE_MIXED_PRECISION": "bf16"})
     with pytest.raises(StrategyError, match="scheduler 'constant' was requested"):
         agree_train_config(tk.TrainConfig(scheduler="constant"), environ)
 

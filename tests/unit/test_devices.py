@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from programs import python
 
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.units import GiB
@@ -125,9 +125,9 @@ def test_kernels_of_a_named_machine(tmp_path: Path) -> None:
     script = "print(*(','.join(hardware(n).device.attentions) for n in ('T4', 'A100-80GB', 'H100', 'B200')))"
     assert _say(script).split() == [
         "sdpa,eager,flex",
-        "sdpa,eager,flash_attention_2,flex",
-        "sdpa,eager,flash_attention_3,flash_attention_2,flex",
-        "sdpa,eager,flash_attention_2,flex",
+        "sdpa,eager,flash_attention_2,varlen,flex",
+        "sdpa,eager,flash_attention_3,flash_attention_2,varlen,flex",
+        "sdpa,eager,flash_attention_2,varlen,flex",
     ]
     for module, distribution, version in (
         ("flash_attn", "flash_attn", "2.8.3"),
@@ -139,12 +139,12 @@ def test_kernels_of_a_named_machine(tmp_path: Path) -> None:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     assert _say(script, tmp_path).split() == [
         "sdpa,eager,flex",
-        "flash_attention_2,sdpa,eager,flex",
-        "flash_attention_3,flash_attention_2,sdpa,eager,flex",
-        "flash_attention_2,sdpa,eager,flex",
+        "flash_attention_2,sdpa,eager,varlen,flex",
+        "flash_attention_3,flash_attention_2,sdpa,eager,varlen,flex",
+        "flash_attention_2,sdpa,eager,varlen,flex",
     ]
     (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text("Name: flash-attn\nVersion: 2.1.0\n")
-    assert _say(script, tmp_path).split()[1] == "sdpa,eager,flash_attention_2,flex"
+    assert _say(script, tmp_path).split()[1] == "sdpa,eager,flash_attention_2,varlen,flex"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +254,15 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert cgroup_memory(tmp_path, tmp_path / "absent") == []
 
 
+def test_host_memory_describes_the_machine() -> None:
+    named = hardware("2x TITAN-RTX", "60GiB")
+    assert (named.host_bytes, named.host_free_bytes, named.notes) == (60 * GiB, 60 * GiB, ())
+    assert "assumed" in str(hardware("2x TITAN-RTX"))
+    assert hardware("2x cpu", "60 GB").device.free_bytes == 60 * 10**9
+    with pytest.raises(ToolkitError, match="host_memory 'much': expected a size such as 60GiB"):
+        hardware("T4", "much")
+
+
 def test_devices_are_equal_where_their_fields_are() -> None:
     assert hardware("T4") == hardware("t4")
     assert isinstance(hardware("T4"), Hardware)
@@ -263,7 +272,4 @@ def _say(script: str, *paths: Path) -> str:
     """What a script prints in a process of its own, with these folders first on its path."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, *filter(None, sys.path)]))}
     head = "from toolkit.devices.machine import hardware, torch_build\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + script], env=environ, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    return python("-c", head + script, env=environ, code=0).stdout.strip()

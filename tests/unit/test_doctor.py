@@ -8,17 +8,16 @@ import os
 import pickle
 import platform
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
+from programs import gone, python, start, until
 
 from toolkit.config.strategy import ADAPTERS, OFFLOADS, SHARDINGS
 from toolkit.config.strategy import ATTENTION_WORDS as ATTENTIONS
@@ -42,7 +41,7 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         assert not {{"torch", "transformers", "peft", "deepspeed", "bitsandbytes", "datasets"}} & set(sys.modules)
         pickle.dump(found, open({str(file)!r}, "wb"))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    python("-c", textwrap.dedent(script), code=0)
     found: Diagnosis = pickle.loads(file.read_bytes())
     return found
 
@@ -148,7 +147,8 @@ def test_a_library_that_hangs_is_ended_with_what_it_started(first: Path) -> None
     hung, after = run_apart(["accelerate", "datasets"], each=3)
     assert (hung.status, hung.detail) == ("broken", "did not end within 3 s")
     assert after.status == "ok"
-    assert gone(int((first / "pid").read_text()))
+    pid = int((first / "pid").read_text())
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 5)
 
 
 def test_an_old_library_is_named_with_the_version_that_is_asked_for(
@@ -175,13 +175,11 @@ def test_an_interrupted_examination_leaves_no_process(how: signal.Signals, first
         time.sleep(300)
     """
     put(first, torch=hang, bitsandbytes=hang)
-    parent = subprocess.Popen(
-        [sys.executable, "-c", "from toolkit.diagnosis import diagnose; diagnose()"], stderr=subprocess.DEVNULL
-    )
-    children = [int(path.name.partition("-")[2]) for path in two_files(first, "pid-*")]
+    parent = start("-c", "from toolkit.diagnosis import diagnose; diagnose()", env=None)
+    children = [psutil.Process(int(path.name.partition("-")[2])) for path in two_files(first, "pid-*")]
     parent.send_signal(how)
     assert parent.wait(timeout=20) != 0
-    assert all(gone(pid) for pid in children)
+    gone(children, 5)
 
 
 def test_stopping_between_checks() -> None:
@@ -191,22 +189,8 @@ def test_stopping_between_checks() -> None:
 
 
 def two_files(folder: Path, pattern: str) -> list[Path]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if len(found := list(folder.glob(pattern))) == 2:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"no two {pattern} came into {folder}")
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends within 5 s; one that nobody waited for counts as ended."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
+    until(lambda: len(list(folder.glob(pattern))) == 2, 60, f"two {pattern} in {folder}")
+    return list(folder.glob(pattern))
 
 
 # What follows for a Strategy ------------------------------------------------------------------------------------------

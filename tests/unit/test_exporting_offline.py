@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+from programs import python
 from ranks import build, reset
 
 from toolkit import cli
@@ -67,6 +66,10 @@ class Trained:
     logits: Any
 
 
+Lives = Callable[[str], Trained]
+"""A run by its name."""
+
+
 def probe(kind: str) -> dict[str, Any]:
     import torch
 
@@ -105,7 +108,7 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """Each run once, when it is first asked for. Tests copy what they damage."""
     root = tmp_path_factory.mktemp("lives")
     found: dict[str, Trained] = {}
@@ -151,9 +154,7 @@ def headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "mixtral", "deepseek", "t5", "llava"])
-def test_a_whole_model_opens_in_transformers_as_it_was_trained(
-    name: str, lives: Callable[[str], Trained], tmp_path: Path
-) -> None:
+def test_a_whole_model_opens_in_transformers_as_it_was_trained(name: str, lives: Lives, tmp_path: Path) -> None:
     import torch
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -180,7 +181,7 @@ def test_a_whole_model_opens_in_transformers_as_it_was_trained(
 
 
 def test_shards_are_written_one_after_the_other_with_an_index(
-    lives: Callable[[str], Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lives: Lives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -208,7 +209,7 @@ def test_shards_are_written_one_after_the_other_with_an_index(
     assert max(sum(sizes[name] for name in group) for group in planned.groups) == max(sizes.values())
 
 
-def test_a_tokenizer_with_two_chat_templates(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_a_tokenizer_with_two_chat_templates(lives: Lives, tmp_path: Path) -> None:
     """It is saved with a subfolder. What the run had saved before it was killed is replaced."""
     from transformers import AutoTokenizer
 
@@ -230,9 +231,7 @@ def test_a_tokenizer_with_two_chat_templates(lives: Callable[[str], Trained], tm
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", "bf16"), ("deepseek", "bf16"), ("mixtral", "fp16"), ("t5", "fp16")]
 )
-def test_another_dtype_rounds_what_was_trained(
-    name: str, dtype: str, lives: Callable[[str], Trained], tmp_path: Path
-) -> None:
+def test_another_dtype_rounds_what_was_trained(name: str, dtype: str, lives: Lives, tmp_path: Path) -> None:
     import torch
 
     was = lives(name)
@@ -255,7 +254,7 @@ def test_another_dtype_rounds_what_was_trained(
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "qlora", "lora bf16", "lora mixtral", "lora t5"])
-def test_an_adapter_opens_in_peft_as_it_was_trained(name: str, lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_an_adapter_opens_in_peft_as_it_was_trained(name: str, lives: Lives, tmp_path: Path) -> None:
     import torch
     from peft import PeftModel
 
@@ -316,9 +315,7 @@ def base_of(was: Trained, name: str) -> Any:
         ("qlora llava", 1e-6),
     ],
 )
-def test_a_merged_model_says_what_was_trained(
-    name: str, limit: float, lives: Callable[[str], Trained], tmp_path: Path
-) -> None:
+def test_a_merged_model_says_what_was_trained(name: str, limit: float, lives: Lives, tmp_path: Path) -> None:
     import torch
 
     was = lives(name)
@@ -343,14 +340,14 @@ def test_a_merged_model_says_what_was_trained(
     assert moved > 4 * limit, "training has to show, or merging nothing would pass too"
 
 
-def test_merged_in_another_dtype(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_merged_in_another_dtype(lives: Lives, tmp_path: Path) -> None:
     result = export(lives("lora").run, tmp_path / "out", merge=True, dtype="bf16")
     assert {stored for stored, _ in headers(tmp_path / "out").values()} == {"BF16"}
     assert result.logits_error is not None
     assert 0 < result.logits_error < 2e-2
 
 
-def test_the_model_card_says_what_it_was_trained_with(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_the_model_card_says_what_it_was_trained_with(lives: Lives, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
     was = lives("lora")
@@ -365,9 +362,7 @@ def test_the_model_card_says_what_it_was_trained_with(lives: Callable[[str], Tra
         assert str(was.base.parent) not in card.content
 
 
-def test_the_newest_sound_checkpoint_is_taken_and_nothing_is_touched(
-    lives: Callable[[str], Trained], tmp_path: Path
-) -> None:
+def test_the_newest_sound_checkpoint_is_taken_and_nothing_is_touched(lives: Lives, tmp_path: Path) -> None:
     run = Path(shutil.copytree(lives("llama").run, tmp_path / "run"))
     flip(run / "checkpoints" / f"step-{STEPS:08d}" / "rank-00000.safetensors")
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -384,7 +379,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_folder_of_anothers_needs_its_model(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_a_folder_of_anothers_needs_its_model(lives: Lives, tmp_path: Path) -> None:
     """As `accelerator.save_model` writes it: names of the module, tied weights once, no config."""
     import torch
     from safetensors.torch import save_file
@@ -405,9 +400,7 @@ def test_a_folder_of_anothers_needs_its_model(lives: Callable[[str], Trained], t
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_buffer_is_exported_as_training_left_it(
-    changed: bool, lives: Callable[[str], Trained], tmp_path: Path
-) -> None:
+def test_a_buffer_is_exported_as_training_left_it(changed: bool, lives: Lives, tmp_path: Path) -> None:
     """Rounded alone it leaves as it came. A script's own buffer, which the model does not know, is left out."""
     import hashlib
 
@@ -444,7 +437,7 @@ def refused(problem: type[Exception], match: str, source: Path, out: Path, **wor
     assert sorted(path.name for path in out.parent.iterdir()) == before
 
 
-def test_folders_without_anything(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_folders_without_anything(lives: Lives, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refused(RunError, r"no such folder", tmp_path / "nowhere", out)
     (tmp_path / "empty").mkdir()
@@ -456,7 +449,7 @@ def test_folders_without_anything(lives: Callable[[str], Trained], tmp_path: Pat
     refused(RunError, r"no checkpoint that can be exported.*toolkit resume .*--save-every", tmp_path / "run", out)
 
 
-def test_damaged_checkpoints(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_damaged_checkpoints(lives: Lives, tmp_path: Path) -> None:
     was, out = lives("llama"), tmp_path / "out"
     run = Path(shutil.copytree(was.run, tmp_path / "run"))
     for checkpoint in (run / "checkpoints").iterdir():
@@ -467,7 +460,7 @@ def test_damaged_checkpoints(lives: Callable[[str], Trained], tmp_path: Path) ->
     refused(RunError, rf"skipped .*{newest.name}: .*damaged.*skipped .*{older.name}", run, out)
 
 
-def test_places_that_are_taken(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_places_that_are_taken(lives: Lives, tmp_path: Path) -> None:
     was = lives("llama")
     run = Path(shutil.copytree(was.run, tmp_path / "run"))
     (tmp_path / "full").mkdir()
@@ -486,7 +479,7 @@ def test_places_that_are_taken(lives: Callable[[str], Trained], tmp_path: Path) 
     assert export(run, tmp_path / "void").logits_error == 0.0
 
 
-def test_what_cannot_be_done(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_what_cannot_be_done(lives: Lives, tmp_path: Path) -> None:
     was = lives("llama")
     refused(RunError, r"holds a whole model.*--merge", was.run, tmp_path / "out", merge=True)
     refused(ToolkitError, r"dtype 'bf15' is unknown.*fp32, bf16, fp16", was.run, tmp_path / "out", dtype="bf15")
@@ -496,7 +489,7 @@ def test_what_cannot_be_done(lives: Callable[[str], Trained], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_a_base_that_changed(merge: bool, lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_a_base_that_changed(merge: bool, lives: Lives, tmp_path: Path) -> None:
     was = lives("lora")
     base = Path(shutil.copytree(was.base, tmp_path / "base"))
     moved = export(was.run, tmp_path / "out", merge=merge, model=str(base))
@@ -506,7 +499,7 @@ def test_a_base_that_changed(merge: bool, lives: Callable[[str], Trained], tmp_p
     refused(CheckpointError, r"trained over another base", was.run, tmp_path / "out", merge=merge, model=str(base))
 
 
-def test_a_model_that_is_gone(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_a_model_that_is_gone(lives: Lives, tmp_path: Path) -> None:
     base = Path(shutil.copytree(lives("llama").base, tmp_path / "base"))
     was = life(base, tmp_path / "run")
     (base / "model.safetensors").unlink()
@@ -529,7 +522,7 @@ def test_a_model_that_is_gone(lives: Callable[[str], Trained], tmp_path: Path) -
 def test_what_is_written_wrong_is_removed(
     fault: Callable[[dict[str, Any]], object],
     match: str,
-    lives: Callable[[str], Trained],
+    lives: Lives,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -561,7 +554,7 @@ MANIFESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_manifests_that_somebody_made(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_manifests_that_somebody_made(lives: Lives, tmp_path: Path) -> None:
     """Each is whole by its own sha256, which anybody can compute; without what an export needs."""
     was = lives("llama")
     checkpoint = Path(shutil.copytree(was.checkpoint, tmp_path / "step-00000002"))
@@ -617,8 +610,7 @@ def test_a_kill_between_two_names_loses_nothing(rename: int, tmp_path: Path) -> 
     final = tmp_path / "export"
     final.mkdir()
     (final / "file").write_text("old")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(final), str(rename)], check=False, timeout=60)
-    assert done.returncode == 9
+    python("-c", KILLED, final, rename, code=9)
     assert final.exists() == (rename == 1)
     with pytest.raises(ZeroDivisionError), atomic_dir(final, replace=True):
         raise ZeroDivisionError
@@ -627,16 +619,14 @@ def test_a_kill_between_two_names_loses_nothing(rename: int, tmp_path: Path) -> 
 
 
 def test_a_full_disk_is_said_before_anything_is_written(
-    lives: Callable[[str], Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lives: Lives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     was, usage = lives("llama"), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     refused(RunError, r"too full.*525,568 bytes\) are needed.*1,000 bytes\) are free", was.run, tmp_path / "out")
 
 
-def test_the_shell_says_the_same(
-    lives: Callable[[str], Trained], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shell_says_the_same(lives: Lives, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     was = lives("lora")
     out = str(tmp_path / "out")
     assert cli.main(["export", str(was.run), "-o", out, "--merge", "--dtype", "fp32", "--json", "-"]) == 0
@@ -649,7 +639,7 @@ def test_the_shell_says_the_same(
     assert "is not empty" in lines[0]
 
 
-def test_a_checkpoint_offers_whole_tensors(lives: Callable[[str], Trained]) -> None:
+def test_a_checkpoint_offers_whole_tensors(lives: Lives) -> None:
     was = lives("mixtral")
     with opened_source(was.run) as source:
         assert source.path == was.checkpoint
@@ -658,7 +648,7 @@ def test_a_checkpoint_offers_whole_tensors(lives: Callable[[str], Trained]) -> N
         assert source.weights.tensor(name).equal(was.state[name])
 
 
-def test_a_manifest_downloads_no_model(lives: Callable[[str], Trained], tmp_path: Path) -> None:
+def test_a_manifest_downloads_no_model(lives: Lives, tmp_path: Path) -> None:
     """A checkpoint may be a stranger's: what it names on the Hub is taken from the cache, or named by the user."""
     from huggingface_hub import constants
 

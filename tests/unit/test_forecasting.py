@@ -5,14 +5,13 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from programs import python
 
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
@@ -86,6 +85,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="dora"))),
         ("gpt2", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
         ("gemma", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
+        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"))),
+        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"), device="cuda")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -358,13 +359,12 @@ def test_the_smallest_change_that_fits_is_named() -> None:
         chosen, batch = changed(strategy, train_config, change)
         smaller = forecast(spec, chosen, on, batch)
         assert smaller.fits
-        assert smaller.peak_bytes == found.changed_bytes
+        assert smaller.needed_bytes == found.changed_bytes
 
 
 @pytest.mark.parametrize(
     ("strategy", "on", "ranks", "said"),
     [
-        (Strategy(adapter="qlora8"), "T4", None, "adapter 'qlora8' cannot be forecast yet. Choose"),
         (Strategy(sharding="hsdp", dp_replicate=2), "2x A100-80GB", None, "needs groups of at least 2 ranks"),
         (Strategy(sharding="ddp"), "2x H1000", None, "hardware '2x H1000' is unknown. Did you mean"),
         (Strategy(sharding="ddp"), "2x H100", 0, "ranks 0: expected at least 1"),
@@ -385,9 +385,9 @@ def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -
 
 
 def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
-    spec, strategy = describe(config("mixtral", 2)), Strategy(sharding="zero3", adapter="qlora")
+    spec, strategy = describe(config("mixtral", 2)), Strategy(sharding="ddp", adapter="qlora8")
     with pytest.raises(ModelError) as of_the_run:
-        check_quantized(spec, allow_unquantized=False)
+        check_quantized(spec, "qlora8", allow_unquantized=False)
     said = re.escape(str(of_the_run.value))
     with pytest.raises(ModelError, match=said):
         forecast(spec, strategy, "2x T4", TrainConfig(seq_len=64))
@@ -429,8 +429,7 @@ def test_a_forecast_imports_no_engine() -> None:
         "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', tk.TrainConfig(seq_len=64, micro_batch=2))\n"
         "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", program, code=0).stdout.strip() == "[]"
 
 
 def test_an_adapter_is_traced_in_a_child_process() -> None:
@@ -443,8 +442,7 @@ def test_an_adapter_is_traced_in_a_child_process() -> None:
         "assert ask().parts == first.parts\n"
         "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)), first.parts['buffers'] > 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] True"
+    assert python("-c", program, code=0).stdout.strip() == "[] True"
 
 
 def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,6 +499,12 @@ def test_a_host_that_is_too_small_is_said() -> None:
     found = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, TrainConfig(seq_len=64))
     assert not found.fits
     assert "A node's host has" in found.reason
+    # A checkpoint's copy of weights and moments alone would be too much.
+    enough = dataclasses.replace(machine, host_free_bytes=found.host_bytes - found.host_checkpoint_bytes)
+    named = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), enough, TrainConfig(seq_len=64))
+    assert named.host_checkpoint_bytes > 0
+    assert "without them (--save-every 0 --save-seconds 0) it fits" in named.reason
+    assert forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), machine).host_checkpoint_bytes == 0
 
 
 def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +557,7 @@ def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     speeds = [one.forecast.timing.tokens_per_second for one in found.ranked if one.forecast and one.forecast.timing]
     assert len(speeds) == len(found.ranked) > 0
     assert speeds == sorted(speeds, reverse=True)
-    assert all(one.forecast and one.forecast.peak_bytes <= 0.95 * one.forecast.limit_bytes for one in found.ranked)
+    assert all(one.forecast and one.forecast.needed_bytes <= 0.95 * one.forecast.limit_bytes for one in found.ranked)
     assert all(one.reason for one in found.rejected)
     assert {"ddp"} <= {one.strategy.sharding for one in found.rejected}
     assert {(one.train_config.micro_batch, one.train_config.accumulation) for one in found.ranked} == {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.forecasting import forecast_job
+from toolkit.forecasting.context import SHARE
 from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
@@ -157,6 +159,29 @@ def test_workspaces_come_with_the_first_product_and_stay(sharding: str, monkeypa
     assert more == {"load": 0, "prepare": 0} | dict.fromkeys(("forward", "backward", "step", "save"), 64 * MiB)
 
 
+def test_what_cuda_itself_takes_counts_by_named_terms() -> None:
+    job = small(card="A100-80GB")
+    alone = forecast_job(job, hardware("A100-80GB"))
+    assert set(alone.context) == {"CUDA context", "fragmentation"}
+    assert alone.needed_bytes == alone.peak_bytes + sum(alone.context.values())
+    device = alone.to_dict()["device"]
+    assert (device["needed_bytes"], device["context_bytes"]) == (alone.needed_bytes, alone.context_bytes)
+    tight = dataclasses.replace(alone, limit_bytes=alone.needed_bytes - 1)
+    assert tight.peak_bytes < tight.limit_bytes
+    assert not tight.fits
+    assert "outside the allocator" in tight.reason
+    fsdp = resolve(Strategy(sharding="fsdp"), job.train_config, job.spec, 2, job.device)
+    assert "communication buffers" in forecast_job(fsdp, hardware("2x A100-80GB")).context
+    cpu = resolve(Strategy(sharding="fsdp"), job.train_config, job.spec, 2, hardware("2x cpu").device)
+    assert forecast_job(cpu, hardware("2x cpu")).context_bytes == 0
+
+
+def test_most_runs_that_ended_out_of_memory_had_less_fragmentation() -> None:
+    runs = json.loads((Path(__file__).parents[2] / "benchmarks" / "published_oom.json").read_text())
+    shares = [run["unallocated_gib"] / run["allocated_gib"] for run in runs]
+    assert sum(share <= SHARE for share in shares) >= 0.75 * len(shares)
+
+
 def test_memory_tells_the_catalogs_cards_apart() -> None:
     """By it `calibrate` knows a run's."""
     assert len({card.gib for card in CARDS.values()}) == len(CARDS)
@@ -224,6 +249,7 @@ def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wai
         assert saved.host_bytes == unsaved.host_bytes < 1500 * GiB
         assert saved.checkpoint_stall_seconds == pytest.approx(saved.checkpoint_bytes / 3e9)
         assert saved.fits
-    saved, _ = forecasts(sharding="fsdp")
-    assert 0 <= saved.host_bytes - saved.checkpoint_bytes < 16 * GiB, "in chunks: no power of two of the whole"
+    saved, unsaved = forecasts(sharding="fsdp")
+    assert 0 <= saved.host_bytes - saved.checkpoint_bytes < 8 * GiB, "in chunks: no power of two of the whole"
+    assert unsaved.host_bytes < 40 * GiB, "each rank reads one tensor at a time"
     assert saved.checkpoint_stall_seconds < 5

@@ -36,7 +36,7 @@ def shown() -> Iterator[CapturedIO]:
 
 @pytest.fixture
 def run(tmp_path: Path, shown: CapturedIO) -> Iterator[Run]:
-    write(tmp_path, [event(1), event(2)])
+    (write(tmp_path, [event(1), event(2)]).path / "lock").unlink()  # it names this process as the run's supervisor
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         with (tmp_path / "lock").open("a") as lock:
             sign(lock.fileno(), process.pid, SUPERVISOR)

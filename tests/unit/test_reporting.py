@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,6 @@ from toolkit.run_folder.heartbeat import Beat
 from toolkit.training.resumption import resume_hint
 
 STEPS = [runs.event(step) for step in range(1, 21)]
-HOLD = """
-import sys
-from toolkit.run_folder import folder
-folder.enter(sys.argv[1], resume=True)
-print('in', flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -174,16 +165,12 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", STEPS[:3])
     with folder.enter(run.path, resume=True):
         assert tk.report(run.path).status != "running"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in\n"
-        with Beat(run.beat(0), 0) as beat:
-            beat.note("begin", step=4)
-            with beat.listening():
-                found = tk.report(run.path)
-                assert found.status == "running"
-                assert "It goes on. Rank 0 was in step 4." in str(found)
-        process.communicate()
+    with runs.another(run.path), Beat(run.beat(0), 0) as beat:
+        beat.note("begin", step=4)
+        with beat.listening():
+            found = tk.report(run.path)
+            assert found.status == "running"
+            assert "It goes on. Rank 0 was in step 4." in str(found)
     assert tk.report(run.path).status != "running"
 
 

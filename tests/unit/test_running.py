@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
-from programs import python, start
+from programs import python
 
 import toolkit as tk
 from toolkit.cli import main
@@ -30,29 +27,11 @@ from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.status import Progress, read_progress
 from toolkit.training import metrics
 
-HOLD = """
-import os, sys
-from toolkit.run_folder import folder
-folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"))
-print("in", flush=True)
-sys.stdin.read()
-"""
 SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
 
 
 def nothing() -> None:
     """A function to launch."""
-
-
-@contextlib.contextmanager
-def another(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of somebody else's that holds a run's folder, to the end of its standard input."""
-    with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == "in\n"
-        yield process
-        process.stdin.close()
 
 
 def own(path: Path, **target: Any) -> folder.Folder:
@@ -79,7 +58,7 @@ def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
 def test_a_folder_that_is_held_is_left_as_it_is(tmp_path: Path) -> None:
     """Also before its `run.json` is there."""
     path = tmp_path / "run"
-    with another(path) as process:
+    with runs.another(path) as process:
         with pytest.raises(RunError, match=rf"is in use by process {process.pid} \(supervisor"):
             tk.launch(nothing, run_dir=path)
         assert [one["status"] for one in tk.runs(tmp_path).entries] == ["starting"]
@@ -136,7 +115,7 @@ def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
         check_target(run, found, None)
-    assert "A secret is replaced by" in str(tk.report(run.path))
+    assert "A secret in the command is replaced by" in str(tk.report(run.path))
 
 
 def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
@@ -270,7 +249,7 @@ def test_an_interrupted_watch_says_that_the_run_goes_on(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    with another(tmp_path / "run"):
+    with runs.another(tmp_path / "run"):
         monkeypatch.setattr(run_handle.time, "sleep", interrupt)
         assert main(["watch", str(tmp_path / "run")]) == 130
         monkeypatch.undo()
@@ -281,7 +260,7 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
     """Steps of an older attempt are not those that it does."""
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
-    with another(run.path):
+    with runs.another(run.path):
         found = tk.attach(run.path)
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)

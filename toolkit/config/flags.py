@@ -39,11 +39,11 @@ def validate(owner: Any) -> None:
         about: Mapping[str, Any] = f.metadata
         if value is None and optional:
             continue
-        if words := about.get("values"):
+        if choices := about.get("values"):
             later = about["later"]
-            if value not in words:
-                known = ", ".join(word for word in words if word not in later)
-                raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, words)} Known: {known}.")
+            if value not in choices:
+                known = ", ".join(word for word in choices if word not in later)
+                raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, choices)} Known: {known}.")
             if value in later:
                 raise StrategyError(f"{f.name} {value!r} is not available yet.")
             continue

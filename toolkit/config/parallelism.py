@@ -122,5 +122,5 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
 
 
 def count_ranks(ranks: int) -> str:
-    """Return the number in words: `1 rank`, `2 ranks`."""
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -73,6 +73,13 @@ ATTENTIONS: dict[str, Attention] = {
         joins_rows=True,
         install="Install FlashAttention-3 on a GPU of compute capability 9.0.",
     ),
+    # torch's kernel for packed rows; padded rows are computed by sdpa.
+    "varlen": Attention(
+        transformers="varlen",
+        half_only=True,
+        joins_rows=True,
+        install="It needs a GPU of compute capability 8.0 or more, and a torch with varlen_attn for grouped queries.",
+    ),
     "flex": Attention(transformers="flex_attention", automatic=False),
 }
 

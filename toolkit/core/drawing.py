@@ -159,8 +159,8 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
         interval = inner[len(inner) * number // intervals : len(inner) * (number + 1) // intervals]
         finite = sorted(_finite(interval), key=lambda point: point[1])
         gaps: list[Point] = [(place, None) for place, value in interval if value is None or not math.isfinite(value)]
-        kept = [*gaps[:1], *finite[-1:]] if gaps else [finite[0], finite[-1]]
-        result += sorted(set(kept), key=lambda point: point[0])
+        ends = [*gaps[:1], *finite[-1:]] if gaps else [finite[0], finite[-1]]
+        result += sorted(set(ends), key=lambda point: point[0])
     return [*result, points[-1]]
 
 

@@ -19,8 +19,8 @@ from toolkit.data.embedded import resolve_spec as resolve_spec
 from toolkit.data.files import documents as documents
 from toolkit.data.ingestion import Contents as Contents
 from toolkit.data.ingestion import ingest as ingest
-from toolkit.data.packing import supports_packing as supports_packing
 from toolkit.data.preparation import prepare_data as prepare_data
+from toolkit.data.preparation import supports_packing as supports_packing
 from toolkit.data.rows import Rows as Rows
 from toolkit.data.rows import find_rows as find_rows
 from toolkit.data.sources import find_source as find_source

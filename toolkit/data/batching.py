@@ -157,7 +157,7 @@ class _Batches:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         start = (self.indices[index] * self.dp_size + self.dp_rank) * self.micro_batch
         return self.rows.batch(self.order.ids(start, self.micro_batch), attention=self.attention)
 

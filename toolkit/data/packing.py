@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit.data.encoder import Encoded
-from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,10 +19,6 @@ IGNORED = -100
 
 OPEN_ROWS = 64
 """Rows that a prompt or conversation may still be fitted into."""
-
-_MASKS = re.compile(r"create_\w*causal_mask")
-_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATEFUL = re.compile(r"Mamba|Mixer\b|Recurrent|SSM|DeltaNet|Linear\w*Attention|Lightning|Conv|Rwkv|LSTM|KDA")
 
 
 @dataclass(kw_only=True)
@@ -43,51 +33,6 @@ class Counts:
     """Prompts and conversations that were longer than a row, and lost their end."""
     dropped: int = 0
     """Rows without a trained label, left out."""
-
-
-def supports_packing(spec: ModelSpec) -> bool:
-    """Return whether the model separates the documents of a row where `position_ids` restart at 0, without a mask.
-
-    transformers finds packed documents in `masking_utils._preprocess_mask_arguments`, and only if the model hands its
-    `position_ids` to every causal mask that it creates: some do not (OPT, Falcon: their packed documents see each
-    other). So this reads the model's source: `forward` takes `position_ids`, every `create_*causal_mask` call is given
-    them, every kind of layer is attention, and none keeps a state (Mamba, linear attention, convolutions), which a mask
-    does not reset. A model composed of several (images and text) and an unknown one are padded: that is right for all.
-
-    It holds with the KV cache off, as `load` sets it, in evaluation too: with `use_cache` the mask is silently not
-    packed. Flash attention reads the positions for one row a batch only: see `Rows.batch`.
-    """
-    import transformers
-
-    cls = getattr(transformers, spec.architecture, None)
-    if spec.runs_code:  # its class may have the name of another one in transformers
-        return False
-    if spec.kind != "causal" or cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
-        return False
-    config = spec.config
-    composed = any(isinstance(part, dict) and "model_type" in part for part in config.values())
-    if composed or not config.get("is_causal", True) or not set(config.get("layer_types") or ()) <= _LAYERS:
-        return False
-    return _masks_by_position(inspect.getsource(sys.modules[cls.__module__]))
-
-
-@lru_cache
-def _masks_by_position(source: str) -> bool:
-    """Return whether a modeling file passes `position_ids` to every causal mask and has no stateful layer."""
-    nodes = list(ast.walk(ast.parse(source)))
-    if any(isinstance(node, ast.ClassDef) and _STATEFUL.search(node.name) for node in nodes):
-        return False
-    # Arguments are also given as `**mask_kwargs`: then a dictionary must be written out with that key.
-    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
-    written = any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in keys)
-    # And the function may be chosen first: `mask_function = create_causal_mask if … else …`.
-    chosen = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp | ast.Name)]
-    names = {ast.unparse(node.targets[0]) for node in chosen if _MASKS.search(ast.unparse(node.value))}
-    calls = [(ast.unparse(node.func), node) for node in nodes if isinstance(node, ast.Call)]
-    arguments = [
-        {word.arg for word in call.keywords} for name, call in calls if _MASKS.fullmatch(name) or name in names
-    ]
-    return bool(arguments) and all("position_ids" in names or (None in names and written) for names in arguments)
 
 
 def pack_rows(

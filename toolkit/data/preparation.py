@@ -11,14 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.tables import ATTENTIONS
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data.encoder import Encoder, read_template
 from toolkit.data.ingestion import Contents, cache_errors, ingest
-from toolkit.data.packing import Columns, Counts, pack_rows, supports_packing
+from toolkit.data.packing import Columns, Counts, pack_rows
 from toolkit.data.rows import META, Rows, column_names, find_rows
 from toolkit.data.tokenization import tokenize
 from toolkit.models import ModelSpec
+from toolkit.models.packing_probe import separates_documents
 
 FORMAT = 1
 """Of the cached rows. Whoever changes what rows hold raises it, so that older ones are not taken for new ones."""
@@ -34,6 +36,7 @@ def prepare_data(
     chat_template: str | Path | None = None,
     packing: bool | None = None,
     text_column: str = "text",
+    attention: str = "sdpa",
 ) -> Rows:
     """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
 
@@ -44,8 +47,9 @@ def prepare_data(
         tokenizer: as `models.tokenizer.load_tokenizer` returns it, with a token to pad with.
         mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
-        packing: None packs where `supports_packing(spec)`; True where it does not is refused.
+        packing: None packs where `supports_packing(spec, attention)`; True where it does not is refused.
         text_column: the column of JSONL and dataset rows that holds a text.
+        attention: the kernel of the training.
 
     Raises:
         DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.
@@ -53,7 +57,7 @@ def prepare_data(
     """
     from filelock import FileLock
 
-    packed = _check(tokenizer, spec, seq_len, packing)
+    packed = _check(tokenizer, spec, seq_len, packing, attention)
     template = read_template(chat_template)
     contents = source if isinstance(source, Contents) else ingest(source, text_column=text_column)
     encoder = Encoder(
@@ -82,7 +86,12 @@ def prepare_data(
     return result
 
 
-def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) -> bool:
+def supports_packing(spec: ModelSpec, attention: str = "sdpa") -> bool:
+    """Return whether the model keeps documents of a row apart, by its positions, under this attention kernel."""
+    return separates_documents(spec, joined=ATTENTIONS[attention].joins_rows)
+
+
+def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None, attention: str) -> bool:
     """Refuse settings that this model cannot take. Return whether its rows are packed."""
     if spec.max_positions is not None and seq_len > spec.max_positions:
         raise StrategyError(
@@ -92,7 +101,7 @@ def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None) 
     if tokenizer.eos_token_id is None:
         fix = "Set one with tokenizer.eos_token = '…' and save it."
         raise DataError(f"the tokenizer of {spec.name} has no end-of-sequence token. {fix}")
-    can = packing is not False and supports_packing(spec)
+    can = packing is not False and supports_packing(spec, attention)
     if packing and not can:
         raise DataError(f"packing: {spec.architecture} does not keep packed documents apart. Leave packing open.")
     return can

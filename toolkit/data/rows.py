@@ -15,10 +15,10 @@ from toolkit.core.cache import cache_folder
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError
 from toolkit.data.packing import IGNORED
+from toolkit.models.varlen import document_bounds
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 META = "meta.json"
 
@@ -64,14 +64,14 @@ class Rows(Result):
             (self.columns["position_ids"][at : at + 1024, 1:] == 0).any() for at in range(0, self.count, 1024)
         )
 
-    def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, torch.Tensor]:
+    def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, Any]:
         """Return the inputs of the model's forward, int64 [len(ids), seq_len]; a row with the id -1 is not trained.
 
         `input_ids`, `labels` (not shifted; -100 trains nothing) and, packed,
-        `position_ids`, else `attention_mask`. Under `attention` `flash_attention_*` packed rows are joined into one,
-        [1, len(ids) × seq_len]: it keeps documents apart in a batch of one only, and silently does not in a larger one
-        (transformers `modeling_flash_attention_utils._is_packed_sequence`). Losses are the same: a row's first label is
-        never trained.
+        `position_ids`, else `attention_mask`. Under `flash_attention_*` and `varlen` packed rows are joined into one,
+        [1, len(ids) × seq_len], with the documents' bounds: without these, transformers' flash attention keeps documents
+        apart in a batch of one only, and silently does not in a larger one (`_is_packed_sequence`). Losses are the same:
+        a row's first label is never trained.
         """
         import numpy as np
         import torch
@@ -81,7 +81,8 @@ class Rows(Result):
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
         batch["labels"][torch.from_numpy(index < 0)] = IGNORED
         if self.packed and ATTENTIONS[attention].joins_rows:
-            return {name: column.reshape(1, -1) for name, column in batch.items()}
+            joined = {name: column.reshape(1, -1) for name, column in batch.items()}
+            return {**joined, **document_bounds(joined["position_ids"])}
         return batch
 
     def __getstate__(self) -> dict[str, Any]:

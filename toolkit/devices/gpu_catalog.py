@@ -100,16 +100,16 @@ def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
 
     On a PCIe board of Volta or Ampere the same chip has no NVLink. On one of Hopper it is a slower chip, in no row.
     """
-    words = set(re.split(r"[\s_-]+", driver.upper()))
-    if "NVL" in words or words >= {"H100", "PCIE"}:
+    tokens = set(re.split(r"[\s_-]+", driver.upper()))
+    if "NVL" in tokens or tokens >= {"H100", "PCIE"}:
         return None
     matches = [
         card
         for key, card in CARDS.items()
-        if all(part in words for part in re.sub(r"-\d+GB$", "", key).upper().split("-"))
+        if all(part in tokens for part in re.sub(r"-\d+GB$", "", key).upper().split("-"))
     ]
     card = min(matches, key=lambda card: abs(card.gib * GiB - total_bytes), default=None)
-    return replace(card, peer=card.host) if card and "PCIE" in words else card
+    return replace(card, peer=card.host) if card and "PCIE" in tokens else card
 
 
 def mig_card(card: GPUSpec, slices: int, memory_share: float) -> GPUSpec:

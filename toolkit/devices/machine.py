@@ -107,14 +107,8 @@ def hardware(name: str | None = None, host_memory: str | None = None) -> Hardwar
     device = machine.device
     if device.kind == "cpu":
         device = dataclasses.replace(device, total_bytes=size, free_bytes=size)
-    notes = tuple(note for note in machine.notes if note != _assumed_host(device.card))
+    notes = machine.notes if name is None else ()  # of a named one it is the note that assumes another size
     return dataclasses.replace(machine, device=device, host_bytes=size, host_free_bytes=size, notes=notes)
-
-
-def _assumed_host(card: GPUSpec | None) -> str:
-    if card is None:
-        return ""
-    return f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
 
 
 def torch_build() -> str | None:
@@ -306,9 +300,10 @@ def _parse_name(name: str) -> Hardware:
     key = card_key(name, word)
     card = CARDS[key]
     size, host = int(card.gib * GiB), card.host_gib * count * GiB
+    note = f"Host memory is not in the name: {card.host_gib} GiB for each GPU are assumed, as {card.machine} has them."
     return Hardware(
         device=_cuda(key, size, size, card.capability, card, named=True),
-        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(_assumed_host(card),),
+        count=count, nodes=nodes, host_bytes=host, host_free_bytes=host, notes=(note,),
     )  # fmt: skip
 
 
@@ -324,10 +319,11 @@ def _cuda(
     """
     number = capability or (8, 0)
     half = (("bf16",) if number >= (8, 0) else ()) + (("fp16",) if number >= (7, 0) else ())
-    flash = {"flash_attention_3": number[0] == 9, "flash_attention_2": number >= (8, 0)}
+    flash = {"flash_attention_3": number[0] == 9, "flash_attention_2": number >= (8, 0), "varlen": number >= (8, 0)}
     runs = [kernel for kernel, able in flash.items() if able]
-    here = [kernel for kernel in runs if _installed(kernel)]
     # What is not installed here may be on a machine that is only named. It stands behind: nothing takes it unasked.
+    # So does torch's kernel, which may be missing there.
+    here = [kernel for kernel in runs if _installed(kernel) and not (named and kernel == "varlen")]
     elsewhere = [kernel for kernel in runs if named and kernel not in here]
     return Device(
         kind="cuda", name=name, total_bytes=total, free_bytes=free, dtypes=("fp32", *half),
@@ -336,11 +332,15 @@ def _cuda(
 
 
 def _installed(kernel: str) -> bool:
-    """Return the installed flash-attention packages, by transformers' own rules and without importing torch."""
+    """Return whether a kernel is installed, by transformers' own rules and without importing torch."""
     from importlib import metadata
 
     from packaging.version import Version
 
+    if kernel == "varlen":
+        torch = importlib.util.find_spec("torch")
+        source = Path(torch.origin if torch and torch.origin else "").parent / "nn" / "attention" / "varlen.py"
+        return source.is_file() and "enable_gqa" in source.read_text(encoding="utf-8")
     module, distribution, least = {
         "flash_attention_2": ("flash_attn", "flash-attn", "2.3.3"),
         "flash_attention_3": ("flash_attn_interface", "flash-attn-3", "3"),

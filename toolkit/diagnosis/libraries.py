@@ -186,11 +186,13 @@ def bitsandbytes_packs() -> str:
 
 def flash_attention() -> str:
     """Check FlashAttention, for compute capability 8.0 or more. A build for another torch fails at import."""
-    if (hardware().device.capability or (0, 0)) < (8, 0):
+    device = hardware().device
+    if (device.capability or (0, 0)) < (8, 0):
         raise Outcome("n/a", "needs a GPU of compute capability 8.0 or more; sdpa serves")
     fix = "`pip install --no-build-isolation --no-cache-dir 'accelerate-toolkit[flash]'`"
     if importlib.util.find_spec("flash_attn") is None:
-        raise Outcome("missing", "not installed; sdpa serves", fix)
+        other = "torch's varlen_attn" if "varlen" in device.attentions else "sdpa"
+        raise Outcome("missing", f"not installed; packed rows take {other}", fix)
     try:
         importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:

@@ -13,10 +13,12 @@ class Ledger:
     def __init__(self, *, shared: bool = False) -> None:
         """Start empty. `shared`: the device's memory is the host's, so offloaded states stay in it."""
         self.shared = shared
-        self.host = self.host_peak = 0
+        self.host = 0
         """The host's memory of one rank, if its device has its own."""
-        self.rank0_bytes = self.rank0_peak = 0
+        self.rank0_bytes = 0
         """The additional host memory of rank 0."""
+        self._host_peaks: dict[int, int] = {}
+        """`rank0_bytes` → the highest host memory of each rank meanwhile."""
         self.held: Counter[str] = Counter()
         self.total = 0
         self.phase = "load"
@@ -58,18 +60,32 @@ class Ledger:
         if self.shared:
             self.hold(part, size)
         self.host += size
-        self.host_peak = max(self.host, self.host_peak)
+        self._look_host()
 
     def touch_host(self, part: str, size: int) -> None:
         """Hold bytes in the host's memory for a moment."""
         if self.shared:
             self.touch(part, size)
-        self.host_peak = max(self.host + size, self.host_peak)
+        self._look_host(size)
 
     def rank0_host(self, size: int) -> None:
         """Hold bytes in the host's memory on rank 0 alone, which reads or writes for all ranks."""
         self.rank0_bytes += size
-        self.rank0_peak = max(self.rank0_bytes, self.rank0_peak)
+        self._look_host()
+
+    def node_peak(self, ranks: int) -> int:
+        """Return the highest need of the host of rank 0's node, which has `ranks` ranks.
+
+        Where host and device are one memory, every rank's peak counts.
+        """
+        extra = max(self._host_peaks, default=0)
+        if self.shared:
+            return ranks * self.peak + extra
+        return max((ranks * host + rank0 for rank0, host in self._host_peaks.items()), default=0)
+
+    def _look_host(self, more: int = 0) -> None:
+        highest = self._host_peaks.get(self.rank0_bytes, 0)
+        self._host_peaks[self.rank0_bytes] = max(highest, self.host + more)
 
     def _look(self, more: int, part: str, logits: int = 0) -> None:
         total = self.total + more
@@ -94,6 +110,10 @@ class LedgerHistory(Ledger):
         """Phase → parts, at its highest moment."""
         self.moments: list[tuple[str, int]] = []
         """Phase and total, in order; a momentary total has an entry of its own."""
+
+    def enter(self, phase: str) -> None:
+        super().enter(phase)
+        self.moments.append((phase, self.total))
 
     def hold(self, part: str, size: int) -> None:
         super().hold(part, size)

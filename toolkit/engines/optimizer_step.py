@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy a batch to the device, without waiting. A mask without padding is left out: it is a model's default."""
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
+    def copied(tensor: torch.Tensor | int) -> Any:
+        if isinstance(tensor, int):  # the longest document: kernels take it from the host
+            return tensor
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()  # the host waits for a copy from pageable memory
         return tensor.to(device, non_blocking=True)

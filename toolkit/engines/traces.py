@@ -96,7 +96,7 @@ class LayerStack:
     name: str
     kinds: tuple[int, ...]
     """Of every layer of the whole model, in order."""
-    kept: tuple[int, ...]
+    indices: tuple[int, ...]
     """Indices of the layers that were kept: the first two and the last of each kind."""
 
     def source(self, layer: int) -> int:
@@ -105,14 +105,14 @@ class LayerStack:
         The first and the last of a kind stand for themselves, the second for all between: what is made once in a
         forward belongs to the first layer, what is made once in a backward to the last.
         """
-        same = [index for index in self.kept if self.kinds[index] == self.kinds[layer]]
-        return self.kept.index(layer if layer in same else same[1])
+        same = [index for index in self.indices if self.kinds[index] == self.kinds[layer]]
+        return self.indices.index(layer if layer in same else same[1])
 
     def repeated_layers(self) -> Iterator[tuple[str, str, int]]:
         """Yield each kept layer that stands for several: its name, the first name of its kind, their number."""
         counts = Counter(self.source(layer) for layer in range(len(self.kinds)))
         for place, count in counts.items():
-            first = self.source(self.kinds.index(self.kinds[self.kept[place]]))
+            first = self.source(self.kinds.index(self.kinds[self.indices[place]]))
             if count > 1:
                 yield f"{self.name}.{place}", f"{self.name}.{first}", count
 

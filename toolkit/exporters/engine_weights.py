@@ -56,8 +56,8 @@ class EngineWeights:
         # By tensor: its regions, each with the first rank that holds it and the place among that rank's shards.
         self._senders: dict[str, dict[Region, tuple[int, int]]] = {name: {} for name in keys}
         for name, key in keys.items():
-            for owner, (held, _) in enumerate(ranks):
-                for index, region in enumerate(held.get(key, ())):
+            for owner, (regions, _) in enumerate(ranks):
+                for index, region in enumerate(regions.get(key, ())):
                     self._senders[name].setdefault(region, (owner, index))
         self._keys, self._whole = keys, dict[str, torch.Tensor]()
         self._facts = {name: facts[key] for name, key in keys.items()}

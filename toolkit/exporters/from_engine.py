@@ -16,6 +16,7 @@ from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
+from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import on_main
 from toolkit.exporters.adapters import write_adapter
@@ -39,6 +40,7 @@ from toolkit.exporters.state_dict import full_state
 from toolkit.exporters.verification import check_attention, check_files, relative_error
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import quiet_bars
+from toolkit.models.varlen import BOUNDS, document_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +145,9 @@ def verify(
             "the model was not read by `toolkit.load`, so there is nothing to compare its export with. "
             "Make the Accelerator with a spec: `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
-    probe = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items()}
+    probe: dict[str, Any] = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items() if name not in BOUNDS}
+    if BOUNDS[0] in batch:
+        probe |= document_bounds(probe["position_ids"])
     prepared.model.eval()
     trained = engine_of(prepared.job.strategy).logits(prepared, probe).float().cpu()
     prepared.model.train()
@@ -190,7 +194,7 @@ def _compare(
         with quiet_bars(True, shown=False):
             model = reopen(job, folder)
         is_open = True
-        here = {name: tensor.to(place) for name, tensor in probe.items()}
+        here = to_device(probe, place)
         error = _error(job, model.to(place), here, trained)
     except RunError:
         raise

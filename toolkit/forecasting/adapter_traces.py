@@ -6,12 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.adapters import add_adapter, import_bitsandbytes
-from toolkit.engines.states import adapted, packed_shape, quantizable
+from toolkit.engines.experts import mark_experts
+from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
 from toolkit.engines.traces import Adapter, LayerStack
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+QUANTIZED = {"qlora": 4, "qlora8": 8}
+"""Adapters over quantized weights, and their bits."""
 
 
 def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
@@ -22,10 +27,13 @@ def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spe
     """
     import torch
 
-    if adapter.kind == "qlora":
-        model.is_loaded_in_4bit = True  # PEFT asks
+    if adapter.kind in QUANTIZED:
+        setattr(model, f"is_loaded_in_{QUANTIZED[adapter.kind]}bit", True)  # PEFT asks
         for name in _kept_names(stacks, quantizable(spec)):
-            _replace(model, name)
+            _replace(model, name, QUANTIZED[adapter.kind])
+        if adapter.kind == "qlora":
+            names = _kept_names(stacks, expert_shapes(spec))
+            mark_experts(model, {name: model.get_parameter(name).shape for name in names})
     targets = list(_kept_names(stacks, adapted(spec, adapter.targets)))
     with torch.device("meta"):
         peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
@@ -36,19 +44,33 @@ def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spe
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Give each module of 4 bits its packed weight, in storage elements of the dtype that it had.
+    """Give each quantized module its packed weight: 4 bits in storage elements of the dtype that it had, 8 bits with scales.
 
-    A parameter of torch's own, since a fake tensor takes no subclass; all that is asked of it is its `quant_state`.
+    A parameter of torch's own, since a fake tensor takes no subclass. A 4-bit one is asked for its `quant_state` alone.
     """
     import torch
 
     for module in model.modules():
-        if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):
-            whole: Any = module.weight
-            shape = packed_shape(whole.numel(), whole.dtype.itemsize)
-            packed: Any = torch.nn.Parameter(torch.empty(shape, dtype=whole.dtype), requires_grad=False)
-            packed.quant_state = tuple(whole.shape)
-            module.weight = packed
+        experts: Any = getattr(module, "packed_experts", None)
+        for name in experts.shapes if experts is not None else ():
+            fused = module.get_parameter(name)
+            column = torch.empty(packed_shape(fused.numel(), fused.dtype.itemsize), dtype=fused.dtype)
+            module._parameters[name] = torch.nn.Parameter(column, requires_grad=False)
+            experts.states[name] = (tuple(fused.shape), fused.dtype)
+        kind = type(module).__name__
+        if kind not in ("Linear4bit", "Linear8bitLt") or hasattr(module, "base_layer"):
+            continue
+        whole: Any = module.weight
+        shape, dtype = tuple(whole.shape), torch.int8
+        if kind == "Linear4bit":
+            shape, dtype = packed_shape(whole.numel(), whole.dtype.itemsize), whole.dtype
+        packed: Any = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        packed.quant_state, packed.CB, packed.SCB = tuple(whole.shape), None, None
+        if kind == "Linear8bitLt":
+            state: Any = module.state
+            state.CB, state.SCB = packed.data, torch.empty(shape[0])
+            module.register_buffer("scales", state.SCB)  # it exists before the step
+        module.weight = packed
 
 
 def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
@@ -59,21 +81,26 @@ def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[
             yield name
             continue
         index, _, rest = name.removeprefix(f"{stack.name}.").partition(".")
-        if int(index) in stack.kept:
-            yield f"{stack.name}.{stack.kept.index(int(index))}.{rest}"
+        if int(index) in stack.indices:
+            yield f"{stack.name}.{stack.indices.index(int(index))}.{rest}"
 
 
-def _replace(model: PreTrainedModel, name: str) -> None:
-    """Replace a linear module with bitsandbytes' 4-bit module; its weight stays."""
+def _replace(model: PreTrainedModel, name: str, bits: int) -> None:
+    """Replace a linear module with bitsandbytes' module of 4 or 8 bits; its weight stays."""
     import_bitsandbytes()
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     plain: Any = model.get_submodule(name)
     # GPT-2's `Conv1D` keeps its weight the other way round.
     weight = plain.weight.data if hasattr(plain, "out_features") else plain.weight.data.t()
     dtype = weight.dtype
-    packed = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+    packed: Any
+    if bits == 4:
+        packed = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+        packed.weight = Params4bit(weight, requires_grad=False)
+    else:
+        packed = Linear8bitLt(1, 1, bias=False, has_fp16_weights=False)
+        packed.weight = Int8Params(weight, requires_grad=False)
     (packed.out_features, packed.in_features), packed.bias = weight.shape, plain.bias
-    packed.weight = Params4bit(weight, requires_grad=False)
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, packed)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.core.errors import RunError
+from toolkit.forecasting.context import COMMUNICATION, CONTEXT, FRAGMENTATION
 from toolkit.forecasting.timing import Timing
 from toolkit.run_folder.run_json import open_finished_run
 
@@ -44,7 +45,14 @@ def calibrated(forecast: F, path: Path) -> F:
         _check_device(forecast, expected["hardware"]["device"], path)
         more = measured["peak_bytes"] - expected["device"]["peak_bytes"]
         fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
-        reserved = (fullest.get("reserved_bytes") or 0) / fullest["peak_bytes"]
+        reserved, device = fullest.get("reserved_bytes"), fullest.get("device_bytes")
+        context = dict(forecast.context)
+        if reserved:
+            context[FRAGMENTATION] = round((forecast.peak_bytes + more) * (reserved / fullest["peak_bytes"] - 1))
+        if reserved and device and forecast.ranks > 1:
+            context[COMMUNICATION] = max(0, device - reserved - context[CONTEXT])
+        elif reserved and device:
+            context[CONTEXT] = device - reserved
         seconds = [event["seconds"] for event in steps]
         took = statistics.median(seconds[WINDOW:] or seconds)
         speed = expected["operations"] / took
@@ -60,7 +68,8 @@ def calibrated(forecast: F, path: Path) -> F:
         peak_bytes=peak,
         parts={**forecast.parts, part: forecast.parts[part] + more},
         phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
-        reserved_bytes=round(peak * reserved) or None,
+        context=context,
+        reserved_bytes=peak + context[FRAGMENTATION] if reserved else None,
         timing=Timing(step_seconds=step_seconds, tokens_per_second=tokens / step_seconds, mfu=mfu),
         change=None,
         changed_bytes=None,

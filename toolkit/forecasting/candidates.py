@@ -66,7 +66,7 @@ class Candidate:
         forecast = self.forecast
         if forecast is None:
             return re.sub(r"\b(accumulation|got|than|micro_batch) \d+", r"\1 n", self.reason)
-        if forecast.peak_bytes > forecast.limit_bytes:
+        if forecast.device_lacks:
             return f"A rank has {format_bytes(forecast.limit_bytes)} and needs more."
         if forecast.host_lacks:
             return f"A node's host has {format_bytes(forecast.hardware.host_free_bytes)} and its ranks need more."
@@ -78,7 +78,7 @@ class Candidate:
         forecast = self.forecast
         if forecast is None:
             return math.inf, 0
-        needs = [(forecast.peak_bytes, forecast.limit_bytes)]
+        needs = [(forecast.needed_bytes, forecast.limit_bytes)]
         if forecast.host_lacks:
             needs.append((forecast.host_bytes, forecast.hardware.host_free_bytes))
         return max((need / max(1, limit), need) for need, limit in needs)
@@ -98,7 +98,7 @@ class Candidate:
             "step": format_step_seconds(seconds) if seconds else "–",
             "hours": f"{self.hours:,.1f}" if self.hours else "–",
             "cost": f"{self.cost:,.2f}" if self.cost else "–",
-            "peak": format_bytes(forecast.peak_bytes) if forecast else "–",
+            "need": format_bytes(forecast.needed_bytes) if forecast else "–",
             "why": f"needs {format_bytes(self.shortfall[1])}" if forecast else self.reason,
         }
 
@@ -117,14 +117,14 @@ class Candidate:
 def rank_key(candidate: Candidate) -> tuple[float, int]:
     """Order candidates that fit: the fastest first, then the one that needs least."""
     assert candidate.forecast is not None, "what fits has a forecast"
-    return -(candidate.forecast.tokens_per_second or 0.0), candidate.forecast.peak_bytes
+    return -(candidate.forecast.tokens_per_second or 0.0), candidate.forecast.needed_bytes
 
 
 def rejection(forecast: Forecast) -> str:
     """Return why a plan leaves a forecast out, in a sentence; empty where it does not."""
     if not forecast.fits:
         return forecast.reason
-    if forecast.peak_bytes > MARGIN * forecast.limit_bytes:
-        need, limit = format_bytes(forecast.peak_bytes), format_bytes(forecast.limit_bytes)
+    if forecast.needed_bytes > MARGIN * forecast.limit_bytes:
+        need, limit = format_bytes(forecast.needed_bytes), format_bytes(forecast.limit_bytes)
         return f"It needs {need} of {limit}: less than 5% are left."
     return ""

@@ -30,6 +30,7 @@ FIGURES: dict[str, tuple[str, Callable[[Forecast], float | None]]] = {
         f"{part} at the peak": ("bytes", partial(lambda part, forecast: forecast.parts.get(part), part))
         for part in PARTS
     },
+    "CUDA's own memory": ("bytes", lambda forecast: forecast.context_bytes),
     "sent in a step": ("bytes", lambda forecast: forecast.communication_bytes),
     "host memory of a node": ("bytes", lambda forecast: forecast.host_bytes),
     "operations of a step": ("operations", lambda forecast: forecast.operations),
@@ -82,7 +83,7 @@ class ForecastDiff(Result):
         """Both in a sentence."""
         both = list(zip((self.one, self.other), self.labels, strict=True))
         sentences = [
-            f"{label} needs {format_bytes(forecast.peak_bytes)} and {'fits' if forecast.fits else 'does not fit'}"
+            f"{label} needs {format_bytes(forecast.needed_bytes)} and {'fits' if forecast.fits else 'does not fit'}"
             for forecast, label in both
         ]
         times = [(forecast.step_seconds, label) for forecast, label in both if forecast.step_seconds]

@@ -218,7 +218,7 @@ def _column(job: Job) -> DtypeColumn:
     dtypes: dict[Place, str] = {("loading", weights): read_dtype(job)}
     if job.strategy.adapter != "none":
         frozen = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
-        if job.strategy.adapter == "qlora":
+        if job.strategy.adapter == "qlora":  # int8 says its bits itself
             frozen = f"4 bits in {frozen}"
         dtypes = {("loading", weights): kept_dtype(job), ("loading", "frozen weights"): frozen}
         account = {**account, "frozen": frozen}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.engines.adapters import import_bitsandbytes
 from toolkit.engines.traces import TraceConfig
+from toolkit.forecasting.adapter_traces import QUANTIZED
 from toolkit.forecasting.cuda_autocast import cuda_casts
 
 if TYPE_CHECKING:
@@ -44,9 +45,14 @@ def patched(config: TraceConfig) -> Iterator[None]:
     kernels: list[tuple[Any, str, Callable[..., Any]]] = [(functional, "grouped_mm", _grouped_mm)]
     if config.device == "cuda":
         kernels.append((functional, "scaled_dot_product_attention", partial(_attention, config.flash)))
-    if config.adapter is not None and config.adapter.kind == "qlora":
+    if config.adapter is not None and config.adapter.kind in QUANTIZED:
         import_bitsandbytes()
-        kernels.append((importlib.import_module("bitsandbytes"), "matmul_4bit", _fake_product))
+        bitsandbytes = importlib.import_module("bitsandbytes")
+        kernels.append((bitsandbytes, "matmul_4bit", _fake_product))
+        if config.device == "cuda":
+            kernels.append((bitsandbytes, "matmul", _int8_product))
+        packing = importlib.import_module("bitsandbytes.functional")
+        kernels.append((packing, "dequantize_4bit", lambda packed, state: _fake_dequantize(*state)))
     if not config.masked:
         kernels.append((masking_utils, "find_packed_sequence_indices", lambda positions: None))
     with _ONE_AT_A_TIME, ExitStack() as replaced:
@@ -87,14 +93,16 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
 
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(other)  # of packed experts it is made for this forward
             return cast("torch.Tensor", product(matrix, other, offs))
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return cast("torch.Tensor", product(grad, other.transpose(-2, -1), offs))
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            (other,) = ctx.saved_tensors
+            return cast("torch.Tensor", product(grad, other.transpose(-2, -1), offs)), None
 
-    return Product.apply(matrix)  # type: ignore[no-untyped-call]
+    return Product.apply(matrix, other)  # type: ignore[no-untyped-call]
 
 
 def _attention(
@@ -151,12 +159,37 @@ def _fake_product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bi
     return Product.apply(x)  # type: ignore[no-untyped-call]
 
 
-def _fake_dequantize(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _fake_dequantize(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return dequantized weights, made from scales that are dequantized first."""
     import torch
 
-    scales = torch.empty(math.ceil(shape[0] * shape[1] / BLOCK))
+    scales = torch.empty(math.ceil(math.prod(shape) / BLOCK))
     scales = scales + 1
     whole = torch.empty(shape, dtype=dtype)
     del scales
     return whole
+
+
+def _int8_product(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None, state: Any) -> Any:
+    """Follow bitsandbytes/autograd/_functions.py `MatMul8bitLt` without outliers; on a CPU its own `MatMul8bitFp` is traced.
+
+    The integer product of backends/cuda/ops.py `int8_scaled_mm` takes four bytes an element before it is scaled.
+    """
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.x = x
+            half = x.to(torch.float16)
+            codes = torch.empty(half.shape, dtype=torch.int8)
+            product = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int32)
+            del half, codes
+            return product.to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            whole = state.CB.to(ctx.x.dtype, copy=True)
+            return torch.matmul(grad.to(ctx.x.dtype), whole)
+
+    return Product.apply(x)  # type: ignore[no-untyped-call]

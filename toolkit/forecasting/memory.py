@@ -35,13 +35,10 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
         others: where it has to be traced, trace it for the other engines too: whoever asks of one asks of them next.
 
     Raises:
-        StrategyError: for an adapter whose bytes cannot be forecast yet.
         MissingLibrary: for an adapter that cannot be traced without its library.
     """
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
-    if strategy.adapter == "qlora8":
-        raise StrategyError(f"adapter {strategy.adapter!r} cannot be forecast yet. Choose adapter 'qlora', or 'lora'.")
     require_adapter(strategy)
     engine, train_config = engine_of(strategy), job.train_config
     configs = [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]

@@ -110,7 +110,7 @@ class Plan(Result):
         assert forecast is not None, "what is ranked has a forecast"
         words = "{sharding}, offload {offload}, recompute {recompute}, batch {batch}".format(**self.best.cells)
         speed = f" at {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens_per_second else ""
-        needs = f"A rank needs {format_bytes(forecast.peak_bytes)} of {format_bytes(forecast.limit_bytes)}."
+        needs = f"A rank needs {format_bytes(forecast.needed_bytes)} of {format_bytes(forecast.limit_bytes)}."
         run = "--write FILE writes its config for every node."
         if self.hardware.nodes == 1:
             ranks = f"--processes {self.hardware.ranks} " if self.hardware.ranks > 1 else ""
@@ -123,13 +123,13 @@ class Plan(Result):
         shown = self.ranked if self.whole else self.ranked[:SHOWN]
         ranked = _table(
             f"{self.model} on {self.hardware.label}, global batch {self.global_batch}",
-            (*COLUMNS, "tokens/s", *(costs or ("step",)), "peak"),
+            (*COLUMNS, "tokens/s", *(costs or ("step",)), "need"),
             shown,
             self._notes(len(shown)),
         )
         alternatives = _table(
             "What fits with one change" if self.ranked else "What would fit",
-            ("change", "sharding", "offload", "tokens/s", *costs, "peak"),
+            ("change", "sharding", "offload", "tokens/s", *costs, "need"),
             self.alternatives,
             ["Each with its fastest sharding at the smallest micro-batch. Plan again with the change for all of them."],
         )
@@ -140,7 +140,9 @@ class Plan(Result):
         if not self.ranked:
             return []
         notes = [note for best in self.ranked[:UNCERTAIN] if best.forecast for note in best.forecast.unknown]
-        notes.append("recompute: activation checkpointing. batch: micro-batch x accumulation. peak: of a rank.")
+        notes.append(
+            "recompute: activation checkpointing. batch: micro-batch x accumulation. need: of a rank, with CUDA's own memory."
+        )
         if shown < len(self.ranked):
             notes.append(f"{len(self.ranked) - shown} more fit; --all shows them.")
         if self.tokens is not None:
@@ -254,7 +256,7 @@ def plan(
     )
     _check_request(search, vary)
     if base.quantized:
-        check_quantized(spec, allow_unquantized)
+        check_quantized(spec, base.adapter, allow_unquantized)
     ranked, rejected = search.run()
     return Plan(
         model=spec.name,

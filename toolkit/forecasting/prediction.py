@@ -19,6 +19,7 @@ from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
+from toolkit.forecasting.context import SOURCES, context_memory
 from toolkit.forecasting.finished_run import FinishedRun
 from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
@@ -58,7 +59,7 @@ def forecast(
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     assert job.spec is not None
     if job.strategy.quantized:
-        check_quantized(job.spec, allow_unquantized)
+        check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
     result = forecast_job(job, machine, one_document=one_document, others=True)
     # A peak that lies elsewhere than the logits is the same without them.
     logits = result.parts["logits"]
@@ -108,14 +109,14 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
             strategy, train_config = changed(forecast.strategy, forecast.train_config, change)
             other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
             if strategy.quantized and not forecast.strategy.quantized:
-                check_quantized(job.spec, allow_unquantized=False)
+                check_quantized(job.spec, strategy.adapter, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
             smaller = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
             continue
         if smaller.fits:
-            return dataclasses.replace(forecast, change=change, changed_bytes=smaller.peak_bytes)
+            return dataclasses.replace(forecast, change=change, changed_bytes=smaller.needed_bytes)
     return forecast
 
 
@@ -150,7 +151,12 @@ def forecast_job(
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
-    return build_forecast(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
+    result = build_forecast(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
+    if checkpoints and result.host_lacks:
+        bare: Ledger = replay(job, trace, step, checkpoints=False)
+        without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
+        result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
+    return result
 
 
 def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
@@ -162,8 +168,9 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         peak_bytes=ledger.peak,
         peak_phase=ledger.peak_phase,
         parts={part: ledger.parts.get(part, 0) for part in PARTS},
+        context=context_memory(job, ledger.peak),
         phases=dict(ledger.phases),
-        host_bytes=_host(job, machine, ledger),
+        host_bytes=ledger.node_peak(ceil_div(job.ranks, machine.nodes)),
         checkpoint_bytes=checkpoint_bytes(job),
         checkpoint_stall_seconds=checkpoint_stall(job, machine),
         operations=operations(job, step),
@@ -179,12 +186,6 @@ def _limit(job: Job, machine: Hardware) -> int:
     return machine.host_free_bytes // ceil_div(job.ranks, machine.nodes)
 
 
-def _host(job: Job, machine: Hardware, ledger: Ledger) -> int:
-    """Return a node's need; rank 0's own is added to all ranks', as if both peaked at once."""
-    ranks = ceil_div(job.ranks, machine.nodes)
-    return ranks * (ledger.peak if ledger.shared else ledger.host_peak) + ledger.rank0_peak
-
-
 def _uncertainties(job: Job) -> tuple[str, ...]:
     notes = []
     if job.device.card is None:
@@ -192,9 +193,8 @@ def _uncertainties(job: Job) -> tuple[str, ...]:
     else:
         notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
     if job.device.kind == "cuda":
-        notes.append(
-            "CUDA's context and the allocator's fragmentation are not in it: 9 to 52% more in published runs on a T4."
-        )
+        terms = "; ".join(f"{term}: {SOURCES[term]}" for term in context_memory(job, 0))
+        notes.append(f"CUDA's own memory is that of other runs: a run's `calibrate` tells this card's. {terms}.")
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed
         notes.append(

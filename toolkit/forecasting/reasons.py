@@ -18,9 +18,9 @@ EQUAL = 0.01
 """Differences up to this share of the larger value are none."""
 
 STATES = {"parameters": "the parameters", "master": "the master copy", "optimizer": "the moments"}
-"""Parts that stay between steps, in words; the others exist within a step."""
+"""Parts that stay between steps, as sentences name them; the others exist within a step."""
 
-WORDS = {**STATES, "activations": "the activations", "logits": "the logits", "gradients": "the gradients"}
+PART_NAMES = {**STATES, "activations": "the activations", "logits": "the logits", "gradients": "the gradients"}
 
 SETTINGS = {
     "micro_batch": "takes {0} sequences at once, not {1}",
@@ -83,7 +83,7 @@ class _Side:
 def explain(first: Forecast, second: Forecast, labels: tuple[str, str]) -> Iterator[tuple[str, str]]:
     """Yield reasons: states, memory within a step, communication, time."""
     sides = _Side(label=labels[0], forecast=first), _Side(label=labels[1], forecast=second)
-    for part in (*WORDS, "buffers"):
+    for part in (*PART_NAMES, "buffers"):
         yield from ((part, sentence) for sentence in _explain_part(sides, part))
     yield from (("communication", sentence) for sentence in _explain_communication(sides))
     yield from (("time", sentence) for sentence in _explain_time(sides))
@@ -125,15 +125,15 @@ def _explain_part(sides: Sequence[_Side], part: str) -> Iterator[str]:
     if part in ("activations", "logits"):
         causes = list(_setting_causes(less, more))
     else:
-        causes = list(_state_causes(less, more, part)) if part in WORDS else []
-    verbs = " and ".join(causes) or f"holds less of {WORDS.get(part, f'the {part}')}"
+        causes = list(_state_causes(less, more, part)) if part in PART_NAMES else []
+    verbs = " and ".join(causes) or f"holds less of {PART_NAMES.get(part, f'the {part}')}"
     moment = "of a rank" if part in STATES else "at its peak"
     yield f"{less.label} {verbs}: {format_bytes(few)} {moment} instead of {format_bytes(many)}."
 
 
 def _state_causes(less: _Side, more: _Side, part: str) -> Iterator[str]:
     """Yield what makes a state or the gradients smaller, each as a verb with its object."""
-    words = WORDS[part]
+    words = PART_NAMES[part]
     if part in STATES and not less.size(part):
         yield f"keeps {words} in the host's memory"
         return

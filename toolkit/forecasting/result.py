@@ -24,7 +24,7 @@ from toolkit.forecasting.timing import Timing
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Result):
-    """Memory and speed of a run. Bytes are the allocator's, on the fullest rank."""
+    """Memory and speed of a run. Bytes are the allocator's, on the fullest rank; `needed_bytes` adds what CUDA itself takes."""
 
     job: Job = field(repr=False)
     """The resolved request."""
@@ -35,10 +35,14 @@ class Forecast(Result):
     peak_phase: str
     parts: Mapping[str, int]
     """At the instant of the peak; they add up to it."""
+    context: Mapping[str, int] = field(default_factory=dict)
+    """What a rank takes of its GPU besides that, by term (`context.context_memory`); empty on CPU ranks."""
     phases: Mapping[str, int]
     """The highest total within each phase."""
     host_bytes: int
-    """The highest need of a node's host: of all its ranks, and of rank 0's additional memory."""
+    """The highest need of the host of rank 0's node at one moment: of all its ranks, and of rank 0's additional memory."""
+    host_checkpoint_bytes: int = 0
+    """Of `host_bytes`, what checkpoints alone need; 0 where the host has enough."""
     checkpoint_bytes: int
     checkpoint_stall_seconds: float
     """How long the steps wait for a checkpoint; for offloaded states, until these are written."""
@@ -57,7 +61,7 @@ class Forecast(Result):
     change: Mapping[str, Any] | None = None
     """The smallest change that fits, if the forecast does not fit; None if no change helps."""
     changed_bytes: int | None = None
-    """The peak with that change."""
+    """The bytes needed with that change."""
 
     @property
     def model(self) -> str:
@@ -91,9 +95,24 @@ class Forecast(Result):
         return self.timing.tokens_per_second if self.timing else None
 
     @property
+    def context_bytes(self) -> int:
+        """What a rank takes of its GPU besides the allocator's peak; 0 on CPU ranks."""
+        return sum(self.context.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak and what CUDA itself takes: the need that is compared with the limit."""
+        return self.peak_bytes + self.context_bytes
+
+    @property
+    def device_lacks(self) -> bool:
+        """Whether a rank needs more than it has."""
+        return self.needed_bytes > self.limit_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak is within the limit, and the host's need within its memory, without a margin."""
-        return self.peak_bytes <= self.limit_bytes and not self.host_lacks
+        """Whether a rank's need is within its limit, and the host's within its memory, without a margin."""
+        return not self.device_lacks and not self.host_lacks
 
     @property
     def host_lacks(self) -> bool:
@@ -103,14 +122,24 @@ class Forecast(Result):
     @property
     def reason(self) -> str:
         """Why it fits or does not, in a sentence."""
-        peak, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
+        need, limit = format_bytes(self.needed_bytes), format_bytes(self.limit_bytes)
+        if self.context:
+            need += f" ({format_bytes(self.context_bytes)} of it outside the allocator)"
         if self.fits:
-            return f"The highest need, {peak} in {self.peak_phase}, is within the {limit} that a rank has."
-        if self.host_lacks and self.peak_bytes <= self.limit_bytes:
+            return f"The highest need, {need} in {self.peak_phase}, is within the {limit} that a rank has."
+        if not self.device_lacks:
             host, free = format_bytes(self.host_bytes), format_bytes(self.hardware.host_free_bytes)
-            return f"A node's host has {free}, and its ranks need {host} of it to read, offload and write."
+            reason = f"A node's host has {free}, and its ranks need {host} of it to read, offload and write."
+            if not self.host_checkpoint_bytes:
+                return reason
+            copies = format_bytes(self.host_checkpoint_bytes)
+            fits = self.host_bytes - self.host_checkpoint_bytes <= self.hardware.host_free_bytes
+            without = "it fits" if fits else "it does not fit either"
+            return (
+                f"{reason} Checkpoints are {copies} of that: without them (--save-every 0 --save-seconds 0) {without}."
+            )
         largest = max(self.parts, key=lambda part: self.parts[part])
-        lacks = f"A rank has {limit} and needs {peak} in {self.peak_phase}, {format_bytes(self.parts[largest])} of it {largest}."
+        lacks = f"A rank has {limit} and needs {need} in {self.peak_phase}, {format_bytes(self.parts[largest])} of it {largest}."
         if self.change is None or self.changed_bytes is None:
             return lacks
         flags = " ".join(spell(self.change))
@@ -147,13 +176,16 @@ class Forecast(Result):
             "device": {
                 "peak_bytes": self.peak_bytes,
                 "peak_phase": self.peak_phase,
+                "needed_bytes": self.needed_bytes,
+                "context_bytes": self.context_bytes,
+                "context": dict(self.context),
                 "limit_bytes": self.limit_bytes,
                 "reserved_bytes": self.reserved_bytes,
                 "fused_peak_bytes": self.fused_bytes,
                 "parts": dict(self.parts),
                 "phases": dict(self.phases),
             },
-            "host": {"peak_bytes": self.host_bytes},
+            "host": {"peak_bytes": self.host_bytes, "checkpoint_bytes": self.host_checkpoint_bytes},
             "nvme": {"peak_bytes": 0},
             **(dataclasses.asdict(self.timing) if self.timing else unknown),
             "checkpoint_bytes": self.checkpoint_bytes,
@@ -165,8 +197,9 @@ class Forecast(Result):
 
     def pictures(self) -> Sequence[str]:
         """Return pictures of the peak by part, and of each phase's highest total, with the limit."""
-        peak = Bar(label=self.peak_phase, parts={part: self.parts[part] for part in PARTS if self.parts.get(part)})
-        title = f"Highest need of a rank: {format_bytes(self.peak_bytes)} in {self.peak_phase}"
+        parts = {**{part: self.parts.get(part, 0) for part in PARTS}, "context": self.context_bytes}
+        peak = Bar(label=self.peak_phase, parts=parts)
+        title = f"Highest need of a rank: {format_bytes(self.needed_bytes)} in {self.peak_phase}"
         limit: dict[str, Any] = {"limit": self.limit_bytes, "limit_label": "a rank has"}
         phases = [
             Bar(label=phase, parts={"highest total": self.phases[phase]}) for phase in PHASES if phase in self.phases
@@ -179,7 +212,7 @@ class Forecast(Result):
 
     def tables(self) -> list[Table]:
         """Return the peak by part, the highest total of each phase, and a step's figures."""
-        parts = [(part, format_bytes(self.parts[part])) for part in PARTS if self.parts.get(part)]
+        parts = {**{part: self.parts.get(part, 0) for part in PARTS}, **self.context, "all": self.needed_bytes}
         phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
         where = f"{self.ranks} x {self.hardware.device.name}"
         title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
@@ -198,7 +231,11 @@ class Forecast(Result):
         }
         rows = [(name, figure) for name, figure in figures.items() if figure]
         return [
-            Table(title=title, columns=("part", "bytes"), rows=[*parts, ("all", format_bytes(self.peak_bytes))]),
+            Table(
+                title=title,
+                columns=("part", "bytes"),
+                rows=[(part, format_bytes(size)) for part, size in parts.items() if size],
+            ),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
             Table(title="A step", columns=("figure", "value"), rows=rows, notes=self.unknown),
         ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from toolkit.core.units import round_up
@@ -28,10 +29,10 @@ def split_segments(
         block: bytes that the allocator rounds every storage up to.
         is_boundary: says of an event, and of whom it tells, whether segments have to end there: the fewer, the faster a replay.
     """
-    layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.kept))}
+    layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.indices))}
     rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
     segments: list[Segment] = []
-    for stack, members in _group_layers(trace.stacks, list(_split_at_layers(rounded, layers))):
+    for stack, members in _group_layers(trace.stacks, _split_at_layers(rounded, layers)):
         if stack is not None:
             segments += _repeat_layers(stack, members, is_boundary)
         else:
@@ -76,7 +77,7 @@ def _split_at_layers(events: Sequence[Event], layers: Set[str]) -> Iterator[_Spa
 
 
 def _group_layers(
-    stacks: Sequence[LayerStack], shallow: Sequence[_Span]
+    stacks: Sequence[LayerStack], shallow: Iterable[_Span]
 ) -> Iterator[tuple[LayerStack | None, list[_Span]]]:
     """Group consecutive segments of one stack and direction, and consecutive segments of none."""
 
@@ -84,19 +85,15 @@ def _group_layers(
         stack = next((candidate for candidate in stacks if span.layer.startswith(f"{candidate.name}.")), None)
         return None if stack is None else (stack, span.backward)
 
-    run: list[_Span] = []
-    for index, span in enumerate(shallow):
-        following = key(shallow[index + 1]) if index + 1 < len(shallow) else None
-        if run and key(span) is None and following is not None and following == key(run[-1]):
+    spans: list[_Span] = []
+    for span in shallow:
+        if len(spans) > 1 and key(spans[-1]) is None and key(span) == key(spans[-2]) is not None:
             # What lies between two layers belongs to the one before.
-            run[-1] = replace(run[-1], events=run[-1].events + span.events)
-            continue
-        if run and key(span) != key(run[-1]):
-            yield (key(run[-1]) or (None,))[0], run
-            run = []
-        run.append(span)
-    if run:
-        yield (key(run[-1]) or (None,))[0], run
+            between = spans.pop()
+            spans[-1] = replace(spans[-1], events=spans[-1].events + between.events)
+        spans.append(span)
+    for group, members in itertools.groupby(spans, key):
+        yield (group or (None,))[0], list(members)
 
 
 def _repeat_layers(

@@ -92,26 +92,21 @@ class Timeline(Result):
     def _course_points(self) -> tuple[dict[str, list[Point]], dict[float, str]]:
         """Return each phase's points over a section of its own, and where its name stands.
 
-        What the first step alone makes before its forward, the moments of the optimizer, is no stretch.
+        The moments of the optimizer, which the first step alone makes before its forward, have no section.
         """
         lines: dict[str, list[Point]] = {}
         names: dict[float, str] = {}
-        runs = [
-            (phase, [size for _, size in run]) for phase, run in itertools.groupby(self.course, lambda point: point[0])
-        ]
-        first = next(place for place, (phase, _) in enumerate(runs) if phase == "forward")
-        end, place = 0.0, 0
-        for number, (phase, sizes) in enumerate(runs):
-            if phase == "step" and number < first:
-                end = float(sizes[-1])
-                continue
-            line = lines.setdefault(phase, [])
-            if line:
-                line.append((float(place), None))
-            begins = [end, *sizes]
-            line += [(place + index / max(1, len(begins) - 1), float(size)) for index, size in enumerate(begins)]
-            names[place + 0.5] = phase
-            end, place = float(sizes[-1]), place + 1
+        end, place, begun = 0.0, 0, False
+        for phase, moments in itertools.groupby(self.course, lambda moment: moment[0]):
+            sizes = [float(size) for _, size in moments]
+            begun = begun or phase == "forward"
+            if begun or phase != "step":
+                line = lines.setdefault(phase, [])
+                line += [(float(place), None)] if line else []
+                line += [(place + index / len(sizes), size) for index, size in enumerate([end, *sizes])]
+                names[place + 0.5] = phase
+                place += 1
+            end = sizes[-1]
         return lines, names
 
     def tables(self) -> list[Table]:

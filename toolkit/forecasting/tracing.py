@@ -199,7 +199,7 @@ def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(grown(name))  # type: ignore[no-untyped-call]
-    layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.kept))}
+    layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.indices))}
     for name, module in model.named_modules():
         _watch_module(module, name, name in layers, tracker)
 

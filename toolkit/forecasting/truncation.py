@@ -39,7 +39,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
         if types and len(set(types)) > 1:  # models look their layers' types up by number
             text.layer_types = [types[index] for index in kept_layers]
-        stacks.append(LayerStack(name=name, kinds=kinds, kept=kept_layers))
+        stacks.append(LayerStack(name=name, kinds=kinds, indices=kept_layers))
     return tuple(stacks)
 
 

@@ -1,18 +1,14 @@
 """Start, supervise, show, stop and restart runs of `accelerate launch`, and explain their failures."""
 
 from toolkit.launcher.api import launch, resume
-from toolkit.launcher.failures import RankDied, RankHung
 from toolkit.launcher.restarts import RestartPolicy, supervise_with_restarts
 from toolkit.launcher.run_handle import Run
-from toolkit.launcher.run_list import Runs, attach, runs
+from toolkit.launcher.run_list import attach, runs
 from toolkit.launcher.supervisor import Stopped, supervise
 
 __all__ = [
-    "RankDied",
-    "RankHung",
     "RestartPolicy",
     "Run",
-    "Runs",
     "Stopped",
     "attach",
     "launch",

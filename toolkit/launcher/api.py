@@ -27,7 +27,7 @@ from toolkit.launcher.run_handle import Run
 from toolkit.launcher.targets import RECIPE, Target, dump_function, named, write_function
 from toolkit.launcher.trust import check_target, target_of
 from toolkit.models import ModelSpec
-from toolkit.run_folder.folder import CLAIM, RUNS, Folder, claim, new_path
+from toolkit.run_folder.folder import CLAIM, RUNS, Folder, check_new, claim, new_path
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import SUPERVISOR, TOKEN, new_token, sign
 from toolkit.training.metrics import RUN_DIR
@@ -85,6 +85,7 @@ def launch(
     strategy_, machine = options["strategy"], hardware()
     ranks = choose_ranks([strategy_], machine, processes)
     resolve(strategy_, options["train_config"], None, ranks, machine.device)
+    check_new(run_dir)
     path = expand_user(run_dir) if run_dir else new_path(RUNS, strategy_.sharding)
     with claim(path, resume=False, token=new_token(), wait=CLAIM_SECONDS) as folder:
         words = ["--run-dir", str(path), "--processes", str(ranks)]

@@ -36,10 +36,6 @@ def host(path: Path, target: Target) -> int:
         with folder.room_for_error(rank):
             try:
                 _run(folder, target)
-            except ToolkitError as error:
-                traceback.print_exc()
-                folder.record_error(rank, error)
-                return error.exit_code
             except SystemExit as error:
                 if error.code in (None, 0):
                     return 0
@@ -48,7 +44,7 @@ def host(path: Path, target: Target) -> int:
             except BaseException as error:
                 traceback.print_exc()
                 folder.record_error(rank, error)
-                return 1
+                return error.exit_code if isinstance(error, ToolkitError) else 1
     return 0
 
 

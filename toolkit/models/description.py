@@ -233,7 +233,8 @@ def _attentions(module: PreTrainedModel) -> tuple[str, ...]:
     flash = tuple(kernel for kernel in flash if compatible is None or kernel in compatible)
     sdpa = ["sdpa"] if module._supports_sdpa else []
     flex = ["flex"] if module._supports_flex_attn else []
-    return (*flash, *sdpa, "eager", *flex)
+    varlen = ["varlen"] if module._supports_sdpa and module._supports_attention_backend else []
+    return (*flash, *varlen, *sdpa, "eager", *flex)
 
 
 def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: list[Routed]) -> tuple[Parameter, ...]:

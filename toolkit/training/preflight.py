@@ -118,7 +118,7 @@ def run_preflight(
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
-        check_quantized(spec, run_config.allow_unquantized)
+        check_quantized(spec, strategy.adapter, run_config.allow_unquantized)
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     for name, each in contents.items():
@@ -131,6 +131,7 @@ def run_preflight(
             chat_template=run_config.chat_template,
             packing=None if run_config.packing else False,
             text_column=run_config.text_column,
+            attention=resolved.strategy.attention,
         )
         notes += [f"{name}: {each.source.summary}"] if each.source.summary else []
     data = rows["data"]

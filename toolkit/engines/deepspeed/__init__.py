@@ -162,7 +162,13 @@ class DeepSpeed(ZeroForecast, ZeroState):
         if environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         if own := read_environment(environ, Strategy):
-            return read_precision(environ) | own
+            launched = read_precision(environ)
+            if own | launched != launched | own:
+                raise StrategyError(
+                    f"mixed_precision {launched['precision']} of the Accelerate config file contradicts its "
+                    f"deepspeed_config_file, which enables {own['precision']}. Change one of them."
+                )
+            return launched | own
         stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         offload = "optimizer" if environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == "cpu" else "none"
         offload = "cpu" if environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE") == "cpu" else offload
@@ -183,7 +189,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
     def loading_note(self, job: Job) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if stage_of(job.strategy) < 3:
-            return "every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters"
+            return super().loading_note(job)
         if job.strategy.quantized and not streams(job):
             # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
             return "every rank reads and quantizes the whole model, then keeps its shard"

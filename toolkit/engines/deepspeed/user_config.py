@@ -71,7 +71,7 @@ NUMBERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 """The field of each numeric key."""
 
-WORDS: Mapping[str, Mapping[Any, dict[str, Any]]] = {
+CHOICES: Mapping[str, Mapping[Any, dict[str, Any]]] = {
     "fp16.enabled": {True: {"precision": "fp16"}, False: {}},
     "bf16.enabled": {True: {"precision": "bf16"}, False: {}},
     "data_types.grad_accum_dtype": {word: {"grad_accum_dtype": word} for word in ("fp32", "bf16", "fp16")},
@@ -114,12 +114,12 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
                 raise refuse(key, f"{fields[name]!r}, as another key has it")
             fields[name] = value
 
-    for key, words in WORDS.items():
+    for key, choices in CHOICES.items():
         value = _as_word(keys.get(key))
         if value not in OPEN:
-            if isinstance(value, list) or value not in words:
-                raise refuse(key, ", ".join(json.dumps(word) for word in words))
-            set_fields(key, words[value])
+            if isinstance(value, list) or value not in choices:
+                raise refuse(key, ", ".join(json.dumps(word) for word in choices))
+            set_fields(key, choices[value])
     if "sharding" not in fields:
         raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
     for key, (name, kind) in NUMBERS.items():
@@ -143,7 +143,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
         raise refuse("zero_optimization.offload_param.device", '"none": parameters are offloaded with the optimizer')
     _check_batch(keys, fields, ranks, refuse)
     for key in keys:
-        if key not in (*WORDS, *NUMBERS, *FIXED, *IGNORED, "optimizer.params.betas", "train_batch_size"):
+        if key not in (*CHOICES, *NUMBERS, *FIXED, *IGNORED, "optimizer.params.betas", "train_batch_size"):
             raise refuse(key, "no such key: the toolkit does not set it")
     return fields
 

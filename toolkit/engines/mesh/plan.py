@@ -12,6 +12,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
 from toolkit.models import ModelSpec, Parameter
+from toolkit.models.packing_probe import DROPOUTS
 
 COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
 """Styles that split the first dimension of a weight, and of a bias."""
@@ -20,9 +21,6 @@ ROWS = "rowwise"
 SUMMED = "replicated_with_grad_allreduce"
 """A whole weight whose gradient is summed over the ranks."""
 GATHERED = "colwise_gather_output"
-
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of the dropout of attention weights in configs."""
 
 
 def refuse(job: Job) -> None:
