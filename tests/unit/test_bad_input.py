@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
     "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
     "sequence": ("train --seq-len 100000", ["100000", "2048"]),
-    "learning rate": ("train --lr nan", ["lr nan", "above 0"]),
+    "learning rate": ("train --lr nan", ["lr nan", "finite number"]),
     "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
     "verb": ("trian --sharding zero3", ["'trian'", "Did you mean 'train'?", "doctor"]),
     "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
