@@ -176,7 +176,7 @@ def possible(
         try:
             resolve(case.strategy(), case.train_config(1), spec, case.ranks, device)
             if case.strategy().quantized:
-                check_quantized(spec, False)
+                check_quantized(spec, case.adapter, False)
         except ToolkitError as error:
             refused[str(error).replace(spec.name, f"{case.family}, {case.shape}")] += 1
             continue

@@ -20,8 +20,8 @@ from IPython.utils.capture import capture_output
 from machine import about, parse, parser, write_results
 
 import toolkit as tk
+from toolkit.core.charts import portable
 from toolkit.core.display import Table
-from toolkit.core.drawing import portable
 from toolkit.launcher.views import page
 from toolkit.run_folder.status import Progress
 

@@ -46,8 +46,8 @@ import torch
 from IPython.display import HTML
 from transformers import LlamaConfig, MixtralConfig
 
+from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
-from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import GiB, MiB, format_bytes, format_count
 from toolkit.measurement import peak_memory
 from toolkit.training.step_profile import StepProfiles

@@ -48,8 +48,8 @@ import torch
 from IPython.display import HTML
 from transformers import LlamaConfig
 
+from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
-from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import GiB, MiB, format_bytes, format_count
 from toolkit.data import embedded_files
 from toolkit.training.preflight import random_model

@@ -43,8 +43,8 @@ from IPython.display import HTML
 
 from toolkit.comparison import Comparison, read_run
 from toolkit.core.atomic_io import read_events
+from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
-from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 
 transformers.utils.logging.set_verbosity_error()

@@ -158,8 +158,8 @@ assert torch.equal(logits(adapted), logits(whole))
 from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
 from IPython.display import HTML
 
+from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
-from toolkit.core.drawing import Bar, bars, curve, figure
 from toolkit.core.units import format_bytes
 
 BLOCK = 64  # weights that share one scale

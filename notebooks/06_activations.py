@@ -143,7 +143,7 @@ assert {size for _, size in kept.values()} == {one}  # the input, and nothing el
 # %%
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit.core.drawing import curve
+from toolkit.core.charts import curve
 from toolkit.measurement import peak_memory
 
 
@@ -277,7 +277,7 @@ for _ in range(REPEATS):
 # %%
 import math
 
-from toolkit.core.drawing import figure
+from toolkit.core.charts import figure
 
 extra = peak(stack_of(1)) - inner  # gradients on their way through a layer
 
@@ -339,7 +339,7 @@ assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for 
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from toolkit.core.drawing import Bar, bars
+from toolkit.core.charts import Bar, bars
 
 Path("prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
 words = {"kept": "none", "recomputed": "full"}

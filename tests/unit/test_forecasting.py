@@ -385,9 +385,9 @@ def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -
 
 
 def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
-    spec, strategy = describe(config("mixtral", 2)), Strategy(sharding="zero3", adapter="qlora")
+    spec, strategy = describe(config("mixtral", 2)), Strategy(sharding="ddp", adapter="qlora8")
     with pytest.raises(ModelError) as of_the_run:
-        check_quantized(spec, allow_unquantized=False)
+        check_quantized(spec, "qlora8", allow_unquantized=False)
     said = re.escape(str(of_the_run.value))
     with pytest.raises(ModelError, match=said):
         forecast(spec, strategy, "2x T4", TrainConfig(seq_len=64))

@@ -143,7 +143,7 @@ def line(step: int) -> str:
 
 def test_events_are_read_as_they_come(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path)
+    tail = Tail(path, "loss")
     assert tail.look() == []
     path.write_text(line(1) + line(2)[:20])  # torn
     assert [one["step"] for one in tail.look()] == [1]
@@ -162,7 +162,7 @@ def test_ten_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
     progress = read_progress(tmp_path)
     figures = (progress.step, progress.steps, progress.tokens_per_second, progress.left_seconds)
     assert figures == (10_000, 10_000, 200.0, 0.0)
-    shown = page("runs/x", "running", progress, Tail(tmp_path / "events.jsonl").look(), "")
+    shown = page("runs/x", "running", progress, Tail(tmp_path / "events.jsonl", "loss").look(), "")
     assert len(shown) < 100_000
     assert "<script" not in shown
     assert "4.0 MiB" in shown

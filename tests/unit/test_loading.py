@@ -247,8 +247,8 @@ def test_the_unquantized_share(folder: Path) -> None:
     """Embedding 64 · 32 (tied with the head), norms 5 · 32; a layer's linear weights are 3,072 + 6,144."""
     spec = describe(folder)
     other, linear = 64 * 32 + 5 * 32, 2 * (3072 + 6144)
-    assert unquantized_share(spec) == pytest.approx(other / (other + linear))
-    check_quantized(spec, allow_unquantized=False)
+    assert unquantized_share(spec, "qlora") == pytest.approx(other / (other + linear))
+    check_quantized(spec, "qlora", allow_unquantized=False)
 
 
 def test_a_mostly_unquantized_model_is_refused_before_it_is_read() -> None:
@@ -258,8 +258,9 @@ def test_a_mostly_unquantized_model_is_refused_before_it_is_read() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     spec: ModelSpec = describe(MixtralConfig(num_local_experts=8, **shape, **heads))
     with pytest.raises(ModelError, match=r"leave 9\d% of .*fused experts, .*--allow-unquantized"):
-        check_quantized(spec, allow_unquantized=False)
-    check_quantized(spec, allow_unquantized=True)
+        check_quantized(spec, "qlora8", allow_unquantized=False)
+    check_quantized(spec, "qlora8", allow_unquantized=True)
+    check_quantized(spec, "qlora", allow_unquantized=False)  # 4 bits pack experts, too
 
 
 # The tokenizer
@@ -344,7 +345,7 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
     assert len(packed) == 14
     for name in packed:
         module, expected = deferred.get_submodule(name), whole.get_submodule(name)
-        data = deferred.streamed_weights.share_packed(f"{name}.weight", module)
+        data = deferred.streamed_weights.read(f"{name}.weight", module)
         assert torch.equal(data.view(torch.uint8), expected.weight.data.view(torch.uint8))
         state, other = module.quant_state, expected.weight.quant_state
         for part in ("absmax", "offset", "code"):
@@ -352,6 +353,31 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
         for part in ("absmax", "code"):
             assert torch.equal(getattr(state.state2, part), getattr(other.state2, part))
         assert (state.shape, state.dtype, state.blocksize) == (other.shape, other.dtype, other.blocksize)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files hold each expert in two or three tensors, which lie row below row in the model's."""
+    import torch
+
+    from toolkit.engines.experts import packed_experts, unpack_experts
+    from toolkit.training import streamed_weights
+    from toolkit.training.loading import Reader
+
+    monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
+    spec = describe(str(getattr(tiny, kind)(tmp_path / "model")))
+    accelerator = make(Strategy(adapter="qlora", precision="bf16"), TrainConfig(seq_len=16), spec)
+    reader = Reader(accelerator.job, accelerator)
+    streamed, whole = reader.defer(), reader.read()
+    assert streamed is not None
+    streamed.streamed_weights.fill(streamed)
+    assert len(packed_experts(streamed)) == 4
+    for model in (streamed, whole):
+        unpack_experts(model)
+    for (name, ours), theirs in zip(streamed.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
 
 
 def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:

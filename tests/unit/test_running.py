@@ -115,7 +115,7 @@ def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
         check_target(run, found, None)
-    assert "A secret is replaced by" in str(tk.report(run.path))
+    assert "A secret in the command is replaced by" in str(tk.report(run.path))
 
 
 def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:

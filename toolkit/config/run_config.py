@@ -39,7 +39,7 @@ class RunConfig:
     memory_window: bool = amount(True, "measure peaks on a CPU through the third step")
     """On CUDA measuring costs nothing and is always on."""
     allow_unquantized: bool = amount(False, "QLoRA with most weights unquantized")
-    """Where fused experts stay in the compute dtype."""
+    """Where large embeddings stay in the compute dtype, and under `qlora8` fused experts."""
     save: bool = amount(True, "save and check the trained model at the end")
     """Into the run's folder, `export/`."""
     save_every: int = amount(0, "steps between checkpoints; 0: by time alone", least=0)

@@ -114,8 +114,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     blank = 0
     for number, line in _lines(path):
         where = f"{path}, line {number}"
-        text = _decoded(line, where)
-        if not text.strip():
+        text = _decoded(line, where).rstrip()
+        if not text:
             blank = blank or number
             continue
         if blank:

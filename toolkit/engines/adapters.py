@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.core.units import format_count
 from toolkit.engines.base import engine_of, kept_dtype
+from toolkit.engines.experts import packed_experts
 from toolkit.engines.job import Job
 from toolkit.engines.states import adapted, packed_names
 from toolkit.models import ModelSpec
@@ -30,24 +32,25 @@ MOST_UNQUANTIZED = 0.5
 """The largest share of unquantized weights for QLoRA: above it, it saves little memory."""
 
 
-def unquantized_share(spec: ModelSpec) -> float:
-    """Return the share of weights, by elements, that is not quantized: embeddings, norms, head, fused experts."""
-    packed = packed_names(spec)
+def unquantized_share(spec: ModelSpec, adapter: str) -> float:
+    """Return the share of weights, by elements, that is not quantized: embeddings, norms, head; in 8 bits fused experts."""
+    packed = packed_names(spec, adapter)
     return 1 - sum(parameter.elements for parameter in spec.parameters if parameter.name in packed) / spec.elements
 
 
-def check_quantized(spec: ModelSpec, allow_unquantized: bool) -> None:
+def check_quantized(spec: ModelSpec, adapter: str, allow_unquantized: bool) -> None:
     """Refuse QLoRA where more than half of the weights would stay unquantized. Reads nothing.
 
     Raises:
         ModelError: with the share, and how to go on all the same.
     """
-    share = unquantized_share(spec)
+    share, packed = unquantized_share(spec, adapter), packed_names(spec, adapter)
     if share > MOST_UNQUANTIZED and not allow_unquantized:
-        fused = spec.elements_of("expert") / spec.elements
+        left = (parameter for parameter in spec.parameters if parameter.name not in packed)
+        fused = sum(parameter.elements for parameter in left if parameter.role == "expert") / spec.elements
         why = f"fused experts, {fused:.0%}, are no linear modules" if fused else "embeddings and head are left out"
         raise ModelError(
-            f"4 and 8 bits would leave {share:.0%} of {spec.name}'s {format_count(spec.elements)} weights "
+            f"adapter {adapter!r} would leave {share:.0%} of {spec.name}'s {format_count(spec.elements)} weights "
             f"unquantized: {why}. Choose adapter 'lora', or allow it with --allow-unquantized."
         )
 
@@ -157,6 +160,12 @@ def quantized_modules(model: nn.Module) -> dict[str, int]:
         for name, child in model.named_modules()
         if type(getattr(child, "weight", None)).__name__ in ("Params4bit", "Int8Params")
     }
+
+
+def quantized_weights(model: nn.Module) -> dict[str, int]:
+    """Return the names of all quantized weights, each with its number of elements before packing."""
+    linear = {f"{name}.weight": elements for name, elements in quantized_modules(model).items()}
+    return linear | {name: math.prod(shape) for name, shape in packed_experts(model).items()}
 
 
 def adapt(job: Job, model: PreTrainedModel) -> PeftModel:

@@ -28,6 +28,7 @@ from toolkit.engines.optimizer_step import (
 )
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
 from toolkit.engines.shards import Shard
+from toolkit.engines.states import packs_experts
 from toolkit.engines.traces import Trace, TraceConfig, trace_config
 
 if TYPE_CHECKING:
@@ -160,12 +161,19 @@ class Engine:
 
     def loading_note(self, job: Job) -> str:
         """Return a note about the rank that reads the weights."""
+        if packs_experts(job):
+            return "rank 0 reads each weight, and every rank keeps it"
         return "every rank reads the whole model, which it keeps"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read the weights; `reader` is a `loading.Reader`."""
+        """Read the weights; `reader` is a `loading.Reader`. Fused experts are packed one by one as they come."""
+        if packs_experts(job):
+            model = reader.defer()
+            if model is not None:
+                model.streamed_weights.fill(model)
+                return model
         return reader.read()
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:

@@ -127,15 +127,15 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
     Raises:
         StrategyError: for a named kernel that is not there or does not take this dtype, with those that do.
     """
-    able = [
-        kernel
-        for kernel in device.attentions
-        if (spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec)))
-        and (precision != "fp32" or not ATTENTIONS[kernel].half_only)
-    ]
+
+    def able(kernel: str) -> bool:
+        if precision == "fp32" and ATTENTIONS[kernel].half_only:
+            return False
+        return spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec))
+
     if attention == "auto":
-        return next((kernel for kernel in able if ATTENTIONS[kernel].automatic), "eager")
-    if attention in able:
+        return next((kernel for kernel in device.attentions if ATTENTIONS[kernel].automatic and able(kernel)), "eager")
+    if attention in device.attentions and able(attention):
         return attention
     if attention not in device.attentions:
         why = "is not installed or does not run on this device"
@@ -144,14 +144,17 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
         why, fix = f"is not supported by {spec.architecture}", ""
     else:
         why, fix = f"computes in half precision only, and precision is {precision!r}", " Or choose precision 'bf16'."
-    raise StrategyError(f"attention {attention!r} {why}.{fix} Works here: {', '.join(able)}.")
+    raise StrategyError(
+        f"attention {attention!r} {why}.{fix} Works here: {', '.join(filter(able, device.attentions))}."
+    )
 
 
 def _takes_rows(kernel: str, attention: str, spec: ModelSpec) -> bool:
     """Return whether a kernel keeps joined documents apart; else only padded rows are left, and a mask may do better."""
-    dropout = any(spec.config.get(name) for name in DROPOUTS)
+    if kernel == "varlen" and any(spec.config.get(name) for name in DROPOUTS):
+        return False
     if not ATTENTIONS[kernel].joins_rows or separates_documents(spec, joined=True):
-        return kernel != "varlen" or not dropout
+        return True
     return kernel != "varlen" and (attention == kernel or not separates_documents(spec, joined=False))
 
 

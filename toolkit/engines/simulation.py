@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from toolkit.engines.states import (
     State,
     checkpoint_bytes,
     packed_names,
+    packs_experts,
     parameters_of,
     trained_elements,
 )
@@ -67,7 +69,12 @@ class Simulation:
         """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
         ledger, job = self.ledger, self.job
         ledger.enter("load")
-        if job.device.kind == "cpu" or job.strategy.quantized:
+        if packs_experts(job):
+            for state in stream_weights(self, shared=False):
+                ledger.hold("parameters", state.bytes)
+            ledger.hold("parameters", size - ledger.held["parameters"])
+            ledger.enter("prepare")
+        elif job.device.kind == "cpu" or job.strategy.quantized:
             ledger.hold("parameters", size)
             ledger.touch("workspace", expert_copies(job))
             ledger.hold("buffers", quantization_constants(job))
@@ -135,19 +142,23 @@ def blas_workspaces(job: Job) -> int:
 def streams(job: Job) -> bool:
     """Return whether weights are read one at a time: not where the files hold them in another form, or DoRA needs them all."""
     assert job.spec is not None
-    converted = job.spec.copied or job.spec.frozen or "quantization_config" in job.spec.config
-    packs = job.strategy.adapter != "qlora" or bool(packed_names(job.spec))
-    return packs and not converted and job.strategy.adapter not in ("dora", "qlora8")
+    adapter = job.strategy.adapter
+    joined = job.spec.copied and not packs_experts(job)
+    converted = joined or job.spec.frozen or "quantization_config" in job.spec.config
+    packs = adapter != "qlora" or bool(packed_names(job.spec, adapter))
+    return packs and not converted and adapter not in ("dora", "qlora8")
 
 
-def stream_weights(simulation: Simulation) -> Iterator[State]:
+def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[State]:
     """Enter the weights that come from the files one at a time, each whole for a moment. Yield it before it is let go.
+
+    `shared`: a rank keeps a part of it, beside the whole.
 
     Rank 0 packs a 4-bit weight in pieces, beside the exact constants of its blocks; these, packed too, stay on every rank.
     """
     job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
-    names = packed_names(job.spec) if job.strategy.adapter == "qlora" else set()
+    names = packed_names(job.spec, job.strategy.adapter)
     sources = {parameter.name: parameter for parameter in job.spec.parameters}
     stored = BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
     for state in parameters_of(job):
@@ -156,16 +167,18 @@ def stream_weights(simulation: Simulation) -> Iterator[State]:
         source = sources[state.name.replace(".base_layer.", ".")]
         size, work = source.elements * stored, 0
         if source.name in names:
-            columns = source.elements // source.shape[0]
-            piece = min(source.elements, max(BLOCK, PIECE // columns // BLOCK * BLOCK) * columns)
+            columns = source.shape[-1]
+            # Fused experts lie in the files one by one, gate and up apart.
+            matrix = math.prod(source.shape[-2:]) // (2 if "gate_up" in source.name else 1)
+            piece = min(matrix, max(BLOCK, PIECE // columns // BLOCK * BLOCK) * columns)
             on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
             work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, BLOCK)
             ledger.hold("buffers", packing_constants(source.elements))
             size = state.bytes
         ledger.touch("workspace", size + work)
-        ledger.hold("workspace", size)
+        ledger.hold("workspace", size if shared else 0)
         yield state
-        ledger.hold("workspace", -size)
+        ledger.hold("workspace", -size if shared else 0)
 
 
 def expert_copies(job: Job) -> int:
@@ -175,7 +188,7 @@ def expert_copies(job: Job) -> int:
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
     """
     assert job.spec is not None
-    if not job.spec.copied:
+    if not job.spec.copied or packs_experts(job):
         return 0
     adapter = job.strategy.adapter != "none"
     dtype = job.compute_dtype if adapter else kept_dtype(job)
@@ -191,7 +204,7 @@ def quantization_constants(job: Job) -> int:
     if not job.strategy.quantized:
         return 0
     assert job.spec is not None
-    packed = packed_names(job.spec)
+    packed = packed_names(job.spec, job.strategy.adapter)
     weights = [parameter for parameter in job.spec.parameters if parameter.name in packed]
     if job.strategy.adapter == "qlora8":
         return sum(4 * parameter.shape[0] for parameter in weights)

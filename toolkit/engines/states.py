@@ -61,9 +61,29 @@ def quantizable(spec: ModelSpec) -> list[str]:
     return [name for name in spec.linears if name not in left]
 
 
-def packed_names(spec: ModelSpec) -> set[str]:
-    """Return the names of the weights that 4 and 8 bits pack."""
-    return {f"{name}.weight" for name in quantizable(spec)}
+def expert_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the fused experts that 4 bits pack: each half of one is whole blocks of 64 weights.
+
+    None of a model that is not read one weight at a time.
+    """
+    if spec.frozen or "quantization_config" in spec.config:
+        return {}
+    return {
+        parameter.name: parameter.shape
+        for parameter in spec.parameters
+        if parameter.role == "expert" and len(parameter.shape) == 3 and math.prod(parameter.shape[1:]) % 128 == 0
+    }
+
+
+def packs_experts(job: Job) -> bool:
+    """Return whether fused experts are read and packed one by one, under every engine."""
+    return job.strategy.adapter == "qlora" and job.spec is not None and bool(expert_shapes(job.spec))
+
+
+def packed_names(spec: ModelSpec, adapter: str) -> set[str]:
+    """Return the names of the weights that an adapter's base packs: in 4 bits fused experts, too."""
+    linear = {f"{name}.weight" for name in quantizable(spec)} if adapter in ("qlora", "qlora8") else set()
+    return linear | (expert_shapes(spec).keys() if adapter == "qlora" else set())
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -139,7 +159,7 @@ def parameters_of(job: Job) -> tuple[State, ...]:
 def _states(job: Job) -> Iterator[State]:
     spec, strategy = job.spec, job.strategy
     assert spec is not None
-    packed = packed_names(spec) if strategy.quantized else set()
+    packed = packed_names(spec, strategy.adapter)
     targets = set() if strategy.adapter == "none" else set(adapted(spec, strategy.lora_targets))
     for module, members in itertools.groupby(spec.parameters, key=lambda parameter: parameter.name.rpartition(".")[0]):
         for parameter in members:

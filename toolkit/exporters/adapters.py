@@ -16,6 +16,7 @@ from toolkit.core.errors import RunError
 from toolkit.core.units import dtype_name
 from toolkit.devices.machine import hardware
 from toolkit.engines.adapters import adapt, quantized_modules
+from toolkit.engines.experts import unpack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.results import SavedTensor
 from toolkit.exporters.sources import Source
@@ -97,6 +98,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Weights:
         if issubclass(getattr(base.get_submodule(name), "source_cls", object), Conv1D)
     }
     if job.strategy.quantized:
+        unpack_experts(base)
         base = base.dequantize(getattr(torch, job.compute_dtype))
     if dtype == "float32":
         base = base.float()

@@ -10,6 +10,7 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
 from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization
 from toolkit.engines.base import kept_dtype
+from toolkit.engines.experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, without_engine
@@ -95,5 +96,7 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
             attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
             use_safetensors=True,
         )
+    if job.strategy.adapter == "qlora":
+        pack_experts(base, job.spec, getattr(torch, job.compute_dtype))
     keep_packing(base)
     return base

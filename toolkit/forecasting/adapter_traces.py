@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.adapters import add_adapter, import_bitsandbytes
-from toolkit.engines.states import adapted, packed_shape, quantizable
+from toolkit.engines.experts import mark_experts
+from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
 from toolkit.engines.traces import Adapter, LayerStack
 from toolkit.models import ModelSpec
 
@@ -30,6 +31,9 @@ def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spe
         setattr(model, f"is_loaded_in_{QUANTIZED[adapter.kind]}bit", True)  # PEFT asks
         for name in _kept_names(stacks, quantizable(spec)):
             _replace(model, name, QUANTIZED[adapter.kind])
+        if adapter.kind == "qlora":
+            names = _kept_names(stacks, expert_shapes(spec))
+            mark_experts(model, {name: model.get_parameter(name).shape for name in names})
     targets = list(_kept_names(stacks, adapted(spec, adapter.targets)))
     with torch.device("meta"):
         peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
@@ -47,6 +51,12 @@ def pack(model: PreTrainedModel) -> None:
     import torch
 
     for module in model.modules():
+        experts: Any = getattr(module, "packed_experts", None)
+        for name in experts.shapes if experts is not None else ():
+            fused = module.get_parameter(name)
+            column = torch.empty(packed_shape(fused.numel(), fused.dtype.itemsize), dtype=fused.dtype)
+            module._parameters[name] = torch.nn.Parameter(column, requires_grad=False)
+            experts.states[name] = (tuple(fused.shape), fused.dtype)
         kind = type(module).__name__
         if kind not in ("Linear4bit", "Linear8bitLt") or hasattr(module, "base_layer"):
             continue

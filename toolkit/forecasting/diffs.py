@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import Bar, bars
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.engines.ledger import PARTS
 from toolkit.forecasting.reasons import explain

@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy, usual_shardings
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import Bar, bars
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import Hardware

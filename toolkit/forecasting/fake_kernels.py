@@ -51,6 +51,8 @@ def patched(config: TraceConfig) -> Iterator[None]:
         kernels.append((bitsandbytes, "matmul_4bit", _fake_product))
         if config.device == "cuda":
             kernels.append((bitsandbytes, "matmul", _int8_product))
+        packing = importlib.import_module("bitsandbytes.functional")
+        kernels.append((packing, "dequantize_4bit", lambda packed, state: _fake_dequantize(*state)))
     if not config.masked:
         kernels.append((masking_utils, "find_packed_sequence_indices", lambda positions: None))
     with _ONE_AT_A_TIME, ExitStack() as replaced:
@@ -91,14 +93,16 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
 
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(other)  # of packed experts it is made for this forward
             return cast("torch.Tensor", product(matrix, other, offs))
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return cast("torch.Tensor", product(grad, other.transpose(-2, -1), offs))
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            (other,) = ctx.saved_tensors
+            return cast("torch.Tensor", product(grad, other.transpose(-2, -1), offs)), None
 
-    return Product.apply(matrix)  # type: ignore[no-untyped-call]
+    return Product.apply(matrix, other)  # type: ignore[no-untyped-call]
 
 
 def _attention(
@@ -155,11 +159,11 @@ def _fake_product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bi
     return Product.apply(x)  # type: ignore[no-untyped-call]
 
 
-def _fake_dequantize(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _fake_dequantize(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return dequantized weights, made from scales that are dequantized first."""
     import torch
 
-    scales = torch.empty(math.ceil(shape[0] * shape[1] / BLOCK))
+    scales = torch.empty(math.ceil(math.prod(shape) / BLOCK))
     scales = scales + 1
     whole = torch.empty(shape, dtype=dtype)
     del scales

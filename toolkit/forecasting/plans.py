@@ -256,7 +256,7 @@ def plan(
     )
     _check_request(search, vary)
     if base.quantized:
-        check_quantized(spec, allow_unquantized)
+        check_quantized(spec, base.adapter, allow_unquantized)
     ranked, rejected = search.run()
     return Plan(
         model=spec.name,

@@ -59,7 +59,7 @@ def forecast(
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     assert job.spec is not None
     if job.strategy.quantized:
-        check_quantized(job.spec, allow_unquantized)
+        check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
     result = forecast_job(job, machine, one_document=one_document, others=True)
     # A peak that lies elsewhere than the logits is the same without them.
     logits = result.parts["logits"]
@@ -109,7 +109,7 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
             strategy, train_config = changed(forecast.strategy, forecast.train_config, change)
             other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
             if strategy.quantized and not forecast.strategy.quantized:
-                check_quantized(job.spec, allow_unquantized=False)
+                check_quantized(job.spec, strategy.adapter, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
                 continue  # no trace is needed to see that
             smaller = forecast_job(other, forecast.hardware, one_document=one_document)

@@ -11,8 +11,8 @@ from typing import Any
 from toolkit.config.flags import spell
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import Bar, bars
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware

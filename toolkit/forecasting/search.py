@@ -142,7 +142,7 @@ def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
             with contextlib.suppress(ToolkitError):
                 strategy, train_config = changed(search.strategy, search.train_config, change)
                 if strategy.quantized:
-                    check_quantized(search.spec, allow_unquantized=False)
+                    check_quantized(search.spec, strategy.adapter, allow_unquantized=False)
                 yield field, change, dataclasses.replace(search, strategy=strategy, train_config=train_config)
     while machine.device.key is not None and 2 * machine.ranks <= MOST_DEVICES:
         machine = _twice(machine)

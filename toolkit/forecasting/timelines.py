@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.charts import Bar, bars, curve
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import Bar, bars, curve
 from toolkit.core.errors import RunError
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes

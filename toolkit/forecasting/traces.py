@@ -122,7 +122,9 @@ def _trace_in_child(
 
 def _decode_trace(values: Mapping[str, Any]) -> Trace:
     """Decode JSON, which has lists for tuples."""
-    stacks = [{**stack, "kinds": tuple(stack["kinds"]), "kept": tuple(stack["kept"])} for stack in values["stacks"]]
+    stacks = [
+        {**stack, "kinds": tuple(stack["kinds"]), "indices": tuple(stack["indices"])} for stack in values["stacks"]
+    ]
     embedding, norm, head = values["ends"]
     return Trace(
         stacks=tuple(LayerStack(**stack) for stack in stacks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,36 @@ def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, A
 
     reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
     return reverted
+
+
+def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in the files of parameters that these hold as they are; others are left out."""
+    import torch
+
+    probes = {name: torch.empty(1) for name in names}
+    owners = {probe.data_ptr(): name for name, probe in probes.items()}
+    return {
+        owners[probe.data_ptr()]: name
+        for name, probe in disk_tensors(model, probes).items()
+        if probe.data_ptr() in owners
+    }
+
+
+def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors in the files whose rows, one below the other, make up a fused parameter.
+
+    Empty where the files hold it in another way.
+    """
+    import torch
+
+    experts, rows, columns = shape
+    numbers = torch.arange(experts * rows)
+    parts = disk_tensors(model, {name: numbers.view(experts, rows, 1)})
+    in_order = sorted(parts.items(), key=lambda item: int(item[1].flatten()[0]))
+    joined = torch.cat([part.flatten() for _, part in in_order])
+    if not torch.equal(joined, numbers) or any(part.dim() not in (2, 3) for part in parts.values()):
+        return {}
+    return {source: (*part.shape[:-1], columns) for source, part in in_order}
 
 
 @contextmanager

@@ -98,9 +98,9 @@ def reference(
     outputs = []
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        visible = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
         q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0])
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 

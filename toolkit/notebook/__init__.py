@@ -34,7 +34,7 @@ def _show(run: Any) -> None:
 
 def _html(output: Any) -> Any:
     """Return HTML for saved notebooks, where viewers remove inline SVG: our pictures become images."""
-    from toolkit.core.drawing import portable
+    from toolkit.core.charts import portable
 
     html = output._repr_html_()
     data, *metadata = html if isinstance(html, tuple) else (html,)

@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.charts import portable
 from toolkit.core.display import Result
-from toolkit.core.drawing import portable
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
 from toolkit.core.html import markup, render
 from toolkit.core.redaction import redact

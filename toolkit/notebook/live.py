@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.core.drawing import portable
+from toolkit.core.charts import portable
 from toolkit.launcher import Run
 
 EVERY = 0.5

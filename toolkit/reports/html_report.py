@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import expand_user, open_regular, write_whole
+from toolkit.core.charts import figure
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import figure
 from toolkit.core.errors import RunError
 from toolkit.core.html import markup, render
 from toolkit.core.redaction import redact, visible

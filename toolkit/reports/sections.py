@@ -12,8 +12,8 @@ from toolkit.config.flags import section
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.charts import curve
 from toolkit.core.display import Table
-from toolkit.core.drawing import curve
 from toolkit.core.redaction import MARK
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.exporters import logits_text

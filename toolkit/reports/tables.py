@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Table
-from toolkit.core.drawing import Bar, bars
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds
 

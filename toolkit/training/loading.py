@@ -13,14 +13,15 @@ from toolkit.engines.adapters import (
     check_quantized,
     keep_packing,
     quantization,
-    quantized_modules,
+    quantized_weights,
     read_dtype,
     require_libraries,
 )
 from toolkit.engines.base import engine_environment, engine_of
+from toolkit.engines.experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
-from toolkit.engines.states import persistent_buffers, quantizable
+from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars, without_engine
@@ -63,7 +64,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         )
     require_libraries(job)
     if job.strategy.quantized:
-        check_quantized(spec, allow_unquantized)
+        check_quantized(spec, job.strategy.adapter, allow_unquantized)
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
@@ -126,6 +127,8 @@ class Reader:
                 f"model {self.spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
                 f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
             )
+        if self.job.strategy.adapter == "qlora":
+            pack_experts(model, self.spec, _dtype(self.job.compute_dtype))
         # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
         conversions = getattr(model, "_weight_conversions", None) or ()
         self._complete(model, [conversion for conversion in conversions if conversion.was_used()])
@@ -206,9 +209,12 @@ class Reader:
             quantizer.preprocess_model(model=model, dtype=self._options["dtype"], device_map=None)
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
+        if self.job.strategy.adapter == "qlora":
+            mark_experts(model, expert_shapes(self.spec), _dtype(self.job.compute_dtype))
         model.tie_weights()  # `init_empty_weights` gives every name its own parameter
         for name, parameter in list(model.named_parameters()):
-            _replace(model, name, _placeholder(model.get_submodule(name.rpartition(".")[0]), parameter))
+            owner, _, leaf = name.rpartition(".")
+            _replace(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))
         model.tie_weights()
         freeze(model, self.spec)
         return model
@@ -242,10 +248,14 @@ def _copy_from_file(model: nn.Module) -> None:
             tensor._local_tensor = local.clone()
 
 
-def _placeholder(module: Any, parameter: Any) -> torch.nn.Parameter:
-    """Return a parameter with one element of memory; of a `Linear4bit` with the shape of its packed weight."""
+def _placeholder(module: Any, leaf: str, parameter: Any) -> torch.nn.Parameter:
+    """Return a parameter with one element of memory; of a packed weight with the shape that it has then."""
     import torch
 
+    experts = getattr(module, "packed_experts", None)
+    if experts is not None and leaf in experts.shapes:
+        column = packed_shape(parameter.numel(), experts.dtype.itemsize)
+        return torch.nn.Parameter(torch.zeros(1, 1, dtype=experts.dtype).expand(column), requires_grad=False)
     if type(parameter).__name__ != "Params4bit":
         return torch.nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape))
     storage: torch.dtype = parameter.quant_storage
@@ -265,10 +275,10 @@ def _check(job: Job, model: PreTrainedModel) -> None:
         raise StrategyMismatch(
             f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {kernel!r}."
         )
-    whole = sorted(set(quantizable(spec)) - set(quantized_modules(model))) if job.strategy.quantized else []
+    whole = sorted(packed_names(spec, job.strategy.adapter) - quantized_weights(model).keys())
     if whole:
         raise ModelError(
-            f"model {spec.name!r}: transformers leaves {len(whole)} linear modules of {spec.architecture} unquantized, "
+            f"model {spec.name!r}: {len(whole)} weights of {spec.architecture} cannot be quantized as they are read, "
             f"the first {whole[0]}. Choose adapter 'lora'."
         )
 
@@ -295,7 +305,7 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {computed}")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
-        share = f"{1 - sum(quantized_modules(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"
+        share = f"{1 - sum(quantized_weights(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"
         notes.append(f"quantized: {bits}; {share} weights stay unquantized, in {job.compute_dtype}")
     return notes
 

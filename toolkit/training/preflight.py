@@ -118,7 +118,7 @@ def run_preflight(
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
-        check_quantized(spec, run_config.allow_unquantized)
+        check_quantized(spec, strategy.adapter, run_config.allow_unquantized)
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     for name, each in contents.items():

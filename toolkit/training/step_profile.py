@@ -14,8 +14,8 @@ from toolkit import measurement
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Result, Table
-from toolkit.core.drawing import Bar, bars
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds

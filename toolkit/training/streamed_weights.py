@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import ceil_div
+from toolkit.engines.experts import packed_experts
 from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
+from toolkit.models.hf_loading import disk_names, disk_parts
 from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class StreamedWeights:
         self._accelerator, self._files, self.dtypes, self._shapes = accelerator, files, dtypes, shapes
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
         self._packing: dict[str, Any] = {}
+        self._sources: dict[str, list[str]] = {}
+        """A parameter → the tensors of the files whose rows, one below the other, make it up, where it is not itself."""
         self._code: torch.Tensor | None = None
         self.closed = False
 
@@ -77,9 +82,18 @@ class StreamedWeights:
         packed = {name: module for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
         for name, module in packed.items():
             shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+        sources: dict[str, list[str]] = {}
+        if experts := packed_experts(model):
+            renamed = disk_names(model, [name for name in shapes if name not in experts])
+            for name, shape in [*shapes.items()]:
+                parts = disk_parts(model, name, experts[name]) if name in experts else {renamed.get(name, ""): shape}
+                sources[name] = [*parts]
+                del shapes[name]
+                shapes |= parts
         weights = cls.of_shapes(accelerator, spec, shapes)
-        if weights is None:
+        if weights is None or not all(sources.values()):
             return None
+        weights._sources = sources
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, weights.share(name).to("cpu", buffer.dtype, copy=True))
@@ -89,7 +103,7 @@ class StreamedWeights:
 
     def __contains__(self, name: str) -> bool:
         """Whether a parameter of the model, perhaps under an adapter, is the checkpoint's."""
-        return self.source_name(name) in self._shapes
+        return self.source_name(name) in self._shapes or self.source_name(name) in self._sources
 
     def source_name(self, name: str) -> str:
         """Return the checkpoint's name of a parameter, also of one under an adapter or of a tied one."""
@@ -101,6 +115,7 @@ class StreamedWeights:
         import torch
 
         name, device = self.source_name(name), self._accelerator.device
+        (name,) = self._sources.get(name, [name])
         if self._files:
             whole: torch.Tensor = self._files[name].get_tensor(name).to(device)
         else:
@@ -112,15 +127,61 @@ class StreamedWeights:
         """Close the files: every weight has its place."""
         self._files, self.closed = {}, True
 
-    def share_packed(self, name: str, module: Any) -> torch.Tensor:
-        """Return the packed weight of a `Linear4bit` on every rank, and give the module its constants. A collective.
+    def read(self, name: str, module: Any) -> torch.Tensor:
+        """Return a parameter of a module on every rank, packed where the module takes it packed. A collective."""
+        leaf = name.rpartition(".")[2]
+        experts = getattr(module, "packed_experts", None)
+        if experts is not None and leaf in experts.shapes:
+            data, experts.states[leaf] = self._share_packed(name, experts.shapes[leaf], experts.dtype)
+            return data
+        if type(module).__name__ == "Linear4bit" and leaf == "weight":
+            shape = (module.out_features, module.in_features)
+            data, module.quant_state = self._share_packed(name, shape, module.compute_dtype)
+            return data
+        return self.share(name)
+
+    def fill(self, model: Any, then: Callable[[Any], object] = lambda parameter: None) -> None:
+        """Read every parameter of a model, whole on every rank, and close the files. A collective.
+
+        Args:
+            model: whose `streamed_weights` these are.
+            then: is called with each parameter as soon as it has its values.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        filled: dict[int, Any] = {}
+        for module in model.modules():
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                if id(parameter) not in filled:
+                    filled[id(parameter)] = self._filled(names[id(parameter)], module, parameter)
+                    then(filled[id(parameter)])
+                module._parameters[leaf] = filled[id(parameter)]
+        self.close()
+        del model.streamed_weights
+
+    def _filled(self, name: str, module: Any, parameter: Any) -> Any:
+        """Return the parameter with its values."""
+        import torch
+
+        whole = self.read(name, module)
+        if type(parameter).__name__ == "Params4bit":
+            options = {**parameter.__dict__, "quant_state": module.quant_state}
+            return type(parameter)(whole, requires_grad=False, **options)
+        whole = whole.to(parameter.dtype)
+        if whole.device.type == "cpu" and not whole.untyped_storage().resizable():
+            whole = whole.clone()  # rank 0's may be a view of the mapped file
+        return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+    def _share_packed(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        """Return a packed weight of this whole shape on every rank, and its constants. A collective.
 
         The bits are those of `from_pretrained`: blocks of 64 weights are packed one by one (`quantize_4bit`).
         """
         import torch
         from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
-        device, elements = self._accelerator.device, module.in_features * module.out_features
+        device, elements = self._accelerator.device, math.prod(shape)
         storage, kind = self._packing["storage"], self._packing["kind"]
         blocks = ceil_div(elements, BLOCK)
         data = torch.empty(ceil_div(elements, 2 * storage.itemsize), 1, dtype=storage, device=device)
@@ -128,7 +189,7 @@ class StreamedWeights:
         offset = torch.empty(1, dtype=torch.float32, device=device)
         nested = torch.empty(ceil_div(blocks, GROUP), dtype=torch.float32, device=device)
         if self._files:
-            exact = self._pack(name, module.compute_dtype, data)
+            exact = self._pack(name, dtype, data)
             offset[0] = exact.mean()
             _, state = quantize_blockwise(exact - offset[0], blocksize=GROUP, out=scales)
             nested = state.absmax
@@ -136,34 +197,38 @@ class StreamedWeights:
             self._broadcast(tensor)
         if self._code is None:
             self._code = quantize_blockwise(nested, blocksize=GROUP)[1].code
-        module.quant_state = QuantState(
+        constants = QuantState(
             absmax=scales,
-            shape=torch.Size((module.out_features, module.in_features)),
-            dtype=module.compute_dtype,
+            shape=torch.Size(shape),
+            dtype=dtype,
             blocksize=BLOCK,
             code=get_4bit_type(kind, device=device),
             quant_type=kind,
             offset=offset[0],
             state2=QuantState(absmax=nested, blocksize=GROUP, code=self._code.clone(), dtype=torch.float32),
         )
-        return data
+        return data, constants
 
     def _pack(self, name: str, dtype: torch.dtype, data: torch.Tensor) -> torch.Tensor:
         """Read a weight in pieces, pack them into `data`, and return the exact constant of each block."""
         import torch
         from bitsandbytes.functional import quantize_4bit
 
-        weight = self._files[self.source_name(name)].get_slice(self.source_name(name))
-        rows, columns = weight.get_shape()
-        step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
-        packed, exact = data.view(-1).view(torch.uint8), []
-        kind = self._packing["kind"]
-        for start in range(0, rows, step):
-            piece = weight[start : start + step].to(self._accelerator.device, dtype)
-            part, state = quantize_4bit(piece, blocksize=BLOCK, compress_statistics=False, quant_type=kind)
-            first = start * columns // 2
-            packed[first : first + part.numel()] = part.view(-1)
-            exact.append(state.absmax)
+        name = self.source_name(name)
+        packed, first, exact = data.view(-1).view(torch.uint8), 0, []
+        for source in self._sources.get(name, [name]):
+            weight = self._files[source].get_slice(source)
+            rows, *row = weight.get_shape()
+            # Experts that are fused in the file, too, are whole blocks each.
+            step = max(BLOCK if len(row) == 1 else 1, PIECE // math.prod(row) // BLOCK * BLOCK)
+            for start in range(0, rows, step):
+                piece = weight[start : start + step].to(self._accelerator.device, dtype)
+                part, state = quantize_4bit(
+                    piece, blocksize=BLOCK, compress_statistics=False, quant_type=self._packing["kind"]
+                )
+                packed[first : first + part.numel()] = part.view(-1)
+                first += part.numel()
+                exact.append(state.absmax)
         return torch.cat(exact)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:

@@ -189,7 +189,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
     def loading_note(self, job: Job) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if stage_of(job.strategy) < 3:
-            return "every rank reads the whole model, since ZeRO-1 and ZeRO-2 keep all parameters"
+            return super().loading_note(job)
         if job.strategy.quantized and not streams(job):
             # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
             return "every rank reads and quantizes the whole model, then keeps its shard"

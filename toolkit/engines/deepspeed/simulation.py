@@ -227,15 +227,20 @@ class _Buckets:
         self._bucket, self._filled = [], 0
 
     def step(self) -> None:
-        """Join the partition's gradients in fp32, and step them as one tensor."""
+        """Take the norm, in fp64 one gradient at a time. Join the partition's gradients and cast them to the masters' dtype.
+
+        An fp32 sum is one tensor already.
+        """
         self._release()
         if self._offload:
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
-        flat = self._shard * BYTES_OF[self._job.weight_dtype]
-        self._ledger.hold("gradients", flat)
+        largest = max((ranks.get(self._own, 0) for ranks in self._ranges.values()), default=0)
+        self._ledger.touch("gradients", largest * BYTES_OF["float64"])
+        stepped = BYTES_OF[self._job.weight_dtype]
+        if not self._fp32:
+            self._ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))
         self._ledger.hold("gradients", -self._partition)
-        self._ledger.hold("gradients", -flat)
 
 
 def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dict[int, int]]]:

@@ -29,14 +29,18 @@ class ZeroState(Engine):
 
     def load_model(self, job: Job, reader: Any) -> Any:
         """Under stage 3 partition packed weights as they come, if possible; else as transformers reads."""
-        if stage_of(job.strategy) == 3 and job.strategy.quantized and streams(job):
-            from toolkit.engines.deepspeed.loading import partition_packed
+        packs = stage_of(job.strategy) == 3 and job.strategy.quantized and streams(job)
+        if packs and (model := reader.defer()) is not None:
+            import deepspeed
+            from transformers.integrations.deepspeed import deepspeed_config
 
-            model = reader.defer()
-            if model is not None:
-                partition_packed(model)
-                return model
-        return reader.read()
+            # transformers skips `zero.Init` for packed weights: each is partitioned as soon as it is packed.
+            init = deepspeed.zero.Init(config_dict_or_path=deepspeed_config(), dtype=model.dtype)
+            model.streamed_weights.fill(model, init._zero_init_param)
+            for buffer in model.buffers():  # DeepSpeed does not move a model that is partitioned
+                buffer.data = buffer.data.to(init.local_device)
+            return model
+        return super().load_model(job, reader)
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""

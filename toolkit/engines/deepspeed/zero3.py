@@ -47,7 +47,7 @@ def accumulation_dtype(job: Job) -> str:
 def partitioned(simulation: Simulation) -> None:
     """Simulate the parameters from the checkpoint to shards: rank 0 reads each whole and broadcasts it before it is cut.
 
-    By `zero.Init`, of packed ones by `loading`. Where these cannot be streamed, every rank reads all of them.
+    By `zero.Init`. Where these cannot be streamed, every rank reads all of them.
     """
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     states, ranks = parameters_of(job), job.parallelism.shard_size

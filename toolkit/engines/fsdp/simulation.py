@@ -120,7 +120,7 @@ class FSDPForecast(Engine):
 
 
 def _simulate_stream(simulation: Simulation) -> None:
-    """Follow `loading`: only an adapter is there before `prepare`, whole until all of it is sharded."""
+    """Follow `streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     assert job.spec is not None
     trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]
@@ -200,8 +200,7 @@ class _Groups:
         self._keep, self._ledger, self._ranks = simulation.keep, simulation.ledger, job.parallelism.shard_size
         self._compute, self._reduce = BYTES_OF[job.compute_dtype], BYTES_OF[reduce_dtype(job)]
         self._gloo = job.device.kind == "cpu"
-        self._offload = job.strategy.offload != "none"
-        self._replicas = job.parallelism.dp_replicate > 1
+        self._offload, self._replicas = job.strategy.offload != "none", job.parallelism.dp_replicate > 1
         self._groups, self._owner = _groups(job, simulation.trace)
         self._firsts = {group.first: group for group in self._groups if group.first}
         self._lasts = {group.last: group for group in self._groups if group.last}

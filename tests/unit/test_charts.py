@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import runs
 
+from toolkit.core.charts import POINTS, Bar, bars, curve, figure, portable, thinned
 from toolkit.core.display import Table
-from toolkit.core.drawing import POINTS, Bar, bars, curve, figure, portable, thinned
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, colour, ink_on, luminance
 from toolkit.core.units import GiB, MiB
