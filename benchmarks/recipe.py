@@ -105,7 +105,7 @@ def rank(
             run.check()
             accelerator = run.make_accelerator()
             model, tokenizer = tk.load(accelerator)
-            optimizer = make_optimizer(model, run.job.train_config)
+            optimizer = make_optimizer(model, run.job.train_config, fused=accelerator.scaler is None)
             schedule = make_schedule(optimizer, run.job.train_config)
             loader = run.preflight.batches(number, start=start, workers=run_config.workers)
             model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, loader, schedule)

@@ -121,7 +121,9 @@ def test_no_step_follows_one_that_is_not_finite(
 
 
 def test_numbers_that_are_read_late_are_the_same(run: dict[str, Any], restore: Callable[[], None]) -> None:
-    """A request ends the run with the step that is computed when it is seen."""
+    """From the third step on, when all ranks know how short steps are. A request ends the run with the step that is computed
+    when it is seen.
+    """
     results = []
     for late in (False, True):
         restore()
@@ -131,12 +133,13 @@ def test_numbers_that_are_read_late_are_the_same(run: dict[str, Any], restore: C
             [batch()] * 4,
             on_begin=begun.append,
             read_late=lambda step, late=late: late,
-            request=lambda begun=begun: StepRequest.STOP if begun[-1] == 2 else StepRequest.NOTHING,
+            request=lambda begun=begun: StepRequest.STOP if begun[-1] == 3 else StepRequest.NOTHING,
         )
         results.append((done, states(run)))
     (soon, (_, before, *_)), (late_steps, (_, counters, *_)) = results
-    assert [step.step for step in soon] == [1, 2]
-    assert [(step.step, step.request) for step in late_steps] == [(1, 0), (2, 0), (3, StepRequest.STOP)]
+    assert [step.step for step in soon] == [1, 2, 3]
+    assert [step.step for step in late_steps] == [1, 2, 3, 4]
+    assert [step.request for step in late_steps] == [0, 0, 0, StepRequest.STOP]
     same = ("loss", "grad_norm", "lr", "tokens")
     assert all(getattr(a, name) == getattr(b, name) for a, b in zip(soon, late_steps, strict=False) for name in same)
     assert counters.steps == before.steps + 1

@@ -97,6 +97,8 @@ class CheckpointWriter:
             StrategyError: for an optimizer or a schedule whose state a checkpoint cannot hold.
             CheckpointError: where the disk has no room for one checkpoint more than `keep`.
         """
+        from accelerate.utils import gather_object
+
         self.prepared, self.schedule, self.folder, self.identity = prepared, schedule, folder, identity
         self.versions, self.keep, self.patience = versions, keep, patience
         _check_schedule(schedule)
@@ -104,6 +106,8 @@ class CheckpointWriter:
         self.rank: int = prepared.accelerator.process_index
         self.ranks = range(prepared.job.ranks)
         self.layout: Layout = lay_out(prepared, SNAPSHOT_CHUNK)
+        self._waits: bool = any(gather_object([any(map(self.stays, self.layout.mine))]))
+        """Whether the steps wait for a write: equal on every rank, though a rank's own part may be all padding."""
         self._chunks: list[torch.Tensor] = []
         self._in_file = threading.Event()
         self._writer = BackgroundWriter()
@@ -129,10 +133,10 @@ class CheckpointWriter:
         self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + SLACK, "a checkpoint"))
         tensors = self._snapshot()
         about = self._manifest_fields(step) if self.main else None
-        stall = None if any(map(self.stays, self.layout.mine)) else time.perf_counter() - began
+        stall = None if self._waits else time.perf_counter() - began
         self._in_file.clear()
         self._writer.do(lambda: self._write(step, tensors, about, began, stall))
-        if stall is None:
+        if self._waits:
             self._in_file.wait()
             on_main(self.prepared.accelerator, lambda: None)  # without a time limit, as rank 0 has waited for all
 

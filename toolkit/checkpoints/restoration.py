@@ -91,7 +91,7 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
 
 
 def quarantine(accelerator: Accelerator, point: ResumePoint) -> None:
-    """Rename what `find` found damaged, so that it is not taken for the newest again. A collective."""
+    """Rename the damaged checkpoints of `find_resume_point`, so that it is not taken for the newest again. A collective."""
     import shutil
 
     accelerator.wait_for_everyone()

@@ -91,7 +91,7 @@ def import_bitsandbytes() -> None:
         return
     modules: dict[str, Any] = sys.modules
     kernels = modules.get("kernels")
-    modules["kernels"] = None  # importing it raises ImportError, which bitsandbytes bears
+    modules["kernels"] = None  # importing it raises ImportError, which bitsandbytes catches
     try:
         importlib.import_module("bitsandbytes")
     finally:

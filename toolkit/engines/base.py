@@ -243,7 +243,7 @@ class Engine:
         """Return the logits [b, s, vocabulary] of a batch on every rank, without gradients."""
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), masks_known_from(batch):
             output = prepared.model(**to_device(batch, prepared.accelerator.device), use_cache=False)
         logits: torch.Tensor = output.logits
         return logits

@@ -149,10 +149,16 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
     )
 
 
+FLASH_HEAD = 256
+"""The largest attention head of torch's flash kernel; its size is a multiple of 8."""
+
+
 def _takes_rows(kernel: str, attention: str, spec: ModelSpec) -> bool:
     """Return whether a kernel keeps joined documents apart; else only padded rows are left, and a mask may do better."""
-    if kernel == "varlen" and any(spec.config.get(name) for name in DROPOUTS):
-        return False
+    if kernel == "varlen":
+        size = spec.config.get("head_dim") or spec.hidden // max(1, spec.heads)
+        if size > FLASH_HEAD or size % 8 or any(spec.config.get(name) for name in DROPOUTS):
+            return False
     if not ATTENTIONS[kernel].joins_rows or separates_documents(spec, joined=True):
         return True
     return kernel != "varlen" and (attention == kernel or not separates_documents(spec, joined=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.checkpoints.layout import Region
@@ -13,9 +13,6 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
 from toolkit.engines.states import SEND_CHUNK
-
-if TYPE_CHECKING:
-    pass
 
 
 def is_adapter(module: Any) -> bool:

@@ -57,13 +57,15 @@ def varlen_attention(
     Takes [1, heads, tokens, dim], fewer heads for key and value, and returns [1, tokens, heads, dim].
 
     Raises:
-        ValueError: for dropout and other arguments that the kernel does not have.
+        ValueError: for dropout and other arguments that the kernel does not have, and for joined documents without bounds.
     """
     from torch.nn.functional import pad
     from transformers.integrations.flash_attention import get_target_dtype
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if kwargs.get(BOUNDS[0]) is None:
+        if attention_mask is not None and not attention_mask.numel():
+            raise ValueError(f"varlen attention needs the bounds of joined documents in the batch: {', '.join(BOUNDS)}")
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -71,7 +73,8 @@ def varlen_attention(
     if extra := [name for name in IGNORED if kwargs.get(name) is not None] + ["dropout"] * (dropout > 0):
         raise ValueError(f"varlen attention has no {extra[0]}")
     size = value.shape[-1]
-    value = pad(value, (0, query.shape[-1] - size))
+    if size < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - size))
     dtype = get_target_dtype(query, module) if query.is_cuda else None
     rows = [tensor[0].transpose(0, 1).to(dtype or tensor.dtype) for tensor in (query, key, value)]
     bounds = [kwargs[name] for name in BOUNDS]
@@ -105,10 +108,11 @@ def reference(
 
 
 def _mask(attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
-    """Return no mask for joined documents, which the bounds keep apart; else that of `sdpa`."""
+    """Return an empty mask for joined documents, which the bounds keep apart; else that of `sdpa`."""
+    import torch
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is None and not allow_is_causal_skip:
-        return None
+        return torch.empty((0, 0, 0, 0))
     mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **options)
     return mask

@@ -40,7 +40,7 @@ class Heartbeat:
     stage: int = 0
     """Its pipeline stage. Ranks of different stages run different code, and their marks cannot be compared."""
     listens: bool
-    """Whether a signal is a wish to it that it fulfils when its step is done; otherwise it just ends."""
+    """Whether the rank handles a stop signal at the end of its step. Otherwise the signal ends it."""
     rss: int
     """Bytes of the process that were in memory."""
     cpu: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntFlag
@@ -62,15 +63,17 @@ class GlobalSums:
     The host does not wait for the first before the first backward, nor for the second before the last backward.
     """
 
-    def __init__(self, prepared: Prepared, tokens: int, request: Callable[[], StepRequest]) -> None:
-        """Send this rank's trained tokens and its memory; `request` is called by `send_loss`."""
+    def __init__(
+        self, prepared: Prepared, tokens: int, request: Callable[[], StepRequest], seconds: float = math.inf
+    ) -> None:
+        """Send this rank's trained tokens, its memory and the seconds of its last step; `request` is called by `send_loss`."""
         self._device = prepared.accelerator.device
         self._parallelism, self._request = prepared.job.parallelism, request
         ranks = self._parallelism.loss_ranks()
         self._loss_ranks = slice(ranks.start, ranks.stop, ranks.step)  # indexing by a list would wait for the device
         """One rank of each group that has the same rows."""
         memory = {name: -1 if size is None else size for name, size in live_bytes(self._device).items()}
-        self._before = self._send({"tokens": tokens, **memory})
+        self._before = self._send({"tokens": tokens, "seconds": seconds, **memory})
 
     def _send(self, row: Mapping[Any, Any]) -> Gather:
         return Gather(row, self._parallelism.ranks, self._device)
@@ -92,6 +95,10 @@ class GlobalSums:
         """Return the trained tokens of the global batch."""
         return int(sum(row["tokens"] for row in self._before.rows[self._loss_ranks]))
 
+    def slowest(self) -> float:
+        """Return the most seconds that a rank sent."""
+        return max(row["seconds"] for row in self._before.rows)
+
     def not_finite(self) -> torch.Tensor:
         """Return 1 on the device where the loss sum of the global batch is not finite, else 0."""
         return (~self._after.column("loss")[self._loss_ranks].sum().isfinite()).float()
@@ -107,5 +114,6 @@ class GlobalSums:
 
     def memory(self) -> tuple[dict[str, int | None], ...]:
         """Return each rank's memory when the step began."""
-        rows = [{name: int(size) for name, size in row.items() if name != "tokens"} for row in self._before.rows]
+        others = ("tokens", "seconds")
+        rows = [{name: int(size) for name, size in row.items() if name not in others} for row in self._before.rows]
         return tuple({name: None if size < 0 else size for name, size in row.items()} for row in rows)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 MAX_SKIPS = 20
 """fp16: steps in a row that the scaler may skip before the run ends."""
 
+LATE_SECONDS = 2.0
+"""The longest step that is read late: a stop may take four of them, of the 30 s that are promised."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -125,8 +128,13 @@ def train(
     running: _RunningStep | None = None
     for number in range(start + 1, job.train_config.steps + 1):
         on_begin(number)
-        late = number < job.train_config.steps and loop.on_device and read_late(number)
-        step = loop.run(number, _next_micro_batches(batches, prepared, number), request)
+        late = number < job.train_config.steps and loop.may_read_late() and read_late(number)
+        try:
+            step = loop.run(number, _next_micro_batches(batches, prepared, number), request)
+        except Exception:
+            if running is not None:
+                yield loop.finish(running, StepRequest.NOTHING)  # it is done, whatever ends the next
+            raise
         requests = StepRequest.NOTHING
         if running is not None:
             requests = running.sums.requests()  # this step is the first that can act on them
@@ -164,11 +172,16 @@ class _Loop:
         self._found_inf = torch.zeros((), device=prepared.accelerator.device)
         """1 after a step that was not finite."""
         self._skips, self._finished = 0, 0.0
+        self._seconds = self._slowest = math.inf
+
+    def may_read_late(self) -> bool:
+        """Return, equally on every rank, whether the device decides on a step, and steps are short enough to stop in time."""
+        return self.on_device and self._slowest <= LATE_SECONDS
 
     def run(self, number: int, micro_batches: Sequence[Batch], request: Callable[[], StepRequest]) -> _RunningStep:
         """Compute a step. Where its kernels can leave it out themselves, the host does not wait for its numbers."""
         began, lr, state = time.perf_counter(), self._schedule.get_last_lr()[0], self._schedule.state_dict()
-        sums = GlobalSums(self._prepared, sum(map(trained_tokens, micro_batches)), request)
+        sums = GlobalSums(self._prepared, sum(map(trained_tokens, micro_batches)), request, self._seconds)
         self._engine.forward_backward(self._prepared, micro_batches, sums.loss_weight, sums.send_loss)
         if self.on_device:
             self._found_inf.copy_(self._found_inf.maximum(sums.not_finite()))
@@ -191,13 +204,14 @@ class _Loop:
             raise
         # A step that is read late began while the one before was computed.
         began, self._finished = max(step.began, self._finished), time.perf_counter()
+        self._seconds, self._slowest = self._finished - began, step.sums.slowest()
         return Step(
             step=step.number,
             loss=step.sums.loss() / step.sums.tokens(),
             grad_norm=float(step.result.norm),
             lr=step.lr,
             tokens=step.sums.tokens(),
-            seconds=self._finished - began,
+            seconds=self._seconds,
             skipped=step.result.skipped,
             gradients=step.result.gradients,
             bytes=step.sums.memory(),

@@ -248,7 +248,8 @@ class RankRun:
             rows = self.preflight.rows
             facts = {"data": f"fingerprint {rows.fingerprint}", "versions": format_versions(versions())}
             with phase("save"):
-                export = verify(prepared, self.folder.export, saved, rows.batch([0]), about=facts)
+                batch = rows.batch([0], attention=self.job.strategy.attention)
+                export = verify(prepared, self.folder.export, saved, batch, about=facts)
             self.accelerator.print(export or "")
         if self.accelerator.is_main_process:
             finish(self.folder, export=export.to_dict() if export else None)

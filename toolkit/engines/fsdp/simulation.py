@@ -120,7 +120,7 @@ class FSDPForecast(Engine):
 
 
 def _simulate_stream(simulation: Simulation) -> None:
-    """Follow `streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
+    """Follow `fsdp/state.streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     assert job.spec is not None
     trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]

@@ -39,8 +39,6 @@ class FSDPState(Engine):
         """
         import torch
 
-        from toolkit.engines.fsdp.state import hide_buffers
-
         hide_buffers(model)
         first: dict[int, torch.nn.Module] = {}
         for name, module in list(model.named_modules()):
