@@ -38,9 +38,10 @@ def test_launcher_and_flag_train_alike(tmp_path: Path) -> None:
         "use_cpu": False,
     }
     (tmp_path / "launcher.yaml").write_text(yaml.safe_dump(launcher))
-    (tmp_path / "data.txt").write_text("some words to train on, " * 400)
+    rows = (json.dumps({"text": f"w{number % 240}"}) for number in range(400))
+    (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
     model = tiny.llama(tmp_path / "llama", max_position_embeddings=64)
-    words = ["--model", model, "--data", tmp_path / "data.txt", "--seq-len", "16", "--micro-batch", "1", "--no-save"]
+    words = ["--model", model, "--data", tmp_path / "data.jsonl", "--seq-len", "16", "--micro-batch", "1", "--no-save"]
     ways = {
         "flag": ["toolkit.cli", "train", "--deepspeed-config", path, "--processes", "2"],
         "launcher": [

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from toolkit.config.strategy import usual_shardings
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF
+from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.adapters import require_adapter
 from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of
+from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of, trained_elements
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
@@ -126,17 +126,21 @@ def replay(
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
 
-    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host, in pieces of `SEND_CHUNK` bytes.
+    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host. What other ranks hold is sent in pieces of
+    at most `SEND_CHUNK` bytes.
     """
     ledger.enter("save")
-    each = BYTES_OF[job.weight_dtype]
+    each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
     sizes = [state.elements * each for state in parameters_of(job) if state.trainable]
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
     if job.spec and job.spec.copied:  # the disk has one expert a tensor
         written += max(sizes, default=0)
+    whole = trained_elements(job) * BYTES_OF[job.compute_dtype]
+    cut = ranks if engine_of(job.strategy).expected_state(job).trainable < whole else 1
+    piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
         snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
-        ledger.touch("workspace", max(written, snapshot))
+        ledger.touch("workspace", max(written + piece, snapshot))
     else:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
         ledger.rank0_host(written)

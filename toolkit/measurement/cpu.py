@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,10 @@ NOTE = "toolkit-note/"
 BUSY = "another torch profiler was running, and two at once take each other's events"
 NO_SAVE = "the save's peak is missing"
 TAKEN = "another torch profiler was started within the memory window and took its events"
+
+
+RELEASE_SECONDS = 0.02
+"""Before a measured optimizer step, so that its phase begins without the backward's buffers."""
 
 
 class _Recording:
@@ -127,8 +132,15 @@ class CpuWindow(Window):
             self.reason = BUSY
             return
         with self._count_overhead():
-            recording = self._recording = _Recording()
-        self._forget = observe(lambda name, begins: recording.note(f"{'begin' if begins else 'end'}/{name}"))
+            self._recording = _Recording()
+        self._forget = observe(self._on_phase)
+
+    def _on_phase(self, name: str, begins: bool) -> None:
+        assert self._recording is not None, "phases are observed while the window is open"
+        if begins and name == "step":
+            # gloo's thread waits for the interpreter to release what the backward has sent.
+            time.sleep(RELEASE_SECONDS)
+        self._recording.note(f"{'begin' if begins else 'end'}/{name}")
 
     def step_done(self, step: int) -> None:
         if self._recording is None:
