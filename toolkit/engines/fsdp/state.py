@@ -201,7 +201,8 @@ def _to_meta(model: torch.nn.Module) -> None:
 
 def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None:
     """Give each parameter on the meta device its shard, of a weight in the files or of this rank's own tensor. A collective."""
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     weights, shards = model.streamed_weights, {}
     parameter: Any
@@ -210,9 +211,16 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
             continue
         module = model.get_submodule(name.rpartition(".")[0])
         whole = weights.read(name, module) if name in weights else own[name]
-        mesh = parameter.device_mesh
-        view = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-        shards[name] = view.to("cpu" if on_host else mesh.device_type, parameter.dtype, copy=True)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        # One copy: `distribute_tensor` makes another, beside the whole.
+        local = whole[box].to(mesh.device_type, parameter.dtype, copy=True)
+        shard: Any = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        shards[name] = shard.to("cpu") if on_host else shard
+        del whole, local
         del whole, view
     model.load_state_dict(shards, strict=False, assign=True)
     weights.close()
