@@ -221,6 +221,5 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
         )
         shards[name] = shard.to("cpu") if on_host else shard
         del whole, local
-        del whole, view
     model.load_state_dict(shards, strict=False, assign=True)
     weights.close()
