@@ -211,8 +211,9 @@ def t4() -> Iterator[Published]:
         yield Published(
             what=f"{name}, LoRA, {row['attention']}, {row['micro_batch']} x {row['seq_len']:,}, T4",
             source="fitcheck-llm 0.3.1, data/measurements",
-            assumed="its loop keeps the fp16 logits until the step ends, which is added here; adapters compute in fp32 there, and "
-            "the time is one step's; by these runs' time the T4's sustained share was chosen",
+            assumed="its loop keeps the fp16 logits until the step ends: they are added to backward and step, not to the "
+            "forward, where Accelerate's cast to fp32 frees them before the loss; adapters compute in fp32 there, and the time "
+            "is one step's; by these runs' time the T4's sustained share was chosen",
             config=kind(**row["config"], max_position_embeddings=8192),
             hardware="1x T4",
             strategy=tk.Strategy(
