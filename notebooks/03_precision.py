@@ -104,8 +104,7 @@ def draw_bits(axes):
     axes.set_yticks([line + 0.5 for line in range(len(rows))], [row[0] for row in rows], size=13)
     for line, row in enumerate(rows):
         colours = [colour for colour, count in zip(ROLES.values(), row[1:4], strict=True) for _ in range(count)]
-        boxes = [(place + 0.05, 0.9) for place in range(len(colours))]
-        axes.broken_barh(boxes, (line + 0.15, 0.7), facecolors=colours)
+        axes.barh(line + 0.5, 0.9, 0.7, left=[place + 0.05 for place in range(len(colours))], color=colours)
 
 
 bits = [

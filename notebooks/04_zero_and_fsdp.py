@@ -95,7 +95,7 @@ def text(axes, x, y, words, colour=INK, anchor="center", weight="normal"):
 
 
 def box(axes, x, y, width, fill, stroke="#8b95a3"):
-    axes.broken_barh([(x, width)], (y, 20), facecolor=fill, edgecolor=stroke, linewidth=1)
+    axes.barh(y + 10, width, 20, left=x, color=fill, edgecolor=stroke, linewidth=1, clip_on=False)
 
 
 def panel(axes, place, name, note, above, rows, held, gathers=False):
