@@ -8,7 +8,7 @@
     python benchmarks/forecast_accuracy.py --smoke          # whether it still runs: one run of one family
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
-is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
+is made before, in a process that trains nothing; its batch is the smallest with a forecast over 110 MiB. What the grid
 holds and no engine can do is refused before, and counted by its reason. Every run counts: one that fails is listed.
 
 It also lists the estimates of accelerate (`accelerate estimate-memory`) and DeepSpeed (`estimate_zero*_model_states_mem_needs`).

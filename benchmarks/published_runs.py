@@ -2,7 +2,7 @@
 
 Configurations are written out from the models' cards. Where a publication leaves something open, the row says what is assumed.
 `published_t4.json` holds rows of fitcheck-llm 0.3.1 (pypi.org, its source distribution's data/measurements; Anas Bouzid, MIT):
-every run of LoRA over 16-bit weights whose kernels the toolkit would take too, each configuration once. Its runs over 4 bits
+every run of LoRA over 16-bit weights with kernels that the toolkit takes too, each configuration once. Its runs over 4 bits
 keep embeddings, norms and the head in fp32, those of grouped heads under sdpa replace torch's function: the toolkit does neither.
 """
 
@@ -184,7 +184,7 @@ def peft() -> Iterator[Published]:
 
 
 def zero_offload() -> Iterator[Published]:
-    """One GPU, whose host has the optimizer."""
+    """One GPU; the host has the optimizer."""
     for size, layers, batch, accumulation, tflops in (("10B", 50, 10, 51, 40), ("13B", 65, 4, 128, 30)):
         yield Published(
             what=f"GPT-2 {size}, ZeRO-2, optimizer offloaded, 1 x V100 32 GB",

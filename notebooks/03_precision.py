@@ -26,7 +26,7 @@ tk.environment()
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda" and tk.hardware().count > 1  # sharding takes two ranks, and each its own GPU
 STEPS = 20 if GPU else 8  # of each run
-SHARDINGS = "ddp,zero2,zero3,fsdp"  # those whose ledgers are compared
+SHARDINGS = "ddp,zero2,zero3,fsdp"  # their ledgers are compared
 STAGES = "zero3,fsdp"  # those that are looked into at each stage
 SCALE = 2.0**24  # what the loss is multiplied by at first: so much that fp16 overflows
 TOKENS = 1024 if GPU else 64  # of a batch in the loops that are written out here
