@@ -60,18 +60,14 @@ class DDP(Engine):
         """Return no plugin: Accelerate needs none for DDP. Gradients lie in DDP's buckets, and buffers are sent once."""
         from accelerate.utils import DistributedDataParallelKwargs
 
-        class Options(DistributedDataParallelKwargs):
-            def to_kwargs(self) -> dict[str, Any]:  # Accelerate does not know torch's new option
-                return super().to_kwargs() | {"forward_sync_buffers": False}
-
+        options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job))
+        known = options.to_kwargs()
+        # Accelerate does not know torch's new name, and takes no subclass.
+        options.to_kwargs = lambda: {**known, "forward_sync_buffers": False}
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],
-            "kwargs_handlers": [
-                *handlers(timeout),
-                *loss_scaler(job),
-                Options(gradient_as_bucket_view=True, **_bucket_size(job)),
-            ],
+            "kwargs_handlers": [*handlers(timeout), *loss_scaler(job), options],
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
