@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+
+from toolkit.checkpoints import read_manifest, validate
+from toolkit.checkpoints.stored_tensors import opened
 
 pytestmark = pytest.mark.dist
 
@@ -79,9 +83,6 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
-    from toolkit.checkpoints import read_manifest, validate
-    from toolkit.checkpoints.stored_tensors import opened
-
     assert validate(checkpoint) == []
     manifest = read_manifest(checkpoint)
     with opened(checkpoint, manifest) as stored:
@@ -89,8 +90,6 @@ def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
 
 
 def differing(one: Path, other: Path) -> list[tuple[str, str]]:
-    import torch
-
     mine, theirs = tensors(one), tensors(other)
     assert mine.keys() == theirs.keys()
     return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
@@ -142,8 +141,6 @@ def test_persistent_buffers_are_in_a_checkpoint_once(found: dict[str, list[dict[
 
 
 def test_an_adapters_checkpoint_holds_the_adapter_alone(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
-    from toolkit.checkpoints import read_manifest
-
     checkpoint = root / "2 zero3 qlora" / "whole" / "step-00000004"
     manifest = read_manifest(checkpoint)
     assert all("lora_" in name for name in manifest.tensors)

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from toolkit.exporters import export
 
@@ -42,9 +45,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def exported(made: Path, name: str, out: Path, **words: Any) -> dict[str, Any]:
     """What plain transformers opens: its tensors, and its logits."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     result = export(made / name / f"step-{STEPS:08d}", out / name, **words)
     assert result.logits_error is not None
     assert result.logits_error <= (2e-2 if "bf16" in name else 1e-6)
@@ -59,8 +59,6 @@ def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 
 
 def test_whole_models_are_what_one_process_trained(made: Path, tmp_path: Path) -> None:
-    import torch
-
     alone = exported(made, "full", tmp_path)
     for name in ("zero3", "fsdp"):
         found = exported(made, name, tmp_path)
@@ -81,9 +79,6 @@ def test_adapters_are_merged_as_one_process_trained_them(made: Path, tmp_path: P
 
 def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path) -> None:
     """Rank 0 puts one tensor at a time together, next to its own shards. The others only send."""
-    import torch
-    from safetensors.torch import load_file
-
     base = tiny.llama(tmp_path / "base", hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
     groups = [
         (

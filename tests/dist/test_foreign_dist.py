@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from programs import python
+from safetensors.torch import load_file
 
 from toolkit.checkpoints.importers import Weights, open_foreign
 from toolkit.core.errors import CheckpointError
@@ -67,9 +69,6 @@ def opened(folder: Path) -> Weights:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
-    import torch
-    from safetensors.torch import load_file
-
     found, real = opened(made / name), load_file(f"{made / name}.safetensors")
     assert found.kind == KINDS.get(name, found.kind)
     missing = set(real) - set(found.shapes)
@@ -90,8 +89,6 @@ def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.get("bf16")])
 def test_masters_are_more_than_what_the_engine_computed_with(made: Path, name: str) -> None:
-    import torch
-
     found = opened(made / name)
     trained = [key for key in found.shapes if not CELLS[name].get("lora") or "lora_B" in key]
     trained = [key for key in trained if not key.endswith("seen")]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from programs import python, until
 
 import toolkit as tk
@@ -71,8 +72,6 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
 
 def hosted(words: list[str], *, fail: bool = False, endless: bool = False) -> None:
     """What a cell could define: it makes what it needs, and says how far it is."""
-
-    import torch
 
     accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=1))
     strategy = tk.job(accelerator).strategy

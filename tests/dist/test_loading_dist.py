@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.dist
 
@@ -37,8 +39,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def without(folder: Path, name: str) -> None:
     """Take one tensor out of a checkpoint."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -207,9 +207,6 @@ def test_norms_outside_of_every_layer_compute_in_bf16(
 
 def test_checkpoints_hold_more_than_bf16_can(models: dict[str, Path]) -> None:
     """So that masters which are exactly the checkpoint's were not simply rounded."""
-    import torch
-    from safetensors.torch import load_file
-
     for kind in ("llama", "mixtral"):
         whole = load_file(models[kind] / "model.safetensors")
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from toolkit.config.strategy import SHARDINGS
 
@@ -26,8 +27,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 def test_readmes_loops_compute_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
     """Losses, norms and weights over the same global batches, with a norm that is clipped: to 1e-5 in fp32."""
-    import torch
-
     assert set(found) == set(SHARDINGS)
     for train_config, count in (("function", 10), ("script", 21 + 11)):
         reference = found["ddp"][train_config]

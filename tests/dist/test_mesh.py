@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 from programs import python
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.dist
 
@@ -93,8 +94,6 @@ def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name:
 
 @pytest.mark.parametrize("name", ["llama-tp", "qwen3-tp", "llama-both", "qwen3-both"])
 def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     model, way = name.split("-")
     assert gave[{"tp": 2, "both": 4}[way], model]["logits_error"] <= 1e-6
     _, info = AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,10 @@ from typing import Any
 
 import pytest
 import runs
+import torch
 from programs import start
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from toolkit import cli
 from toolkit.cli import run_commands
@@ -59,10 +64,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _with_large_vocabulary(folder: Path) -> None:
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-
     with torch.random.fork_rng(devices=[]):
         AutoModelForCausalLM.from_config(LlamaConfig.from_dict(LLAMA)).save_pretrained(folder)
     words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(90))])}
@@ -181,8 +182,6 @@ LIBRARIES = {
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_missing_library(library: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Its import and its search fail, as on a machine without it."""
-    import importlib.util
-
     search = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == library else search(name, *rest)
@@ -215,8 +214,6 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_stopped_while_it_reads_data(number: str, code: int, tmp_path: Path) -> None:
     """A pipe as the data file: reading it is where the signal comes."""
-    import signal
-
     work, pipe = tmp_path / "work", tmp_path / "data.txt"
     work.mkdir()
     os.mkfifo(pipe)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoints import (
     CheckpointWriter,
@@ -32,6 +34,7 @@ from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.rank_files import await_ranks, sign_of_life
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
+from toolkit.engines.base import engine_of
 
 
 def saver(run: dict[str, Any], folder: Path, **options: Any) -> CheckpointWriter:
@@ -39,10 +42,6 @@ def saver(run: dict[str, Any], folder: Path, **options: Any) -> CheckpointWriter
 
 
 def train(run: dict[str, Any]) -> None:
-    import torch
-
-    from toolkit.engines.base import engine_of
-
     tokens = torch.arange(16)[None]
     engine = engine_of(run["ours"].job.strategy)
     engine.backward(run["ours"], run["ours"].model(input_ids=tokens, labels=tokens).loss, True)
@@ -70,8 +69,6 @@ def test_a_checkpoint_is_a_manifest_and_a_file_a_rank(written: Path) -> None:
     assert (manifest.step, manifest.ranks, manifest.global_batch) == (2, 1, 4)
     assert manifest.strategy["sharding"] == "none"
     assert validate(newest) == []
-    from safetensors.torch import load_file
-
     names = load_file(newest / "rank-00000.safetensors")
     keys = {f"{kind}:lm_head.weight:0+64,0+32:0" for kind in ("weight", "exp_avg", "exp_avg_sq")}
     assert keys <= set(names)
@@ -79,8 +76,6 @@ def test_a_checkpoint_is_a_manifest_and_a_file_a_rank(written: Path) -> None:
 
 
 def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) -> None:
-    import torch
-
     before = {name: p.detach().clone() for name, p in run["ours"].model.named_parameters()}
     rate = run["ours"].optimizer.param_groups[0]["lr"]
     drawn = torch.rand(3)
@@ -97,8 +92,6 @@ def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) 
 
 
 def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp_path: Path) -> None:
-    import torch
-
     model = run["ours"].model
     norm, weight = model.model.norm, model.lm_head.weight
     buffers = {
@@ -325,8 +318,6 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(tmp_path: Path, monkeypat
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path: Path) -> None:
-    import torch
-
     weights = [torch.nn.Parameter(torch.zeros(2))]
     for optimizer, said in (
         (torch.optim.SGD(weights, lr=0.1, momentum=0.9), "the state of SGD"),
@@ -447,8 +438,6 @@ def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
 
 
 def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     newest = list_checkpoints(written)[0]
     manifest = read_manifest(newest)
     path = newest / "rank-00000.safetensors"
@@ -492,9 +481,6 @@ def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -
     ],
 )
 def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tuple[int, ...]) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     newest = list_checkpoints(written)[0]
     save_file({key: torch.zeros(shape)}, newest / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="names no part of a tensor"), opened(newest, read_manifest(newest)):

@@ -20,6 +20,9 @@ import psutil
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import modeling_flash_attention_utils as flash
 
 import toolkit.data as data
 from toolkit.config.train_config import TrainConfig
@@ -576,8 +579,6 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
 
 def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
     """transformers' own dispatch, over a kernel in plain torch: which documents it is told of is what is asked."""
-    from transformers import modeling_flash_attention_utils as flash
-
     lengths: list[list[int]] = []
 
     def by_bounds(q: Any, k: Any, v: Any, cu_seqlens_q: Any, **_: Any) -> Any:
@@ -732,8 +733,6 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"message 1: the chat template writes earlier turns differently.*generation"):
         prepare(chat_template=forgetful)
     # A tokenizer that makes no token of whitespace: transformers then loses the end of the marked part.
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     words = Tokenizer(models.WordLevel(unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(
@@ -904,8 +903,6 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
 
 
 def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> None:
-    from accelerate import Accelerator
-
     loader = data.batches(rows, TrainConfig(micro_batch=2, steps=3), dp_rank=0, dp_size=1)
     assert Accelerator(cpu=True).prepare(loader) is loader
     torch.manual_seed(0)

@@ -9,9 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 import yaml
+from accelerate.commands import launch
 from ranks import reset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.config.strategy import Strategy, catalog
 from toolkit.config.train_config import TrainConfig
@@ -198,8 +202,6 @@ def test_the_config_files_are_what_their_strategies_generate() -> None:
 def test_accelerate_launch_sets_in_a_worker_what_the_strategy_says(
     name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate.commands import launch
-
     environ: dict[str, str] = {"WORLD_SIZE": "1" if name == "none" else "4"}
     monkeypatch.setattr(
         launch, "simple_launcher", lambda a: environ.update(launch.prepare_simple_launcher_cmd_env(a)[1])
@@ -276,8 +278,6 @@ def make() -> Iterator[Callable[..., Any]]:
 
 def linear(value: float = 0.0) -> tuple[Any, Any]:
     """Four weights of one value, and the optimizer whose update is their gradient."""
-    import torch
-
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
@@ -295,8 +295,6 @@ def test_a_second_accelerator_leaves_the_first_as_it_is(make: Callable[..., Any]
 
 def test_each_optimizer_clips_what_it_steps(make: Callable[..., Any]) -> None:
     """Also beside a teacher, which nothing trains."""
-    import torch
-
     ours = make(TrainConfig(max_grad_norm=1.0))
     teacher, _ = linear(1.0)
     (one, stepper), (other, other_stepper) = linear(), linear()
@@ -317,8 +315,6 @@ def test_each_optimizer_clips_what_it_steps(make: Callable[..., Any]) -> None:
 
 def test_fp16_unscales_once_and_a_skipped_step_is_none_of_the_schedule(make: Callable[..., Any]) -> None:
     """torch's GradScaler, set up as Accelerate does it for fp16 on a GPU."""
-    import torch
-
     ours = make(TrainConfig(max_grad_norm=0.0))
     ours.scaler = torch.amp.GradScaler(ours.device.type, init_scale=1024.0)
     model, optimizer = linear()
@@ -348,9 +344,7 @@ def test_a_model_of_ones_own_may_train_a_part(
     kind: str, make: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The toolkit's own may not."""
-    import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
     config = LlamaConfig(**shape, num_hidden_layers=1, tie_word_embeddings=True)
@@ -369,8 +363,6 @@ def test_a_model_of_ones_own_may_train_a_part(
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 def test_states_are_what_peft_makes_in_its_order(adapter: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     config = LlamaConfig(**shape, num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True)
     job = resolve(Strategy(adapter=adapter, lora_targets="q_proj,down_proj"), TrainConfig(), describe(config), 1, CPU)
@@ -385,8 +377,6 @@ def test_states_are_what_peft_makes_in_its_order(adapter: str) -> None:
 def test_locks_of_builds_are_removed_where_no_other_host_can_hold_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import psutil
-
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     def lock_is_left(kind: str, age: float = 0.0) -> bool:

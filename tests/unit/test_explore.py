@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from runs import Page
+from transformers import GPT2Config
 
 import toolkit as tk
 from toolkit.cli import main
@@ -18,12 +21,12 @@ from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.forecasting import Forecast
+from toolkit.forecasting import Forecast, traces
 from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec
-from toolkit.notebook import prefetch
+from toolkit.notebook import explorer, explorer_state, prefetch, widgets
 from toolkit.notebook.explorer import Explorer
 from toolkit.notebook.explorer_state import command
 
@@ -309,9 +312,6 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work is counted, not time: one forecast a move, from what is in the cache."""
-    from toolkit.forecasting import traces
-    from toolkit.notebook import explorer, explorer_state
-
     panel = made("memory", spec)
     panel.controls["micro_batch"].value = 4
     count = []
@@ -328,8 +328,6 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
 
 
 def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.notebook import explorer, widgets
-
     panel = made("memory", spec)
     said, real = [], explorer.forecast
     panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
@@ -348,8 +346,6 @@ def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with GPUs, as their driver names them: the catalog's name, or none."""
-    from toolkit.notebook import explorer_state
-
     known = tk.hardware("2x H100-80GB")
     there = dataclasses.replace(known, device=dataclasses.replace(known.device, name="NVIDIA H100 80GB HBM3"))
     monkeypatch.setattr(explorer_state, "hardware", lambda name=None: there if name is None else tk.hardware(name))
@@ -368,8 +364,6 @@ def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.M
 
 
 def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
-    from transformers import GPT2Config
-
     asked = made("memory", tk.describe(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512))).state
     assert "toolkit forecast '<where its config is saved>'" in command("memory", asked)
 
@@ -422,9 +416,6 @@ def test_without_widgets_the_answer_stands_with_the_fix(
 
 
 def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> None:
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
-
     shell = InteractiveShell.instance()
     try:
         panel = made("memory", spec)

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import yaml
 from programs import python
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from transformers import LlamaConfig, LlavaConfig, OpenAIGPTConfig, T5Config
 
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
@@ -22,11 +27,13 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
-from toolkit.forecasting import cuda_autocast, memory
+from toolkit.forecasting import cuda_autocast, fake_kernels, memory, tracing, truncation
 from toolkit.forecasting.cuda_autocast import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.tracing import trace
+from toolkit.forecasting.tracker import Tracker
 from toolkit.models import ModelSpec
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -38,8 +45,6 @@ EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
 
 
 def config(family: str, layers: int) -> Any:
-    import transformers
-
     if family == "gpt2":
         return transformers.GPT2Config(n_embd=64, n_layer=layers, n_head=4, vocab_size=256)
     if family == "gemma":
@@ -91,8 +96,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing, truncation
-
     spec = describe(config(family, 8))
     spread = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     monkeypatch.setattr(truncation, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
@@ -122,8 +125,6 @@ def peak(step: Sequence[Segment]) -> int:
     ("family", "way"), [("llama", FP32), ("llama", AUTOCAST), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)]
 )
 def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig) -> None:
-    from toolkit.forecasting.tracing import trace
-
     spec = describe(config(family, 3))
     two, three = (trace(spec, way, batch=size, seq_len=32) for size in (2, 3))
     assert two.scaled(three, 5) == trace(spec, way, batch=7, seq_len=32)
@@ -141,8 +142,6 @@ def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
 
 
 def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import fake_kernels, tracing
-
     spec = describe(config("gpt2", 2))
     way = dataclasses.replace(AUTOCAST, checkpointing=False, device="cuda")
     wide = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
@@ -155,10 +154,6 @@ def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cuda_casts_touch_fake_tensors_under_autocast_alone() -> None:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.nn import functional
-
     real = torch.ones(4, 8, dtype=torch.bfloat16)
     with FakeTensorMode():
         fake = torch.ones(4, 8, dtype=torch.bfloat16)
@@ -183,11 +178,6 @@ def test_cuda_casts_touch_fake_tensors_under_autocast_alone() -> None:
 
 def test_a_softmax_of_fp16_is_one_kernel_on_a_gpu() -> None:
     """It reads fp16 and writes fp32; one of bf16 is cast first."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from toolkit.forecasting.tracker import Tracker
-
     made = {}
     for dtype in (torch.float16, torch.bfloat16):
         tracker = Tracker()
@@ -201,8 +191,6 @@ def test_a_softmax_of_fp16_is_one_kernel_on_a_gpu() -> None:
 
 def test_cuda_casts_are_those_of_torch() -> None:
     """What torch's own list has and ours has not, no language model's forward calls, or both devices cast alike."""
-    import torch
-
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     for macro, ours in (
@@ -292,8 +280,6 @@ def test_what_fits_with_fused_kernels(
     size: tuple[int, ...], strategy: dict[str, str], machine: str, peak: float
 ) -> None:
     """Llama 3 8B and 70B, all weights: with the temporaries of torch's other kernels neither would fit."""
-    from transformers import LlamaConfig
-
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     model = LlamaConfig(**dict(zip(names, size, strict=True)), num_key_value_heads=8, vocab_size=128256)
     request = Strategy(activation_checkpointing="full", **strategy)
@@ -376,8 +362,6 @@ def test_what_cannot_be_forecast_is_said(strategy: Strategy, on: str, ranks: int
 
 
 def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -> None:
-    from transformers import OpenAIGPTConfig
-
     spec = describe(OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256))
     with pytest.raises(StrategyError, match="OpenAIGPTLMHeadModel has no activation checkpointing"):
         forecast(spec, Strategy(), "T4", TrainConfig(seq_len=64))
@@ -398,7 +382,6 @@ def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_frozen_parts_are_in_a_forecast(sharding: str) -> None:
     """A deeper vision tower adds its bytes: whole, or a half on each of two ranks; no gradient, master or moment."""
-    from transformers import LlavaConfig
 
     def of(layers: int) -> tuple[ModelSpec, Any]:
         vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 256, "patch_size": 14}
@@ -416,8 +399,6 @@ def test_frozen_parts_are_in_a_forecast(sharding: str) -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
-    from transformers import T5Config
-
     without_start = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=256)
     with pytest.raises(ModelError, match=r"model 'T5Config' cannot be traced.*decoder_start_token_id"):
         forecast(describe(without_start), Strategy(sharding="none"), "T4")
@@ -446,8 +427,6 @@ def test_an_adapter_is_traced_in_a_child_process() -> None:
 
 
 def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec, train_config = describe(config("llama", 3)), TrainConfig(seq_len=64, micro_batch=8)
     forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", train_config)
@@ -460,8 +439,6 @@ def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, mon
 
 
 def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing
-
     real = tracing.trace
 
     def picky(spec: ModelSpec, way: TraceConfig, **sizes: int) -> Any:

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as upstream
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoints.importers import Weights, open_foreign
 from toolkit.checkpoints.importers.restricted_unpickler import DEEPSPEED, load, load_metadata
@@ -57,17 +61,12 @@ def refused(folder: Path, *words: str) -> None:
 
 
 def save(path: Path, value: Any, **options: Any) -> None:
-    import torch
-
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path, **options)
 
 
 def dcp(folder: Path, state: dict[str, Any] | None = None) -> Path:
     """A folder of torch.distributed.checkpoint, written by one process."""
-    import torch
-    import torch.distributed.checkpoint as upstream
-
     state = state or {"model": {"model.a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}}
     writer = upstream.FileSystemWriter(folder, thread_count=1)
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
@@ -86,8 +85,6 @@ def change(folder: Path, edit: Callable[[Any], Any]) -> Path:
 
 def zero(folder: Path, *, stage: int = 2, counts: tuple[int, ...] = (2, 2), **more: Any) -> Path:
     """Two parameters of 3 and 4 elements over two ranks, under ZeRO-1 or 2."""
-    import torch
-
     row = torch.arange(7.0)
     for rank, part in enumerate((row[:4], row[4:])[: len(counts)]):
         state = {
@@ -126,8 +123,6 @@ def test_zero_2_by_hand(tmp_path: Path) -> None:
 
 def test_zero_with_padding_after_every_parameter(tmp_path: Path) -> None:
     """What round-robin alignment writes: here one element after the first parameter."""
-    import torch
-
     found = zero(tmp_path / "step", param_alignment_paddings=[[1, 0]])
     state = {"zero_stage": 2, "partition_count": [2], "param_alignment_paddings": [[1, 0]]}
     for rank, part in enumerate(([0.0, 1, 2, 99], [3.0, 4, 5, 6])):
@@ -139,8 +134,6 @@ def test_zero_with_padding_after_every_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["the folder itself", "one level down"])
 def test_dcp_folders(tmp_path: Path, place: str) -> None:
-    import torch
-
     folder = dcp(tmp_path / "pytorch_model_fsdp_0")
     dcp(tmp_path / "optimizer_0", {"optimizer": {"state": torch.ones(2)}})
     found = opened(folder if place == "the folder itself" else tmp_path)
@@ -150,8 +143,6 @@ def test_dcp_folders(tmp_path: Path, place: str) -> None:
 
 
 def test_dcp_without_the_level_of_a_model(tmp_path: Path) -> None:
-    import torch
-
     scalar = torch.tensor(3.5, dtype=torch.float64)
     found = opened(dcp(tmp_path / "bare", {"model.a": torch.ones(2, 2).bfloat16(), "scalar": scalar, "step": 7}))
     assert found.shapes == {"model.a": (2, 2), "scalar": ()}
@@ -164,8 +155,6 @@ def test_dcp_without_the_level_of_a_model(tmp_path: Path) -> None:
 
 
 def test_names_without_their_wrappers(tmp_path: Path) -> None:
-    import torch
-
     names = {
         "module._orig_mod.layers.0._checkpoint_wrapped_module.module.weight": "layers.0.module.weight",
         "module._fsdp_wrapped_module.head.weight": "head.weight",
@@ -177,8 +166,6 @@ def test_names_without_their_wrappers(tmp_path: Path) -> None:
 
 
 def test_a_module_that_is_part_of_the_model_keeps_its_name(tmp_path: Path) -> None:
-    import torch
-
     save(tmp_path / "pytorch_model.bin", {"module.a": torch.ones(2), "head": torch.ones(2)})
     assert set(opened(tmp_path).shapes) == {"module.a", "head"}
 
@@ -222,8 +209,6 @@ def test_a_later_protocol_of_pickle_is_refused_with_its_instruction(
 
 
 def test_a_program_of_torchscript(tmp_path: Path) -> None:
-    import torch
-
     path = tmp_path / "pytorch_model.bin"
     save(path, {"a": torch.ones(2)})
     with zipfile.ZipFile(path, "a") as archive:
@@ -243,8 +228,6 @@ def test_a_crafted_metadata(tmp_path: Path, canary: Path, protocol: int) -> None
 def test_a_crafted_tensor_of_dcp(tmp_path: Path, canary: Path) -> None:
     folder = dcp(tmp_path / "step")
     bad = io.BytesIO()
-    import torch
-
     torch.save(Evil(canary), bad)
     data = bad.getvalue()
     (folder / "bad.distcp").write_bytes(data)
@@ -257,8 +240,6 @@ def test_a_crafted_tensor_of_dcp(tmp_path: Path, canary: Path) -> None:
 
 
 def test_what_is_no_tensor_of_the_model_is_not_read(tmp_path: Path, canary: Path) -> None:
-    import torch
-
     folder = dcp(tmp_path / "step", {"model": {"a": torch.ones(2), "extra": Evil(canary)}, "other": Evil(canary)})
     found = opened(folder)
     assert found.shapes == {"a": (2,)}
@@ -292,8 +273,6 @@ def test_an_allowed_class_of_deepspeed_is_not_run_either(
 
 
 def test_what_this_process_allowed_before_counts_for_nothing(tmp_path: Path) -> None:
-    import torch
-
     save(tmp_path / "pytorch_model.bin", {"a": torch.ones(2), "when": Path("now")})
     with torch.serialization.safe_globals([type(Path("now"))]):
         before = set(torch.serialization.get_safe_globals())
@@ -303,8 +282,6 @@ def test_what_this_process_allowed_before_counts_for_nothing(tmp_path: Path) -> 
 
 def test_metadata_cannot_reach_into_torch_s_classes(tmp_path: Path) -> None:
     """The opcode BUILD sets attributes of whatever is on the stack, classes too."""
-    from torch.distributed.checkpoint.metadata import Metadata
-
     crafted = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'version'\nS'mine'\nstb."
     path = tmp_path / ".metadata"
     path.write_bytes(crafted)
@@ -354,8 +331,6 @@ def test_latest(tmp_path: Path) -> None:
 
 def test_links(tmp_path: Path) -> None:
     """A link within is followed; one that leads out is refused, whether it is a file, a folder or of no use."""
-    import torch
-
     folder, outside = tmp_path / "inner", tmp_path / "outside"
     save(outside / "pytorch_model.bin", {"a": torch.ones(2)})
     save(folder / "real" / "weights", {"a": torch.ones(2)})
@@ -389,8 +364,6 @@ def test_a_step_without_all_of_its_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_hold_too_little(tmp_path: Path) -> None:
-    import torch
-
     folder = zero(tmp_path / "step")
     state = {"zero_stage": 2, "partition_count": [2], "single_partition_of_fp32_groups": [torch.ones(1)]}
     save(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})
@@ -408,9 +381,6 @@ def test_other_parallelisms_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_tensors_that_nothing_is_in(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     save_file({"a": torch.ones(2), "b": torch.empty(0)}, tmp_path / "model.safetensors")
     refused(tmp_path, "size zero: b")
     save(tmp_path / "pytorch_model_fsdp.bin", {"a": torch.ones(2), "b": torch.empty(0, 3)})
@@ -418,15 +388,11 @@ def test_tensors_that_nothing_is_in(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_none(tmp_path: Path) -> None:
-    import torch
-
     save(tmp_path / "pytorch_model_fsdp.bin", {"a": torch.empty(2, device="meta")})
     refused(tmp_path, "pytorch_model_fsdp.bin", "expected a plain tensor")
 
 
 def test_chunks_that_do_not_make_up_a_tensor(tmp_path: Path) -> None:
-    import torch
-
     def smaller(metadata: Any) -> None:
         metadata.state_dict_metadata["model.model.a"].chunks[0].sizes = torch.Size([2, 4])
 
@@ -455,9 +421,6 @@ def test_chunks_that_do_not_make_up_a_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 3, 200, -1])
 def test_truncated_files(tmp_path: Path, keep: int) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     (tmp_path / "plain").mkdir()
     save_file({"a": torch.ones(200)}, tmp_path / "plain" / "model.safetensors")
     save(tmp_path / "pickled" / "pytorch_model.bin", {"a": torch.ones(200)})
@@ -480,8 +443,6 @@ def test_truncated_files(tmp_path: Path, keep: int) -> None:
 
 
 def test_several_models_and_parts_without_a_plan(tmp_path: Path) -> None:
-    import torch
-
     save(tmp_path / "one" / "pytorch_model.bin", {"a": torch.ones(2)})
     save(tmp_path / "one" / "pytorch_model_1.bin", {"a": torch.ones(2)})
     refused(tmp_path / "one", "several models", "pytorch_model_1.bin")
@@ -497,9 +458,6 @@ def test_several_models_and_parts_without_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     found = opened(tmp_path)
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")

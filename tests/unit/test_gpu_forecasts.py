@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 
 from toolkit import Strategy, TrainConfig, describe, hardware
 from toolkit.core.units import GiB, KiB, MiB
@@ -22,8 +25,6 @@ from toolkit.forecasting.tracker import Tracker
 
 
 def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") -> Job:
-    from transformers import LlamaConfig
-
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     spec = describe(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=512, max_position_embeddings=8192))
     strategy = Strategy(sharding="none", precision="fp16", attention=attention)
@@ -32,9 +33,6 @@ def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") 
 
 def test_work_is_what_the_device_does() -> None:
     """Not the questions that a fake tensor asks itself, nor what only renames a tensor."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         made = torch.ones(256, 256)
@@ -50,8 +48,6 @@ def test_work_is_what_the_device_does() -> None:
 
 def within(kernel: Any) -> int:
     """What the peak of a backward on a GPU is above that of its outputs and inputs alone."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     highest = {}
     for device in ("cpu", "cuda"):
         tracker = Tracker(device=device)
@@ -67,22 +63,16 @@ def within(kernel: Any) -> int:
 
 
 def softmax() -> Any:
-    import torch
-
     return torch.ops.aten._softmax_backward_data(torch.ones(64, 64), torch.ones(64, 64), -1, torch.float32)
 
 
 def embedding(tokens: int) -> Any:
-    import torch
-
     return torch.ops.aten.embedding_dense_backward(
         torch.ones(tokens, 32), torch.ones(tokens, dtype=torch.long), 100, -1, False
     )
 
 
 def flash(groups: int) -> Any:
-    import torch
-
     made = {"dtype": torch.bfloat16}
     query, key, sums = (
         torch.ones(2, 4, 100, 64, **made),
@@ -234,8 +224,6 @@ def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
 
 def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wait_for_the_disk() -> None:
     """70B with AdamW on eight GPUs: 788 GiB of states, which lie in the host's memory once."""
-    from transformers import LlamaConfig
-
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     spec = describe(LlamaConfig(**shape, num_hidden_layers=80, vocab_size=128256, max_position_embeddings=8192))
     machine, train_config = hardware("8x H100-80GB"), TrainConfig(micro_batch=1, seq_len=2048)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 from collections.abc import Callable
@@ -10,18 +11,42 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from ranks import reset
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+)
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.devices.machine import Device
-from toolkit.engines.adapters import adapt, check_quantized, require_libraries, unquantized_share
+from toolkit.engines.adapters import (
+    _seeded_by_name,
+    adapt,
+    add_adapter,
+    check_quantized,
+    require_libraries,
+    save_packed_weights,
+    unquantized_share,
+)
+from toolkit.engines.experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
 from toolkit.models import ModelSpec, describe, embedded_config
 from toolkit.models.embedded import embedded_checkpoint
 from toolkit.models.tokenizer import load_tokenizer
-from toolkit.training.loading import load
+from toolkit.training import streamed_weights
+from toolkit.training.loading import Reader, load
 from toolkit.training.setup import accelerator as make
 
 CPU = Device(
@@ -49,9 +74,6 @@ def folder(tmp_path: Path) -> Path:
 
 def tokenizer(folder: Path, *reserved: str, words: int = 50, **special: str) -> None:
     """Save a tokenizer with these special tokens, `reserved` ones without a role."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     known = ["<unk>", *special.values(), *reserved, *(f"w{index}" for index in range(words))]
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
     made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
@@ -73,10 +95,6 @@ def job(folder: Path, seed: int = 0, **words: Any) -> Job:
 
 def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> None:
     """A part of a model draws what the whole one draws: a rank of a pipeline holds some modules only."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from toolkit.engines.adapters import _seeded_by_name, add_adapter
 
     def drawn(layers: int, targets: list[str], seed: int) -> dict[str, Any]:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
@@ -96,8 +114,6 @@ def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> Non
 
 
 def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     model, words = loaded(folder)
     assert model.training
     assert all(module.training for module in model.modules())
@@ -153,8 +169,6 @@ def test_no_model_and_no_weights(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "other shape"])
 def test_weights_that_do_not_fit_are_never_drawn_at_random(folder: Path, damage: str) -> None:
-    from safetensors.torch import load_file, save_file
-
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
     if damage == "missing":
@@ -170,16 +184,12 @@ def test_weights_that_do_not_fit_are_never_drawn_at_random(folder: Path, damage:
 
 
 def adapter_values(folder: Path, seed: int = 0, **words: Any) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
-
     asked = job(folder, seed, **words)
     model = adapt(asked, AutoModelForCausalLM.from_pretrained(folder))
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def test_an_adapter_depends_on_the_seed_alone_and_leaves_the_generator_alone(folder: Path) -> None:
-    import torch
-
     torch.manual_seed(3)
     first = adapter_values(folder, adapter="lora")
     following = torch.rand(1)
@@ -191,8 +201,6 @@ def test_an_adapter_depends_on_the_seed_alone_and_leaves_the_generator_alone(fol
 
 
 def test_an_adapter_begins_on_values_of_the_compute_dtype(folder: Path) -> None:
-    import torch
-
     for values in (adapter_values(folder, adapter=kind, precision="bf16") for kind in ("lora", "dora")):
         assert all(tensor.dtype == torch.float32 for tensor in values.values())
         assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in values.values())
@@ -211,8 +219,6 @@ def test_all_linear_layers_but_the_head_are_adapted(folder: Path) -> None:
 
 def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
     """A Mamba's output is computed by a kernel that never calls the module."""
-    from transformers import MambaConfig, MambaForCausalLM
-
     MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64)).save_pretrained(
         tmp_path
     )
@@ -252,8 +258,6 @@ def test_the_unquantized_share(folder: Path) -> None:
 
 
 def test_a_mostly_unquantized_model_is_refused_before_it_is_read() -> None:
-    from transformers import MixtralConfig
-
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     spec: ModelSpec = describe(MixtralConfig(num_local_experts=8, **shape, **heads))
@@ -308,8 +312,6 @@ def test_a_tokenizer_that_does_not_fit(folder: Path, special: dict[str, Any] | N
 
 
 def test_the_embedded_checkpoint(tmp_path: Path) -> None:
-    import torch
-
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -329,11 +331,6 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
     tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a piece is no whole number of rows of the tensor, and where the rest is smaller than a piece."""
-    import torch
-
-    from toolkit.training import streamed_weights
-    from toolkit.training.loading import Reader
-
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 96)
     path = tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200)
     spec = describe(str(path))
@@ -360,12 +357,6 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files hold each expert in two or three tensors, which lie row below row in the model's."""
-    import torch
-
-    from toolkit.engines.experts import packed_experts, unpack_experts
-    from toolkit.training import streamed_weights
-    from toolkit.training.loading import Reader
-
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
     spec = describe(str(getattr(tiny, kind)(tmp_path / "model")))
     accelerator = make(Strategy(adapter="qlora", precision="bf16"), TrainConfig(seq_len=16), spec)
@@ -382,8 +373,6 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
 
 def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
     """Mixtral's files hold one expert a tensor, and transformers joins them."""
-    from toolkit.training.loading import Reader
-
     path = tiny.mixtral(tmp_path / "model")
     spec = describe(str(path))
     accelerator = make(Strategy(adapter="lora"), TrainConfig(seq_len=16), spec)
@@ -392,15 +381,8 @@ def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
 
 def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:
     """A gathered weight that stayed until the backward would undo ZeRO-3's sharding."""
-    import gc
-
-    import torch
     from bitsandbytes.autograd import _functions
     from bitsandbytes.functional import quantize_4bit
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils.checkpoint import checkpoint
-
-    from toolkit.engines.adapters import save_packed_weights
 
     save_packed_weights()
     x = torch.randn(4, 64, requires_grad=True)

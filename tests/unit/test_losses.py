@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
+import toolkit as tk
 from toolkit.core.errors import StrategyError
 from toolkit.engines.job import resolve
 from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels
@@ -21,8 +32,6 @@ def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tenso
 
 
 def causal(**fields: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -79,8 +88,6 @@ def test_sums_are_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_experts_add_their_balance_once_for_each_token() -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -104,10 +111,6 @@ def test_experts_add_their_balance_once_for_each_token() -> None:
 
 
 def test_a_model_that_was_not_described_keeps_the_loss_of_its_own_task() -> None:
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-    import toolkit as tk
-
     job = resolve(tk.Strategy(), tk.TrainConfig(seq_len=17), None, 1, tk.hardware("cpu").device)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from programs import environment, python
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
 from toolkit.core.errors import ModelError
@@ -186,8 +187,6 @@ def test_a_dense_model_with_the_fields_of_a_mixture(config: PretrainedConfig) ->
 
 
 def test_large_models_are_described_without_memory() -> None:
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
     llama = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
     small = transformers.LlamaConfig(
         **llama, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32

@@ -24,6 +24,7 @@ from packaging.version import Version
 from programs import python
 
 import toolkit
+from toolkit.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -247,8 +248,6 @@ COMMANDS = (
 
 
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.cli.parser import build_parser
-
     monkeypatch.setenv("COLUMNS", "80")
     parser = build_parser()
     [verbs] = [action for action in parser._actions if action.dest == "verb"]

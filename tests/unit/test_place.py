@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import re
@@ -25,7 +26,5 @@ def test_it_says_where_with_what_and_when() -> None:
 
 
 def test_what_is_not_installed_is_said() -> None:
-    import dataclasses
-
     without = dataclasses.replace(environment(), versions={"python": "3.11", "deepspeed": None})
     assert "deepspeed  not installed" in str(without)

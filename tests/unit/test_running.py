@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import runs
+import torch
 from programs import python
+from transformers import GPT2Config
 
 import toolkit as tk
 from toolkit.cli import main
@@ -19,6 +21,7 @@ from toolkit.core.errors import RunError
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
+from toolkit.launcher import run_handle
 from toolkit.launcher.api import without_launchers
 from toolkit.launcher.targets import Target
 from toolkit.launcher.trust import check_target, note_launch, target_of
@@ -178,8 +181,6 @@ def test_so_many_ranks_are_launched(sharding: str, machine: str, ranks: int) -> 
 
 
 def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import GPT2Config
-
     monkeypatch.chdir(tmp_path)
     with pytest.raises(tk.StrategyError, match=r"the ranks cannot find .* Save it into a folder"):
         tk.launch(model=tk.describe(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=32)))
@@ -198,8 +199,6 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     for step in (1, 2, 3):
         tk.log(step, steps=9, loss=torch.tensor(1 / step), tokens=8)
     monkeypatch.setattr(metrics, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
@@ -244,8 +243,6 @@ def test_outside_of_a_run_nothing_stops_and_no_signal_is_taken() -> None:
 def test_an_interrupted_watch_says_that_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.launcher import run_handle
-
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 

@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 import runs
+import torch
 from programs import environment, python, start, until
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit import cli
 from toolkit.checkpoints.manifest import read_manifest
@@ -31,6 +35,7 @@ from toolkit.data.encoder import Encoder
 from toolkit.data.files import Document
 from toolkit.models import describe, local_weights, require_weights
 from toolkit.models.remote_code import digest_of
+from toolkit.models.tokenizer import load_tokenizer
 from toolkit.run_folder import folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import merge_config
@@ -232,10 +237,6 @@ AUTO_MAP = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose classes are its own, with weights, tokenizer and data."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     root = tmp_path_factory.mktemp("made")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]):
@@ -330,8 +331,6 @@ def test_code_that_is_a_link_or_missing_is_refused(mine: Path, canary: Path, tmp
 
 def test_a_tokenizers_own_code_is_refused_with_the_flag(mine: Path, canary: Path) -> None:
     """Beside a model that transformers has itself."""
-    from toolkit.models.tokenizer import load_tokenizer
-
     _change(mine / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     for path in mine.glob("*mine.py"):
         path.unlink()
@@ -470,8 +469,6 @@ def test_no_config_brings_a_compiled_kernel(where: str, tmp_path: Path) -> None:
 
 def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
     """transformers runs it in Jinja's sandbox."""
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(made / "mine")
     wanted = f"__import__('pathlib').Path('{tmp_path}/canary').touch()"
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
@@ -491,9 +488,6 @@ def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
 
 
 def _weights(path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"a": torch.zeros(2)}, path)
 

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.cli.parser import build_parser
 from toolkit.config.flags import given
@@ -28,16 +29,12 @@ BEAT = Heartbeat(
 
 
 def too_much() -> BaseException:
-    import torch
-
     with pytest.raises(RuntimeError) as found:
         torch.empty(2**60, dtype=torch.uint8)
     return found.value
 
 
 def test_what_torch_and_python_and_the_system_raise_is_recognised() -> None:
-    import torch
-
     wrapped = RuntimeError("a step failed")
     wrapped.__cause__ = too_much()
     on_a_device = torch.OutOfMemoryError(

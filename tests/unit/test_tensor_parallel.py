@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from programs import python
+from transformers import MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -59,8 +60,6 @@ print(made.peak_bytes)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 that two ranks cannot split evenly, as a config alone."""
-    from transformers import Qwen3Config
-
     made = tmp_path_factory.mktemp("qwen3")
     config = Qwen3Config(vocab_size=257, intermediate_size=175, head_dim=16, tie_word_embeddings=True, **SHAPE)
     config.architectures = ["Qwen3ForCausalLM"]
@@ -116,8 +115,6 @@ def test_models_without_a_plain_plan_are_refused(spec: ModelSpec, change: dict[s
 
 
 def test_mixtures_are_refused() -> None:
-    from transformers import MixtralConfig
-
     mixtral = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
     with pytest.raises(StrategyError, match="only dense models"):
         job_of(mixtral)
