@@ -46,7 +46,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(made: Path, name: str, out: Path, **words: Any) -> dict[str, Any]:
     """What plain transformers opens: its tensors, and its logits."""
     result = export(made / name / f"step-{STEPS:08d}", out / name, **words)
-    assert result.logits_error is not None
     assert result.logits_error <= (2e-2 if "bf16" in name else 1e-6)
     model = AutoModelForCausalLM.from_pretrained(out / name, dtype="auto").eval()
     with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from programs import python
 from safetensors.torch import load_file
 
-from toolkit.checkpoints.importers import Weights, open_foreign
+from toolkit.checkpoints.importers import open_foreign
 from toolkit.core.errors import CheckpointError
 
 pytestmark = pytest.mark.dist
@@ -61,15 +61,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(folder: Path) -> Weights:
-    found = open_foreign(folder)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("name", CELLS)
 def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
-    found, real = opened(made / name), load_file(f"{made / name}.safetensors")
+    found, real = open_foreign(made / name), load_file(f"{made / name}.safetensors")
     assert found.kind == KINDS.get(name, found.kind)
     missing = set(real) - set(found.shapes)
     if name == "zero3 adapter alone":
@@ -89,7 +83,7 @@ def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.get("bf16")])
 def test_masters_are_more_than_what_the_engine_computed_with(made: Path, name: str) -> None:
-    found = opened(made / name)
+    found = open_foreign(made / name)
     trained = [key for key in found.shapes if not CELLS[name].get("lora") or "lora_B" in key]
     trained = [key for key in trained if not key.endswith("seen")]
     assert {found.dtypes[key] for key in trained} == {"float32"}
@@ -131,8 +125,8 @@ def test_a_truncated_a_missing_and_a_linked_file_are_named(made: Path, name: str
     for ruin in (lambda: os.truncate(part, part.stat().st_size // 2), part.unlink):
         ruin()
         with pytest.raises(CheckpointError) as refused:
-            opened(folder)
+            open_foreign(folder)
         assert part.name in str(refused.value)
     part.symlink_to(theirs)
     with pytest.raises(CheckpointError, match="leads out of"):
-        opened(folder)
+        open_foreign(folder)

@@ -238,7 +238,6 @@ def test_a_system_without_prctl_and_a_child_of_another_thread(system: str) -> No
     """A poll does the same. What another thread forked must not end with that thread."""
     code = CHILD.format(system=system, seconds=3)
     with start("-c", PARENT, code, stderr=None) as parent:
-        assert parent.stdout is not None
         child, forked = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
         time.sleep(0.5)
         assert len(living([child, forked])) == 2
@@ -309,7 +308,6 @@ def test_ranks_that_come_at_once_share_one_redacting_process(tmp_path: Path) -> 
     def say(words: str) -> None:
         for number, (rank, log) in enumerate(zip(ranks, logs, strict=True)):
             if rank.poll() is None:
-                assert rank.stdin is not None
                 rank.stdin.write(f"{words} of {number}\n")
                 rank.stdin.flush()
                 until(partial(logged, log, f"{words} of {number}\n"), 60, words)

@@ -184,8 +184,6 @@ sys.stdin.read()
 def another(path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of somebody else's that holds a run's folder, to the end of its standard input."""
     with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
         assert process.stdout.readline() == "in\n"
         yield process
         process.stdin.close()

@@ -59,7 +59,6 @@ def drawn(svg: str) -> dict[str, list[tuple[str, float, float]]]:
     for group in parse(svg).iter(f"{SVG}g"):
         if tooltip := group.findtext(f"{SVG}title"):
             path = group.find(f"{SVG}path")
-            assert path is not None
             ends = [float(place) for place in re.findall(r"[ML] ([\d.]+)", path.get("d") or "")]
             shade = (path.get("style") or "").removeprefix("fill: ")
             parts.setdefault(tooltip.split(":")[0], []).append((shade, min(ends), max(ends) - min(ends)))

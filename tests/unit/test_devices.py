@@ -214,7 +214,6 @@ def test_a_mig_instance_has_its_share_of_the_card() -> None:
     whole, part = (_gpu(nvml, handle, "gpu") for handle in ("gpu", "first"))
     assert whole.card == CARDS["H100-80GB"]
     assert (part.total_bytes, part.free_bytes, part.capability) == (20 * GiB, 19 * GiB, (9, 0))
-    assert part.card is not None
     assert part.card.tflops_half == pytest.approx(989 * 2 / 7)
     assert part.card.memory == pytest.approx(3350 / 4)
     assert part.card.peer == part.card.host, "an instance has no NVLink"

@@ -39,7 +39,6 @@ def holder(path: Path, token: str, wait: float = 5.0) -> Iterator[subprocess.Pop
 
 def told(process: subprocess.Popen[str]) -> str:
     """Its first line: `in` once it holds the folder."""
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as upstream
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoints.importers import Weights, open_foreign
+from toolkit.checkpoints.importers import open_foreign
 from toolkit.checkpoints.importers.restricted_unpickler import DEEPSPEED, load, load_metadata
 from toolkit.core.errors import CheckpointError
 
@@ -41,17 +41,11 @@ def canary(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists()
 
 
-def opened(folder: Path) -> Weights:
-    found = open_foreign(folder)
-    assert found is not None
-    return found
-
-
 def refused(folder: Path, *words: str) -> None:
     """Opening it, or reading what it holds, is refused by a sentence with these words."""
 
     def take() -> None:
-        found = opened(folder)
+        found = open_foreign(folder)
         for name in found.shapes:
             found.tensor(name)
 
@@ -113,7 +107,7 @@ def test_nothing_that_is_known(tmp_path: Path) -> None:
 
 
 def test_zero_2_by_hand(tmp_path: Path) -> None:
-    found = opened(zero(tmp_path / "step"))
+    found = open_foreign(zero(tmp_path / "step"))
     assert found.kind == "DeepSpeed ZeRO-2 checkpoint, step 1,200, 2 ranks"
     assert found.shapes == {"a": (3,), "b": (2, 2), "frozen": (2,), "tied": (3,)}
     assert found.dtypes == {"a": "float32", "b": "float32", "frozen": "bfloat16", "tied": "float32"}
@@ -128,15 +122,15 @@ def test_zero_with_padding_after_every_parameter(tmp_path: Path) -> None:
     for rank, part in enumerate(([0.0, 1, 2, 99], [3.0, 4, 5, 6])):
         groups = {"single_partition_of_fp32_groups": [torch.tensor(part)]}
         save(found / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state | groups})
-    assert opened(found).tensor("a").tolist() == [0, 1, 2]
-    assert opened(found).tensor("b").tolist() == [[3, 4], [5, 6]]
+    assert open_foreign(found).tensor("a").tolist() == [0, 1, 2]
+    assert open_foreign(found).tensor("b").tolist() == [[3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("place", ["the folder itself", "one level down"])
 def test_dcp_folders(tmp_path: Path, place: str) -> None:
     folder = dcp(tmp_path / "pytorch_model_fsdp_0")
     dcp(tmp_path / "optimizer_0", {"optimizer": {"state": torch.ones(2)}})
-    found = opened(folder if place == "the folder itself" else tmp_path)
+    found = open_foreign(folder if place == "the folder itself" else tmp_path)
     assert found.shapes == {"model.a": (3, 4), "b": (5,)}
     assert found.tensor("model.a").tolist() == torch.arange(12.0).view(3, 4).tolist()
     refused(tmp_path / "optimizer_0", "has no tensors of a model")
@@ -144,11 +138,11 @@ def test_dcp_folders(tmp_path: Path, place: str) -> None:
 
 def test_dcp_without_the_level_of_a_model(tmp_path: Path) -> None:
     scalar = torch.tensor(3.5, dtype=torch.float64)
-    found = opened(dcp(tmp_path / "bare", {"model.a": torch.ones(2, 2).bfloat16(), "scalar": scalar, "step": 7}))
+    found = open_foreign(dcp(tmp_path / "bare", {"model.a": torch.ones(2, 2).bfloat16(), "scalar": scalar, "step": 7}))
     assert found.shapes == {"model.a": (2, 2), "scalar": ()}
     assert found.dtypes == {"model.a": "bfloat16", "scalar": "float64"}
     assert found.tensor("scalar").item() == 3.5
-    nested = opened(
+    nested = open_foreign(
         dcp(tmp_path / "nested", {"app": {"model": {"a": scalar}, "optimizer": {"a": scalar}}, "n": scalar})
     )
     assert nested.shapes == {"a": ()}
@@ -160,14 +154,14 @@ def test_names_without_their_wrappers(tmp_path: Path) -> None:
         "module._fsdp_wrapped_module.head.weight": "head.weight",
     }
     save(tmp_path / "pytorch_model_fsdp.bin", {name: torch.ones(2) for name in names})
-    assert set(opened(tmp_path).shapes) == set(names.values())
+    assert set(open_foreign(tmp_path).shapes) == set(names.values())
     save(tmp_path / "pytorch_model_fsdp.bin", {"a._orig_mod.b": torch.ones(2), "a.b": torch.ones(2)})
     refused(tmp_path, "'a.b' twice")
 
 
 def test_a_module_that_is_part_of_the_model_keeps_its_name(tmp_path: Path) -> None:
     save(tmp_path / "pytorch_model.bin", {"module.a": torch.ones(2), "head": torch.ones(2)})
-    assert set(opened(tmp_path).shapes) == {"module.a", "head"}
+    assert set(open_foreign(tmp_path).shapes) == {"module.a", "head"}
 
 
 # What is never run
@@ -241,7 +235,7 @@ def test_a_crafted_tensor_of_dcp(tmp_path: Path, canary: Path) -> None:
 
 def test_what_is_no_tensor_of_the_model_is_not_read(tmp_path: Path, canary: Path) -> None:
     folder = dcp(tmp_path / "step", {"model": {"a": torch.ones(2), "extra": Evil(canary)}, "other": Evil(canary)})
-    found = opened(folder)
+    found = open_foreign(folder)
     assert found.shapes == {"a": (2,)}
     assert found.tensor("a").tolist() == [1, 1]
 
@@ -326,7 +320,7 @@ def test_latest(tmp_path: Path) -> None:
     zero(tmp_path / "global_step2")
     refused(tmp_path, "several", "global_step1, global_step2")
     (tmp_path / "latest").write_text("global_step2\n")
-    assert opened(tmp_path).shapes["a"] == (3,)
+    assert open_foreign(tmp_path).shapes["a"] == (3,)
 
 
 def test_links(tmp_path: Path) -> None:
@@ -337,7 +331,7 @@ def test_links(tmp_path: Path) -> None:
     link = folder / "one" / "pytorch_model.bin"
     link.parent.mkdir()
     link.symlink_to("../real/weights")
-    assert opened(folder).shapes == {"a": (2,)}
+    assert open_foreign(folder).shapes == {"a": (2,)}
     (link.parent / "other").symlink_to(outside / "pytorch_model.bin")
     refused(folder, "leads out of", str(outside))
     (link.parent / "other").unlink()
@@ -459,7 +453,7 @@ def test_several_models_and_parts_without_a_plan(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    found = opened(tmp_path)
+    found = open_foreign(tmp_path)
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"shape \(3,\)"):
         found.tensor("a")

@@ -115,8 +115,6 @@ def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
     bare = [one._replace(skipped=()) for one in step]
     machine = hardware("A100-80GB")
     fast, slow = step_time(job, machine, step), step_time(job, machine, bare)
-    assert fast is not None
-    assert slow is not None
     assert fast.step_seconds < slow.step_seconds
     assert operations(job, step) == operations(job, bare)
     wide = dataclasses.replace(job, train_config=dataclasses.replace(job.train_config, micro_batch=8))
@@ -216,7 +214,6 @@ def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypa
 def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
     assert card_of("NVIDIA A100-SXM4-80GB", 80 * GiB) == CARDS["A100-80GB"]
     board = card_of("NVIDIA A100-PCIE-40GB", 40 * GiB)
-    assert board is not None
     assert (board.peer, board.tflops_half) == (CARDS["A100-40GB"].host, CARDS["A100-40GB"].tflops_half)
     for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"):
         assert card_of(slower, 80 * GiB) is None, slower

@@ -281,7 +281,6 @@ def together(*ranks: measurement.Measured) -> measurement.Memory:
 def test_the_worst_rank_stands_at_the_top_and_its_parts_add_up() -> None:
     memory = together(rank(100), rank(140), rank(120))
     measured = memory.measured
-    assert measured is not None
     assert list(measured) == ["peak_bytes", "peak_phase", "phases", "parts", "per_rank"]
     assert (measured["peak_bytes"], measured["peak_phase"], measured["phases"]) == (140, "backward", {"backward": 140})
     assert measured["parts"] == {"parameters": 25, "master": 10, "optimizer": 25, "transient": 80}
@@ -298,7 +297,6 @@ def test_a_phases_highest_may_be_another_ranks() -> None:
     reads = dataclasses.replace(rank(100, "load"), phases={"load": 100, "backward": 90})
     trains = dataclasses.replace(rank(120), phases={"load": 10, "backward": 120})
     measured = together(reads, trains).measured
-    assert measured is not None
     assert measured["phases"] == {"load": 100, "backward": 120}
     assert (measured["peak_bytes"], measured["peak_phase"]) == (120, "backward")
 
@@ -306,7 +304,6 @@ def test_a_phases_highest_may_be_another_ranks() -> None:
 @pytest.mark.parametrize("phase", ["load", "prepare"])
 def test_a_peak_before_the_first_step_is_one_part(phase: str) -> None:
     measured = together(rank(100, phase)).measured
-    assert measured is not None
     assert measured["parts"] == {"transient": 100}
 
 
@@ -318,7 +315,6 @@ def test_a_rank_without_a_measurement_makes_all_null() -> None:
 
 def test_states_outside_of_the_allocator_are_said() -> None:
     memory = together(rank(100, live_bytes=60), rank(100, live_bytes=50))
-    assert memory.reason is not None
     assert memory.reason.startswith("rank 1 holds 10 B of its states outside of the allocator")
 
 

@@ -115,7 +115,6 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
     found = target_of(folder.read_run_json(run.path))
-    assert found is not None
     with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
         check_target(run, found, None)
     assert "A secret in the command is replaced by" in str(tk.report(run.path))

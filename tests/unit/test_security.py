@@ -186,8 +186,6 @@ def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """What cannot be written in one place is written in the other."""
     log = tmp_path / "log"
     with start("-c", COPY, log, stdin=subprocess.PIPE, text=False) as passing:
-        assert passing.stdin is not None
-        assert passing.stdout is not None
         passing.stdout.close()
         for number in range(3):
             passing.stdin.write(b"line %d\n" % number)

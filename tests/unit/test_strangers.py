@@ -124,7 +124,6 @@ def test_what_was_launched_here_goes_on_and_what_changed_does_not(here: Path) ->
     script.write_text("pass")
     run = own_run(here / "run", target=SCRIPT | {"name": str(script)})
     target = target_of(folder.read_run_json(run.path))
-    assert target is not None
     with pytest.raises(
         RunError, match=r"--target [^ ]+mine\.py`\), or read .*mine\.py and add --trust-target [0-9a-f]{64}\."
     ):
@@ -168,7 +167,6 @@ def locked(run: folder.Folder, by: dict[str, Any]) -> Iterator[Path]:
         "sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", hold, str(lock)], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
         yield lock
         other.communicate("")
