@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import runs
-import torch
+import tiny
 from programs import start
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from toolkit import cli
 from toolkit.cli import run_commands
@@ -40,14 +38,13 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files and folders with one thing wrong each."""
     root = tmp_path_factory.mktemp("things")
 
-    def model(name: str, **changes: Any) -> Path:
+    for name, changes in {
+        "weightless": {},
+        "unknown": {"model_type": "lama", "architectures": ["LamaForCausalLM"]},
+    }.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-        return root / name
-
-    model("weightless")
-    model("unknown", model_type="lama", architectures=["LamaForCausalLM"])
-    _with_large_vocabulary(model("overfull"))
+    tiny.llama(root / "overfull", vocab_size=64, max_position_embeddings=512)
     for name, text in {
         "malformed": '{"text": "one"}\n{"text": "two"\n',
         "misnamed": '{"body": "one"}\n',
@@ -61,14 +58,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "full" / "letter.txt").write_text("dear reader")
     (root / "file").write_text("a file")
     return root
-
-
-def _with_large_vocabulary(folder: Path) -> None:
-    with torch.random.fork_rng(devices=[]):
-        AutoModelForCausalLM.from_config(LlamaConfig.from_dict(LLAMA)).save_pretrained(folder)
-    words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(90))])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
 
 
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -120,7 +109,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "no weights": ("train --model {things}/weightless", ["weightless", "holds no weights", "model.safetensors"]),
     "config alone": ("train --model {things}/weightless/config.json", ["config without weights", "folder"]),
     "architecture": ("train --model {things}/unknown", ["'lama'", "Did you mean 'llama'?", "upgrade transformers"]),
-    "vocabulary": ("train --model {things}/overfull", ["token 92", "only to 63", "tokenizer"]),
+    "vocabulary": ("train --model {things}/overfull", ["token 249", "only to 63", "tokenizer"]),
     "over its limit": ("train --model {things}/overfull --seq-len 513", ["513", "512"]),
     "targets": ("train --adapter lora --lora-targets q_prj", ["'q_prj'", "q_proj", "all-linear"]),
     # Data

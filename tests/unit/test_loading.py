@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import json
@@ -14,7 +15,6 @@ import tiny
 import torch
 from ranks import reset
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -24,7 +24,6 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     MixtralConfig,
-    PreTrainedTokenizerFast,
 )
 
 from toolkit.config.strategy import Strategy
@@ -72,14 +71,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def tokenizer(folder: Path, *reserved: str, words: int = 50, **special: str) -> None:
-    """Save a tokenizer with these special tokens, `reserved` ones without a role."""
-    known = ["<unk>", *special.values(), *reserved, *(f"w{index}" for index in range(words))]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
-    if reserved:
-        made.add_tokens(list(reserved), special_tokens=True)
-    made.save_pretrained(folder)
+tokenizer = functools.partial(tiny.save_tokenizer, words=50)
 
 
 def loaded(folder: Path, **words: Any) -> tuple[Any, Any]:
@@ -294,7 +286,7 @@ def test_the_configs_pad_token_comes_before_a_reserved_one(folder: Path) -> None
 @pytest.mark.parametrize(
     ("special", "message"),
     [
-        ({"words": 50}, "no pad token, none in reserve"),
+        ({"bos_token": "<s>"}, "no pad token, none in reserve"),
         ({"words": 70, "pad_token": "<pad>"}, "goes to token 71, its embedding only to 63"),
         (None, "tokenizer cannot be read"),
     ],

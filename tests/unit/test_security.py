@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import runs
+import tiny
 import torch
 from programs import environment, python, start, until
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from toolkit import cli
 from toolkit.checkpoints.manifest import read_manifest
@@ -236,14 +236,7 @@ AUTO_MAP = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose classes are its own, with weights, tokenizer and data."""
     root = tmp_path_factory.mktemp("made")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with torch.random.fork_rng(devices=[]):
-        LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape)).save_pretrained(root / "mine")
-    words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(60))])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(root / "mine")
+    tiny.llama(root / "mine", num_hidden_layers=1)
     _change(root / "mine" / "config.json", model_type="mine", architectures=["Mine"], auto_map=AUTO_MAP)
     (root / "mine" / "configuration_mine.py").write_text(CONFIGURATION)
     (root / "mine" / "modeling_mine.py").write_text(MODELING)
