@@ -1,5 +1,6 @@
 """What several unit tests share."""
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     identity = identify(ours.job.spec, ours.job.strategy, "data")
     yield {"ours": ours, "schedule": schedule, "identity": identity, "accelerator": ours.accelerator}
     reset()
+
+
+@pytest.fixture(scope="session")
+def peft() -> None:
+    """Adapters are traced in this process then, and not in a child process each."""
+    importlib.import_module("peft")
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
 
+pytestmark = pytest.mark.usefixtures("peft")
+
 
 def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") -> Job:
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -82,12 +84,6 @@ def flash(groups: int) -> Any:
     none, seed = torch.ones(0), torch.ones(2, dtype=torch.long)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     return backward(query, query, key, key, query, sums, none, none, 100, 100, 0.0, True, seed, seed)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def peft() -> None:
-    """Adapters are traced in this process then, and not in a child process each."""
-    importlib.import_module("peft")
 
 
 @pytest.mark.parametrize(
