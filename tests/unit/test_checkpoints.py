@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import socket
@@ -15,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import resume_point
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoints import (
     CheckpointWriter,
-    ResumePoint,
     check_fits,
     checkpoint_writer,
     find_resume_point,
@@ -30,7 +29,6 @@ from toolkit.checkpoints import (
     validate,
 )
 from toolkit.checkpoints.background_writer import BackgroundWriter
-from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.rank_files import await_ranks, sign_of_life
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
@@ -81,8 +79,7 @@ def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) 
     drawn = torch.rand(3)
     torch.manual_seed(99)
     train(run)
-    newest = list_checkpoints(written)[0]
-    found = ResumePoint(path=newest, manifest=read_manifest(newest), skipped=())
+    found = resume_point(list_checkpoints(written)[0])
     restore(run["ours"], run["schedule"], found, run["identity"])
     for name, parameter in run["ours"].model.named_parameters():
         assert torch.equal(parameter, before[name]), name
@@ -119,7 +116,7 @@ def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp
         manifest = read_manifest(list_checkpoints(tmp_path)[0])
         assert manifest.tensors["model.norm.count"] == {"buffer": {"shape": [], "dtype": "int64"}}
         assert "model.norm.scratch" not in manifest.tensors
-        found = ResumePoint(path=list_checkpoints(tmp_path)[0], manifest=manifest, skipped=())
+        found = resume_point(list_checkpoints(tmp_path)[0])
         restore(run["ours"], run["schedule"], found, run["identity"])
         assert int(norm.count) == 7
         for name in sorted(buffers.keys() - {"count"}):
@@ -164,12 +161,11 @@ def test_offloaded_states_are_written_from_their_own_memory_and_the_rest_is_copi
     policy.wait()
     (done,) = policy.published()
     assert done.stall_seconds >= 0.2
-    manifest = read_manifest(done.path)
     weights = sum(parameter.nbytes for parameter in run["ours"].model.parameters())
     assert weights <= sum(chunk.nbytes for chunk in policy._chunks) < weights + 100 * len(policy.layout.mine)
     assert max(chunk.nbytes for chunk in policy._chunks) <= 4096
     assert max(item.tensor.nbytes for item in policy.layout.mine) <= 4096
-    restore(run["ours"], run["schedule"], ResumePoint(path=done.path, manifest=manifest, skipped=()), run["identity"])
+    restore(run["ours"], run["schedule"], resume_point(done.path), run["identity"])
     for moment, value in zip(moments, before, strict=True):
         assert moment.equal(value)
 
@@ -344,8 +340,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path:
 def test_another_order_of_the_data_is_refused(
     run: dict[str, Any], written: Path, train_config: dict[str, Any], said: str
 ) -> None:
-    newest = list_checkpoints(written)[0]
-    found = ResumePoint(path=newest, manifest=read_manifest(newest), skipped=())
+    found = resume_point(list_checkpoints(written)[0])
     job = run["ours"].job
     check_fits(found, job, run["identity"])
     with pytest.raises(CheckpointError, match=said):
@@ -392,15 +387,9 @@ def test_another_runs_checkpoint_is_refused(
 ) -> None:
     newest = list_checkpoints(written)[0]
     other = dataclasses.replace(run["identity"], **change)
-    found = ResumePoint(path=newest, manifest=read_manifest(newest), skipped=())
+    found = resume_point(newest)
     with pytest.raises(CheckpointError, match=said):
         restore(run["ours"], run["schedule"], found, other)
-
-
-def test_a_manifest_that_nests_without_end_is_refused(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    (newest / "manifest.json").write_text("[" * 100_000)
-    assert "is damaged, or no manifest" in validate(newest)[0]
 
 
 def test_a_renamed_folder_and_a_symlink_are_named_and_set_aside(run: dict[str, Any], written: Path) -> None:
@@ -437,23 +426,6 @@ def test_a_writer_does_one_thing_after_another_whatever_they_raise() -> None:
     assert not thread.is_alive()
 
 
-def test_a_range_that_no_file_has_is_named(run: dict[str, Any], written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    manifest = read_manifest(newest)
-    path = newest / "rank-00000.safetensors"
-    tensors = load_file(path)
-    lost = tensors.pop("weight:lm_head.weight:0+64,0+32:0").view(-1)[:-5]
-    tensors["weight:lm_head.weight:0+64,0+32:0"] = lost.contiguous()
-    save_file(tensors, path)
-    with (
-        opened(newest, manifest) as ranges,
-        pytest.raises(
-            CheckpointError, match=r"lacks weight of lm_head.weight from \[63, 27\] on, a box of shape \[1, 5\]"
-        ),
-    ):
-        ranges.whole("lm_head.weight")
-
-
 @pytest.mark.parametrize(
     ("key", "shape"),
     [
@@ -488,13 +460,6 @@ def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tup
     (newest / "rank-00000.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is not a safetensors file"), opened(newest, read_manifest(newest)):
         pass
-
-
-def test_a_manifest_is_what_was_written(written: Path) -> None:
-    newest = list_checkpoints(written)[0]
-    assert read_manifest(newest).encode() == (newest / "manifest.json").read_bytes()
-    fields = {field.name for field in dataclasses.fields(Manifest)}
-    assert set(json.loads((newest / "manifest.json").read_bytes())) == fields | {"sha256"}
 
 
 ALONE = """

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,13 @@ from transformers import (
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
+from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import Device
 from toolkit.engines.adapters import (
     _seeded_by_name,
     adapt,
     add_adapter,
     check_quantized,
-    require_libraries,
     save_packed_weights,
     unquantized_share,
 )
@@ -227,18 +224,6 @@ def test_rank_alpha_and_task_of_an_adapter(folder: Path) -> None:
     assert (config.r, config.lora_alpha, config.lora_dropout, config.use_dora) == (8, 16, 0.0, True)
     assert config.task_type == "CAUSAL_LM"
     assert not config.modules_to_save
-
-
-@pytest.mark.parametrize(("library", "adapter"), [("peft", "lora"), ("peft", "dora"), ("bitsandbytes", "qlora")])
-def test_a_missing_library(folder: Path, monkeypatch: pytest.MonkeyPatch, library: str, adapter: str) -> None:
-    found: Callable[..., Any] = importlib.util.find_spec
-    asked = job(folder, adapter=adapter)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == library else found(name, *more)
-    )
-    with pytest.raises(MissingLibrary, match=f"adapter '{adapter}' needs {library}.*pip install"):
-        require_libraries(asked)
-    require_libraries(job(folder))
 
 
 def test_the_unquantized_share(folder: Path) -> None:

@@ -62,35 +62,12 @@ print(window.result().to_json())
 """
 
 WINDOWS = """
-import gc, json
+import json
+import torch
 from toolkit import measurement as measuring
 from toolkit.core.phases import phase
 
 said = {}
-window = measuring.start("cpu")
-import torch
-
-def living():
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-model = torch.nn.Sequential(torch.nn.Embedding(999, 64), *[torch.nn.Linear(64, 64) for _ in range(5)])
-optimizer = torch.optim.AdamW(model.parameters())
-expected = []
-for step in (1, 2, 3):
-    inputs = torch.randint(0, 999, (3, 17))
-    with phase("forward"):
-        loss = model(inputs).square().mean()
-    with phase("backward"):
-        loss.backward()
-    with phase("step"):
-        optimizer.step()
-        optimizer.zero_grad()
-    del loss
-    expected.append(living())
-    window.step_done(step)
-said["adamw"] = [window.result().to_dict(), expected]
 
 def users():
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -166,37 +143,17 @@ def known_peaks(device: str) -> dict[str, Any]:
     return said
 
 
-@pytest.fixture(scope="module")
-def cpu() -> dict[str, Any]:
-    return known_peaks("cpu")
-
-
-def test_known_allocations_give_exact_peaks_on_cpu(cpu: dict[str, Any]) -> None:
+def test_known_allocations_give_exact_peaks_on_cpu() -> None:
+    cpu = known_peaks("cpu")
     assert cpu["reason"] is None
     assert cpu["reserved_bytes"] is cpu["device_bytes"] is None
     assert cpu["seconds"] > 0
     assert 50 * MiB < cpu["rss_bytes"] <= cpu["rss_peak_bytes"]
 
 
-def test_an_equal_process_measures_the_same_bytes(cpu: dict[str, Any]) -> None:
-    again = known_peaks("cpu")
-    for name in ("rss_bytes", "rss_peak_bytes", "seconds"):
-        del again[name]
-    assert again == {name: cpu[name] for name in again}
-
-
 @pytest.fixture(scope="module")
 def windows() -> dict[str, Any]:
     return run(WINDOWS)
-
-
-def test_live_bytes_equal_the_living_storages_after_each_step(windows: dict[str, Any]) -> None:
-    measured, expected = windows["adamw"]
-    assert measured["live_steps"] == expected
-    assert measured["live_bytes"] == expected[-1]
-    # Parameters, two moments, a counter a parameter, the last step's inputs.
-    elements = 999 * 64 + 5 * (64 * 64 + 64)
-    assert measured["live_bytes"] == 3 * 4 * elements + 11 * 4 + 3 * 17 * 8
 
 
 @pytest.mark.parametrize(

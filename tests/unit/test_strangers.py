@@ -498,7 +498,7 @@ def test_a_full_disk_is_one_sentence(full: Path) -> None:
 
 # JSON ------------------------------------------------------------------------------------------------------------------
 
-NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"', "1e400", "[4]", "-1"]
+NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"', "1e400", "[4]", "-1", "[" * 100_000]
 
 
 @pytest.mark.parametrize("value", NUMBERS)
@@ -535,7 +535,7 @@ def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> N
     assert read_manifest(here) == runs.manifest()
 
 
-@pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
+@pytest.mark.parametrize("value", [*NUMBERS, "{}", "null"])
 @pytest.mark.parametrize(
     "field", ["ranks", "parallelism", "attempts", "train_config", "strategy", "started", "forecast"]
 )
