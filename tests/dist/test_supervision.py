@@ -345,16 +345,9 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     (tmp_path / "counting").mkdir()
     (tmp_path / "counting" / "sitecustomize.py").write_text(COUNTING.format(log=str(tmp_path / "opened")))
     run, steps = tmp_path / "run", 4  # the heartbeat is a second old: the first evaluation may be over
-    command = ["train", "--steps", str(steps), "--seq-len", "32", "--model", str(tmp_path / "llama")]
-    command += [
-        "--no-memory-window",
-        "--data",
-        str(tmp_path / "text"),
-        "--eval-data",
-        str(tmp_path / "held"),
-        "--no-save",
-    ]
-    command += ["--eval-every", "1", "--processes", "1"]
+    places = {"model": tmp_path / "llama", "data": tmp_path / "text", "eval-data": tmp_path / "held", "run-dir": run}
+    flags = {**places, "steps": steps, "seq-len": 32, "eval-every": 1, "processes": 1}
+    command = ["train", "--no-memory-window", "--no-save", *(f"--{name}={value}" for name, value in flags.items())]
 
     def toolkit(*words: str) -> subprocess.Popen[str]:
         return programs.start("-m", "toolkit.cli", *words, cwd=tmp_path, env=environment(tmp_path / "counting"))
@@ -362,7 +355,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     def evaluations() -> list[tuple[int, bool]]:
         return [(event["step"], "eval_loss" in event) for event in read_events(run / "events.jsonl")]
 
-    first = toolkit(*command, "--run-dir", str(run))
+    first = toolkit(*command)
     until(lambda: any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()), alive=first)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=150)

@@ -385,9 +385,8 @@ def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dic
 def test_another_runs_checkpoint_is_refused(
     run: dict[str, Any], written: Path, change: dict[str, Any], said: str
 ) -> None:
-    newest = list_checkpoints(written)[0]
     other = dataclasses.replace(run["identity"], **change)
-    found = resume_point(newest)
+    found = resume_point(list_checkpoints(written)[0])
     with pytest.raises(CheckpointError, match=said):
         restore(run["ours"], run["schedule"], found, other)
 

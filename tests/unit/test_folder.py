@@ -49,16 +49,6 @@ def old_run(path: Path) -> Path:
     return path
 
 
-def test_paths_are_the_designs(tmp_path: Path) -> None:
-    """The layout that the documents show."""
-    with folder.enter(tmp_path / "runs" / "first") as run:
-        assert run.created
-        paths = (run.run_json, run.events, run.memory, run.checkpoints, run.log(3), run.export, run.report)
-        names = [str(path.relative_to(run.path)) for path in paths]
-    expected = ["run.json", "events.jsonl", "memory.json", "checkpoints", "logs/rank-3.log", "export", "report.html"]
-    assert names == expected
-
-
 @pytest.mark.parametrize("name", ["run.json", "events.jsonl"])
 def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path, name: str) -> None:
     """And leaves it as it was."""

@@ -22,6 +22,8 @@ from toolkit.core.errors import StrategyError
 from toolkit.engines.job import resolve
 from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
 
 def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
@@ -33,14 +35,7 @@ def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tenso
 
 def causal(**fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, **fields))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **fields))
 
 
 def test_it_is_transformers_mean_times_the_tokens() -> None:
@@ -88,18 +83,8 @@ def test_sums_are_in_fp32(dtype: torch.dtype) -> None:
 
 def test_experts_add_their_balance_once_for_each_token() -> None:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-    }
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            **sizes, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
-        )
-    )
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, **experts, num_key_value_heads=2))
     given = labels()
     ids, shifted = given.clamp(min=0), shift_labels(given, "causal")
     count = int((shifted != -100).sum())
@@ -112,8 +97,7 @@ def test_experts_add_their_balance_once_for_each_token() -> None:
 def test_a_model_that_was_not_described_keeps_the_loss_of_its_own_task() -> None:
     job = resolve(tk.Strategy(), tk.TrainConfig(seq_len=17), None, 1, tk.hardware("cpu").device)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    masked = BertForMaskedLM(BertConfig(**sizes, vocab_size=64)).eval()
+    masked = BertForMaskedLM(BertConfig(**SIZES)).eval()
     given = labels()
     ids, kind = given.clamp(min=0), loss_kind(job, masked)
     ours = loss_sum(masked, {"input_ids": ids, "labels": shift_labels(given, kind)}, kind)

@@ -337,12 +337,3 @@ def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pyte
     with reported(run.path):
         pass
     assert f"toolkit: no report of {run.path}: " in capsys.readouterr().err
-
-
-def test_how_the_export_was_checked_is_shown(tmp_path: Path) -> None:
-    note = "The saved bytes are the trained ones, but logits differ by 6.4e-03 relative; up to 1e-05 is usual."
-    export = {"folder": "runs/one/export", "logits_error": 6.4e-3, "notes": [note]}
-    runs.write(tmp_path / "run", [runs.event(1)], found=runs.about(export=export, finished=timestamp()))
-    shown = str(tk.report(tmp_path / "run"))
-    assert note in " ".join(shown.split())
-    assert "6.4e-03 relative" in shown

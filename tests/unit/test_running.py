@@ -155,6 +155,7 @@ def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
         "other": "unreadable",
     }
     assert "of_another_version" in str(found)
+    assert json.loads(found.to_json())["entries"] == list(found.entries)
 
 
 def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +262,3 @@ def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
         assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)
         assert found.status == "running"
-
-
-def test_json_of_a_row_is_json(tmp_path: Path) -> None:
-    own(tmp_path / "mine")
-    assert json.loads(tk.runs(tmp_path).to_json())["entries"][0]["status"] == "finished"

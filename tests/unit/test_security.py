@@ -24,9 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from toolkit import cli
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.config.flags import from_dict
-from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
 from toolkit.core import atomic_io
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
@@ -593,6 +591,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"ranks": "2"}, "ranks is 2, expected int"),
+        ({"ranks": "1\ntoolkit: all is well"}, r"ranks is 1\\ntoolkit: all is well, expected int"),
         ({"ranks": True}, "ranks is True, expected int"),
         ({"ranks": 0}, "ranks is 0, expected 1 to"),
         ({"run_config": []}, "run_config is list, expected dict"),
@@ -619,18 +618,6 @@ def test_a_strangers_run_json_says_no_more_than_flags_could(changes: dict[str, A
 
     with pytest.raises((RunError, StrategyError), match=says):
         read()
-
-
-def test_what_is_given_again_is_taken() -> None:
-    was = {
-        "strategy": {},
-        "train_config": {},
-        "ranks": 1,
-        "run_config": {"trust_remote_code": "a" * 40, "data": "[redacted]"},
-    }
-    run_config, train_config, _ = merge_config(was, {"trust_remote_code": "b" * 40, "data": "x"}, {}, {}, 1)
-    assert run_config == RunConfig(trust_remote_code="b" * 40, data="x")
-    assert train_config == TrainConfig()
 
 
 def test_every_promise_names_tests_that_exist() -> None:
