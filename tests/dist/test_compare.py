@@ -14,7 +14,6 @@ from toolkit.core.errors import RunError
 
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).parents[2]
 SHARDINGS = ("ddp", "zero3", "fsdp")
 SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "8")
 PARAMETERS = 5_048_576 * 4

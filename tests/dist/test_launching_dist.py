@@ -10,23 +10,16 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from programs import python, until
+from programs import left_of, python, until
 
 import toolkit as tk
 from toolkit.core.errors import RunError
-from toolkit.launcher.processes import run_processes
 
 pytestmark = pytest.mark.dist
 
 SMALL = {"seq_len": 32, "micro_batch": 1, "memory_window": False, "save": False}
-
-
-def left_of(folder: Path) -> list[psutil.Process]:
-    """Processes of a run that still live: they carry its token."""
-    return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> None:

@@ -59,17 +59,9 @@ def accumulation(folder: str) -> dict[str, Any]:
     for sharding in ("ddp", "zero2", "zero3", "fsdp"):
         for micro, steps in ((8, 1), (2, 4)):
             reset()
-            numbers = {"lr": 5e-3, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
-            train_config = TrainConfig(
-                micro_batch=micro,
-                accumulation=steps,
-                seq_len=16,
-                steps=4,
-                warmup=2,
-                scheduler="linear",
-                min_lr=1e-3,
-                **numbers,
-            )
+            adam = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+            rate = {"lr": 5e-3, "min_lr": 1e-3, "warmup": 2, "scheduler": "linear", "steps": 4}
+            train_config = TrainConfig(micro_batch=micro, accumulation=steps, seq_len=16, **rate, **adam)
             prepared, schedule, _ = build(folder, train_config, sharding=sharding)
             reduced = count_reductions(prepared.model) if sharding == "ddp" else []
             done = list(train(prepared, micro_batches(train_config, 64), schedule))

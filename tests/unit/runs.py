@@ -134,6 +134,15 @@ def write(
     return run
 
 
+SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
+
+
+def own(path: Path, target: dict[str, Any] | None = None, **changes: Any) -> folder.Folder:
+    """A run of somebody's own code: a script, but for what `target` changes."""
+    known = {"target": SCRIPT | (target or {}), "train_config": {}, "run_config": {}}
+    return write(path, [], found=about(**{**known, **changes}))
+
+
 def manifest(**changes: Any) -> Manifest:
     """The manifest of a checkpoint of one rank, with one tensor in one file."""
     known = {

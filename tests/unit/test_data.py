@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from programs import environment, python
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import modeling_flash_attention_utils as flash
 
@@ -111,12 +112,6 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-
-
 # ---- the embedded text and its tokenizer
 
 
@@ -136,8 +131,8 @@ def test_embedded_tokenizer_is_the_same_to_the_byte(tokenizer_folder: Path, tmp_
     code = (
         f"from pathlib import Path; import toolkit.data as d; d.embedded_tokenizer(Path({str(tmp_path / 'again')!r}))"
     )
-    run = python(code, PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    assert run.returncode == 0, run.stderr
+    environ = environment(PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    python("-c", code, env=environ, code=0)
     names = sorted(path.name for path in tokenizer_folder.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     for name in names:
@@ -414,7 +409,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("settings", "said"),
     [
         (
             {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
@@ -423,13 +418,12 @@ def test_bad_files(tmp_path: Path) -> None:
         ({"HF_HUB_OFFLINE": "1"}, "cannot be loaded as a dataset: "),
     ],
 )
-def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_hub_id_without_network(settings: dict[str, str], said: str, tmp_path: Path) -> None:
     code = (
         "import toolkit.data as d\nfrom toolkit.core.errors import DataError\n"
         "try: d.ingest('some/dataset')\nexcept DataError as error: print(error)"
     )
-    run = python(code, HF_HOME=str(tmp_path), **environment)
-    assert run.returncode == 0, run.stderr
+    run = python("-c", code, env=environment(HF_HOME=str(tmp_path), **settings), code=0)
     assert run.stdout.startswith("data some/dataset: ")
     assert said in run.stdout
     assert (run.stdout.count("\n"), run.stderr) == (1, "")

@@ -33,16 +33,9 @@ from toolkit.training.setup import accelerator, agree
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 MiB = 1024**2
 
-CPU = Device(kind="cpu", name="cpu", total_bytes=0, free_bytes=0, dtypes=("fp32",), attentions=("sdpa", "eager"))
-GPU = Device(
-    kind="cuda",
-    name="A100",
-    total_bytes=0,
-    free_bytes=0,
-    dtypes=("fp32", "bf16", "fp16"),
-    attentions=("flash_attention_2", "sdpa", "eager", "flex"),
-)
-OLD_GPU = dataclasses.replace(GPU, dtypes=("fp32", "fp16"), attentions=("sdpa", "eager"))
+CPU = dataclasses.replace(hardware("cpu").device, dtypes=("fp32",))
+GPU = dataclasses.replace(hardware("A100-80GB").device, attentions=("flash_attention_2", "sdpa", "eager", "flex"))
+OLD_GPU = hardware("T4").device
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from runs import Page
@@ -16,6 +17,7 @@ from transformers import GPT2Config
 
 import toolkit as tk
 from toolkit.cli import main
+from toolkit.config.run_config import RunConfig
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
@@ -52,20 +54,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
     top = {"peak_bytes": max(phases.values()), "peak_phase": found.peak_phase, "phases": phases}
     measured = {**top, "per_rank": [{"device": "cpu", **top}]}
     dtypes = {**engine_of(found.strategy).expected_state(found.job).dtypes, "gradients": "bfloat16"}
-    about = {
-        "strategy": dataclasses.asdict(found.strategy),
-        "train_config": dataclasses.asdict(found.train_config),
-        "ranks": 2,
-    }
-    run_config = {"model": "embedded", "save_every": 0, "save_seconds": 1800.0}
-    (folder / "run.json").write_text(json.dumps({**about, "run_config": run_config}))
-    memory = {
-        "measured": measured,
-        "reason": None,
-        "forecast": found.to_dict(),
-        "audits": [{"measured": {"dtypes": dtypes}}],
-    }
-    (folder / "memory.json").write_text(json.dumps(memory))
+    words = {"strategy": dataclasses.asdict(found.strategy), "train_config": dataclasses.asdict(found.train_config)}
+    memory = {"measured": measured, "reason": None, "forecast": found.to_dict()}
+    memory["audits"] = [{"measured": {"dtypes": dtypes}}]
+    runs.write(folder, [], found=runs.about(RunConfig(), **words), memory=memory)
     return folder
 
 

@@ -21,39 +21,26 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    MixtralConfig,
 )
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
-from toolkit.devices.machine import Device
+from toolkit.devices.machine import hardware
 from toolkit.engines.adapters import (
     _seeded_by_name,
     adapt,
     add_adapter,
-    check_quantized,
     save_packed_weights,
-    unquantized_share,
 )
 from toolkit.engines.experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
-from toolkit.models import ModelSpec, describe, embedded_config
+from toolkit.models import describe, embedded_config
 from toolkit.models.embedded import embedded_checkpoint
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.training import streamed_weights
 from toolkit.training.loading import Reader, load
 from toolkit.training.setup import accelerator as make
-
-CPU = Device(
-    kind="cpu",
-    name="cpu",
-    total_bytes=1 << 34,
-    free_bytes=1 << 34,
-    dtypes=("fp32", "bf16"),
-    attentions=("sdpa", "eager"),
-)
-
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -76,7 +63,7 @@ def loaded(folder: Path, **words: Any) -> tuple[Any, Any]:
 
 
 def job(folder: Path, seed: int = 0, **words: Any) -> Job:
-    return resolve(Strategy(**words), TrainConfig(seq_len=16, seed=seed), describe(folder), 1, CPU)
+    return resolve(Strategy(**words), TrainConfig(seq_len=16, seed=seed), describe(folder), 1, hardware("cpu").device)
 
 
 # The model
@@ -128,32 +115,9 @@ def test_the_named_attention_and_checkpointing_are_used(folder: Path) -> None:
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
-@pytest.mark.parametrize(
-    ("words", "trained", "frozen"),
-    [
-        ({"precision": "bf16"}, "float32", None),
-        ({"precision": "bf16_pure"}, "bfloat16", None),
-        ({"precision": "bf16", "adapter": "lora"}, "float32", "bfloat16"),
-        ({"precision": "bf16_pure", "adapter": "lora"}, "bfloat16", "bfloat16"),
-        ({"precision": "fp32", "adapter": "dora"}, "float32", "float32"),
-    ],
-)
-def test_dtypes(folder: Path, words: dict[str, str], trained: str, frozen: str | None) -> None:
-    model, _ = loaded(folder, **words)
-    found = {
-        flag: {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad is flag}
-        for flag in (True, False)
-    }
-    assert found == {True: {trained}, False: {frozen} if frozen else set()}
-
-
-def test_no_model_and_no_weights(folder: Path) -> None:
+def test_an_accelerator_without_a_model_loads_none() -> None:
     with pytest.raises(StrategyError, match="made without a model"):
         load(make(Strategy()))
-    reset()
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="weights"):
-        loaded(folder)
 
 
 @pytest.mark.parametrize("damage", ["missing", "other shape"])
@@ -208,9 +172,8 @@ def test_all_linear_layers_but_the_head_are_adapted(folder: Path) -> None:
 
 def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
     """A Mamba's output is computed by a kernel that never calls the module."""
-    MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64)).save_pretrained(
-        tmp_path
-    )
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(
         StrategyError, match=r"PEFT takes not all of .*out_proj.*Choose --lora-targets among the others"
     ):
@@ -224,24 +187,6 @@ def test_rank_alpha_and_task_of_an_adapter(folder: Path) -> None:
     assert (config.r, config.lora_alpha, config.lora_dropout, config.use_dora) == (8, 16, 0.0, True)
     assert config.task_type == "CAUSAL_LM"
     assert not config.modules_to_save
-
-
-def test_the_unquantized_share(folder: Path) -> None:
-    """Embedding 64 · 32 (tied with the head), norms 5 · 32; a layer's linear weights are 3,072 + 6,144."""
-    spec = describe(folder)
-    other, linear = 64 * 32 + 5 * 32, 2 * (3072 + 6144)
-    assert unquantized_share(spec, "qlora") == pytest.approx(other / (other + linear))
-    check_quantized(spec, "qlora", allow_unquantized=False)
-
-
-def test_a_mostly_unquantized_model_is_refused_before_it_is_read() -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    spec: ModelSpec = describe(MixtralConfig(num_local_experts=8, **shape, **heads))
-    with pytest.raises(ModelError, match=r"leave 9\d% of .*fused experts, .*--allow-unquantized"):
-        check_quantized(spec, "qlora8", allow_unquantized=False)
-    check_quantized(spec, "qlora8", allow_unquantized=True)
-    check_quantized(spec, "qlora", allow_unquantized=False)  # 4 bits pack experts, too
 
 
 # The tokenizer
@@ -303,17 +248,19 @@ def test_the_embedded_checkpoint(tmp_path: Path) -> None:
     assert embedded_config().items() <= spec.config.items()
 
 
+def reader(path: Path, **words: Any) -> Reader:
+    accelerator = make(Strategy(**{"adapter": "qlora", **words}), TrainConfig(seq_len=16), describe(path))
+    return Reader(accelerator.job, accelerator)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
     tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a piece is no whole number of rows of the tensor, and where the rest is smaller than a piece."""
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 96)
-    path = tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200)
-    spec = describe(str(path))
-    accelerator = make(Strategy(adapter="qlora", precision=precision), TrainConfig(seq_len=16), spec)
-    reader = Reader(accelerator.job, accelerator)
-    deferred, whole = reader.defer(), reader.read()
+    reads = reader(tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200), precision=precision)
+    deferred, whole = reads.defer(), reads.read()
     packed = [name for name, module in whole.named_modules() if type(module).__name__ == "Linear4bit"]
     assert len(packed) == 14
     for name in packed:
@@ -334,10 +281,8 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
 ) -> None:
     """The files hold each expert in two or three tensors, which lie row below row in the model's."""
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
-    spec = describe(str(getattr(tiny, kind)(tmp_path / "model")))
-    accelerator = make(Strategy(adapter="qlora", precision="bf16"), TrainConfig(seq_len=16), spec)
-    reader = Reader(accelerator.job, accelerator)
-    streamed, whole = reader.defer(), reader.read()
+    reads = reader(getattr(tiny, kind)(tmp_path / "model"), precision="bf16")
+    streamed, whole = reads.defer(), reads.read()
     streamed.streamed_weights.fill(streamed)
     assert len(packed_experts(streamed)) == 4
     for model in (streamed, whole):
@@ -348,10 +293,7 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
 
 def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
     """Mixtral's files hold one expert a tensor, and transformers joins them."""
-    path = tiny.mixtral(tmp_path / "model")
-    spec = describe(str(path))
-    accelerator = make(Strategy(adapter="lora"), TrainConfig(seq_len=16), spec)
-    assert Reader(accelerator.job, accelerator).defer() is None
+    assert reader(tiny.mixtral(tmp_path / "model"), adapter="lora").defer() is None
 
 
 def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:

@@ -21,12 +21,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from programs import python
+from programs import ROOT, python
 
 import toolkit
 from toolkit.cli.parser import build_parser
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = sorted(found.name for found in pkgutil.walk_packages(toolkit.__path__, "toolkit."))
 HEAVY = (

@@ -30,8 +30,6 @@ from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.status import Progress, read_progress
 from toolkit.training import metrics
 
-SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
-
 
 def nothing() -> None:
     """A function to launch."""
@@ -39,8 +37,7 @@ def nothing() -> None:
 
 def own(path: Path, **target: Any) -> folder.Folder:
     """A finished run of a script."""
-    known = {"target": SCRIPT | target, "train_config": {}, "run_config": {}, "finished": timestamp()}
-    return runs.write(path, [], found=runs.about(**known))
+    return runs.own(path, target, finished=timestamp())
 
 
 def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:

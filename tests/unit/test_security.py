@@ -17,7 +17,7 @@ import pytest
 import runs
 import tiny
 import torch
-from programs import environment, python, start, until
+from programs import ROOT, environment, holds, python, start, until
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,6 @@ from toolkit.run_folder import folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import merge_config
 
-ROOT = Path(__file__).parents[2]
 SECRET = "swordfish-4711"
 HUB = "hf_" + "aB3" * 12
 
@@ -160,7 +159,7 @@ def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Pa
     """Ended by SIGKILL, in the middle of a line; rank 0's reader is gone before."""
     log = tmp_path / "rank.log"
     with start("-c", SPEAK, log, rank, how, env=environment(HF_TOKEN=SECRET), text=False) as rank_process:
-        until(partial(_holds, log, b"bar 2"))  # a bar is there at once, without a newline
+        until(partial(holds, log, "bar 2"))  # a bar is there at once, without a newline
         os.kill(int(Path(f"{log}.pid").read_text()), signal.SIGKILL)
         out, err = rank_process.communicate(timeout=30)
     kept = log.read_bytes()
@@ -188,7 +187,7 @@ def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
         for number in range(3):
             passing.stdin.write(b"line %d\n" % number)
             passing.stdin.flush()
-            until(partial(_holds, log, b"line %d\n" % number))
+            until(partial(holds, log, f"line {number}\n"))
     assert passing.returncode == 0
     done = python("-c", COPY, "/dev/full", input="line\n", code=0)
     assert (done.stdout, done.stderr) == ("line\n", "")
@@ -198,10 +197,6 @@ def test_a_line_without_end_passes_whole() -> None:
     text = "x" * 3_000_000 + SECRET + " y" * 1000
     done = python("-c", COPY, input=text, env=environment(A_TOKEN=SECRET), code=0)
     assert done.stdout == text.replace(SECRET, "[redacted]")
-
-
-def _holds(log: Path, words: bytes) -> bool:
-    return log.exists() and words in log.read_bytes()
 
 
 # A model's own code ----------------------------------------------------------------------------------------------------

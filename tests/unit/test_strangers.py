@@ -53,7 +53,6 @@ code = cli.main(sys.argv[1:])
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # `ru_maxrss` is the parent's, too
 print(code, int(peak.split()[1]) // 1024)
 """
-SCRIPT = {"kind": "script", "name": "", "arguments": [], "sha256": ""}
 
 
 @pytest.fixture
@@ -72,11 +71,6 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     assert process.poll() is None, "it was ended"
     process.kill()
     process.wait()
-
-
-def own_run(path: Path, **changes: Any) -> folder.Folder:
-    """A stopped run of code of somebody's own."""
-    return runs.write(path, [], found=runs.about(train_config={}, run_config={}, **changes))
 
 
 # A run's target --------------------------------------------------------------------------------------------------------
@@ -106,7 +100,7 @@ def test_a_folder_alone_runs_no_code(
     target: dict[str, Any], said: str, way: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = f"open({str(here / 'ran')!r}, 'w')"
-    run = own_run(here / "run", target=SCRIPT | target | {"name": target["name"].format(run=here / "run")})
+    run = runs.own(here / "run", target | {"name": target["name"].format(run=here / "run")})
     (run.path / "evil.py").write_text(ran)
     (run.logs / "function.pkl").write_bytes(pickle.dumps(([], pickle.dumps((print, (), {})))))
     if way == "python":
@@ -122,7 +116,7 @@ def test_a_folder_alone_runs_no_code(
 def test_what_was_launched_here_goes_on_and_what_changed_does_not(here: Path) -> None:
     script = here / "mine.py"
     script.write_text("pass")
-    run = own_run(here / "run", target=SCRIPT | {"name": str(script)})
+    run = runs.own(here / "run", {"name": str(script)})
     target = target_of(folder.read_run_json(run.path))
     with pytest.raises(
         RunError, match=r"--target [^ ]+mine\.py`\), or read .*mine\.py and add --trust-target [0-9a-f]{64}\."
@@ -150,7 +144,7 @@ def test_looking_for_a_module_runs_none(here: Path, monkeypatch: pytest.MonkeyPa
     (here / "evil/inner.py").touch()
     monkeypatch.syspath_prepend(here)
     with pytest.raises(RunError, match=r"would run the module 'evil\.inner'"):
-        check_target(own_run(here / "run"), Target(kind="module", name="evil.inner"), None)
+        check_target(runs.own(here / "run"), Target(kind="module", name="evil.inner"), None)
     assert not (here / "ran").exists()
 
 
