@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import subprocess
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
@@ -181,18 +182,23 @@ class Page(HTMLParser):
 
 
 HOLD = """
-import os, sys
+import json, os, sys
 from toolkit.run_folder import folder
-folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"))
+folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"), **json.loads(sys.argv[2]))
 print("in", flush=True)
 sys.stdin.read()
 """
 
 
+def hold(path: Path, **options: Any) -> subprocess.Popen[str]:
+    """A process that enters a run's folder, says `in`, and holds it to the end of its standard input."""
+    return start("-c", HOLD, path, json.dumps(options), stdin=subprocess.PIPE)
+
+
 @contextlib.contextmanager
 def another(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of somebody else's that holds a run's folder, to the end of its standard input."""
-    with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
-        assert process.stdout.readline() == "in\n"
+    """A process of somebody else's that holds a run's folder."""
+    with hold(path) as process:
+        assert process.stdout.readline() == "in\n", process.stderr.read()
         yield process
         process.stdin.close()

@@ -18,9 +18,10 @@ import tiny
 from programs import start
 
 from toolkit import cli
-from toolkit.cli import run_commands
+from toolkit.config.run_config import RunConfig
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import MARK
+from toolkit.core.units import timestamp
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import check_not_repeated
 
@@ -212,36 +213,19 @@ def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capfd.readouterr().out)["distributed_type"] == "DEEPSPEED"
 
 
-def test_a_finished_run_refuses_what_would_change_nothing_of_it() -> None:
-    was = {
-        "run_config": {"model": "a", "data": MARK},
-        "train_config": {"lr": 2e-5},
-        "strategy": {"sharding": "fsdp", "precision": "fp32"},
-        "ranks": 2,
-    }
-    asked = {
-        "model": "b",
-        "data": "c",
-        "lr": 0.001,
-        "sharding": "zero3",
-        "processes": 4,
-        "timeout": 9.0,
-        "precision": "auto",
-    }
-    assert run_commands._changed_fields(was, asked) == [
-        "--model b (it was a)",
-        "--lr 0.001 (it was 2e-05)",
-        "--sharding zero3 (it was fsdp)",
-        "--processes 4 (it was 2)",
-    ]
-    assert run_commands._changed_fields(was, {"model": "a", "lr": 2e-5, "sharding": "fsdp", "processes": None}) == []
+def test_a_finished_run_refuses_what_would_change_nothing_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(tmp_path / "run", [], found=runs.about(RunConfig(data=MARK), finished=timestamp()))
+    words = "--model b --data c --lr 0.5 --sharding fsdp --attention sdpa --precision auto --processes 4 --timeout 9"
+    assert cli.main(["resume", str(run.path), *words.split()]) == 2
+    changes = "--model b (it was embedded) and --lr 0.5 (it was 0.001) and --sharding fsdp (it was zero3)"
+    assert f" {changes} and --processes 4 (it was 2) would change nothing of it" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint it could only begin at step 0, and replace what it saved."""
-    run = runs.write(
-        tmp_path / "run", [runs.event(20)], found=runs.about(finished="2026-11-23T07:00:00+00:00"), memory=runs.memory()
-    )
+    run = runs.write(tmp_path / "run", [runs.event(20)], found=runs.about(finished=timestamp()), memory=runs.memory())
     run.export.mkdir()
     assert cli.main(["resume", str(run.path)]) == 0
     assert "For more steps" not in capsys.readouterr().err

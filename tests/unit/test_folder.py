@@ -12,25 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import environment, python, start
+import runs
+from programs import environment, python
 
 from toolkit.core import atomic_io
 from toolkit.core.errors import RunError
 from toolkit.run_folder import folder, run_lock
 
-HOLD = """
-import sys, time
-from toolkit.run_folder import folder; from toolkit.run_folder import run_lock as locking
-run = folder.enter(sys.argv[1], resume=True, token=sys.argv[2], wait=float(sys.argv[3]))
-print("in", flush=True)
-sys.stdin.read()
-"""
-
 
 @contextlib.contextmanager
 def holder(path: Path, token: str, wait: float = 5.0) -> Iterator[subprocess.Popen[str]]:
     """Another process of a run, in the folder until its standard input is closed."""
-    with start("-c", HOLD, path, token, wait, stdin=subprocess.PIPE) as process:
+    with runs.hold(path, token=token, wait=wait) as process:
         try:
             yield process
         finally:
