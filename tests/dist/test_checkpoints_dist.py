@@ -1,4 +1,4 @@
-"""A checkpoint goes on under the same strategy bit for bit, and under any other with the same weights and moments."""
+"""A run resumes under the same strategy bit for bit, and under any other with the same weights and moments."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_rank_writes_its_part_alone(found: Lives, root: Path) -> None:
         checkpoint = root / f"2 {word} none" / "whole" / "step-00000004"
         sizes = [path.stat().st_size for path in sorted(checkpoint.glob("rank-*.safetensors"))]
         assert len(sizes) == 2
-        # Elements are written once: 12 bytes each, beside the generators' states and the headers.
+        # Elements are written once: 12 bytes each. The generators' states and the headers come on top.
         elements = sum(tensor.numel() for (_, kind), tensor in tensors(checkpoint).items() if kind == "weight")
         assert 12 * elements < sum(sizes) < 12 * elements + 2 * 64 * 1024
         assert max(sizes) < 1.1 * sum(sizes) / 2

@@ -1,4 +1,4 @@
-"""What two ranks wrote under ZeRO-3 and FSDP, exported in one process without an engine, beside one process's own."""
+"""Checkpoints of two ranks under ZeRO-3 and FSDP, exported in one process without an engine, against one process's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Persistent buffers under every engine, and text training of vision-language models, each cell beside ddp's."""
+"""Persistent buffers under every engine, and text training of vision-language models, each cell against ddp's."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints by name, and of the real weights beside each."""
+    """A folder of checkpoints by name, each with the real weights."""
     root = tmp_path_factory.mktemp("foreign")
     # Odd sizes, so that no parameter of most shapes divides by two ranks.
     odd = {"hidden_size": 9, "intermediate_size": 21, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}

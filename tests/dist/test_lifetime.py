@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 
 
 class Started:
-    """A supervisor (or a bare launcher) of the worker beside this file, its run's folder and what it printed."""
+    """A supervisor (or a bare launcher) of `lifetime_worker.py`, its run's folder and its output."""
 
     def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
         """`path`: of the run's folder."""
@@ -47,7 +47,7 @@ class Started:
 
 
 def redacting(*parents: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes below these that write their output."""
+    """The redacting processes below these."""
     family = (child for parent in parents for child in psutil.Process(parent.pid).children(recursive=True))
     return [process for process in family if any(word.endswith("redaction.py") for word in process.cmdline())]
 
@@ -130,7 +130,7 @@ def test_ranks_whose_launcher_was_gone_before_they_asked(runs: dict[str, Started
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(runs: dict[str, Started]) -> None:
-    """Not the one whose connection broke because of it. Rank 0 is shown, rank 1 is in its log."""
+    """Not the rank that lost its connection because of it. Rank 0 is shown, rank 1 is in its log."""
     run = runs["killed 2"]
     code, out, err = run.wait()
     assert code == 1

@@ -205,7 +205,7 @@ def test_fused_experts_train_in_bf16_with_exact_masters(found: Cells, sharding: 
 @pytest.mark.parametrize("sharding", ["zero3", "fsdp"])
 @pytest.mark.parametrize("cell", [("bloom", "none"), ("phi", "lora")])
 def test_norms_outside_of_every_layer_compute_in_bf16(found: Cells, cell: tuple[str, str], sharding: str) -> None:
-    """A LayerNorm takes no fp32 beside weights in bf16, other than an RMSNorm."""
+    """A LayerNorm takes no fp32 input with weights in bf16. An RMSNorm does."""
     kind, adapter = cell
     result, reference = (found[f"{kind} {word} {adapter} bf16"] for word in (sharding, "ddp"))
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)

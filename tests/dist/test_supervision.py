@@ -1,4 +1,4 @@
-"""A run that is stopped, or whose rank raises, dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
+"""Runs that are stopped, and runs with a rank that raises, dies, hangs or lacks memory: each ends whole, explained, resumable."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, st
 
 
 def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
-    """Not the one whose collective timed out."""
+    """Not the rank with the collective that timed out."""
     run = runs["behind"]
     assert run.code == 1
     assert run.err.startswith(f"toolkit: rank 1 hung: the others waited for it longer than {TIMEOUT} s (--timeout). ")

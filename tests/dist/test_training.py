@@ -104,7 +104,7 @@ def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: 
     probe = torch.arange(3, 35)[None]
     with torch.no_grad():
         mine, theirs = model(probe).logits, reference(probe).logits
-    # Adam's first steps follow the sign of a gradient: single weights whose gradient is rounding differ, what they do does not.
+    # Adam's first steps follow the sign of a gradient. Where that is rounding, single weights differ, and the logits do not.
     assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
 
 

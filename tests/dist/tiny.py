@@ -142,7 +142,7 @@ def save_tokenizer(folder: Path, *reserved: str, words: int = 247, **special: st
 
 
 def dequantized(source: Path, folder: Path, **options: Any) -> Path:
-    """A checkpoint whose linear weights went through bitsandbytes and back."""
+    """A checkpoint with linear weights that went through bitsandbytes and back."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, quantize_4bit
     from transformers import BitsAndBytesConfig

@@ -1,4 +1,4 @@
-"""One process group of two ranks, every check of the training loop in it; rank 0 writes what came of each as JSON."""
+"""One process group of two ranks, with every check of the training loop. Rank 0 writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def count_reductions(model: Any) -> list[int]:
 
     reduced: list[int] = []
 
-    # A lambda: torch refuses a hook whose annotations are strings.
+    # A lambda: torch refuses a hook with annotations that are strings.
     model.register_comm_hook(
         None, lambda group, bucket: (reduced.append(bucket.index()), allreduce_hook(group, bucket))[1]
     )

@@ -108,8 +108,11 @@ def memory(*, reason: str | None = None, forecast: bool = True) -> dict[str, Any
     ]
     one = collect(ranks[0], held, lambda pairs: pairs * 2)
     audit = Audit(engine="DeepSpeedEngine", ranks=2, measured=held, expected=held)
-    beside = {"forecast": expected().to_dict() if forecast else None, "unforecast": None if forecast else "no trace"}
-    return {**one.to_dict(), **beside, "audits": [audit.to_dict()] * 2}
+    prediction = {
+        "forecast": expected().to_dict() if forecast else None,
+        "unforecast": None if forecast else "no trace",
+    }
+    return {**one.to_dict(), **prediction, "audits": [audit.to_dict()] * 2}
 
 
 def write(

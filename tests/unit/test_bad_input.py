@@ -223,7 +223,7 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it(
     assert f" {changes} and --processes 4 (it was 2) would change nothing of it" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_not_trained_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint it could only begin at step 0, and replace what it saved."""
     run = runs.write(tmp_path / "run", [runs.event(20)], found=runs.about(finished=timestamp()), memory=runs.memory())
     run.export.mkdir()

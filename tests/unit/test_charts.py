@@ -1,4 +1,4 @@
-"""Pictures: whole, true to their numbers, told in words, and seen by everybody."""
+"""Pictures: valid SVG, true to their numbers, described for screen readers, legible without all colours."""
 
 from __future__ import annotations
 

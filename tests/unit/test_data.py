@@ -226,7 +226,7 @@ FOLDERS = {
         "b.parquet sub/c.parquet",
         "2 files (b.parquet, sub/c.parquet); left out: .git, .gitattributes, LICENSE, README.md, config.json and 2 more",
     ),
-    "beside JSONL": (
+    "with JSONL": (
         "README.md readme_zh.txt a.jsonl",
         "a.jsonl",
         "1 file (a.jsonl); left out: README.md, readme_zh.txt",
@@ -303,7 +303,7 @@ def test_folders_that_are_refused(there: str, said: str, tmp_path: Path) -> None
         data.find_source(tmp_path)
 
 
-def test_a_readme_beside_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_readme_with_files_that_cannot_be_read(tmp_path: Path) -> None:
     names = [f"a{end}" for end in (".tsv", ".jsonl.gz", ".json.zst", ".txt.gz", ".xlsx", ".feather", ".png", "")]
     for file in ("README.md", "LICENSE", "config.yaml"):
         (tmp_path / file).touch()

@@ -239,7 +239,7 @@ def make() -> Iterator[Callable[..., Any]]:
 
 
 def linear(value: float = 0.0) -> tuple[Any, Any]:
-    """Four weights of one value, and the optimizer whose update is their gradient."""
+    """Four weights of one value, and an optimizer that subtracts their gradient."""
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
@@ -256,7 +256,7 @@ def test_a_second_accelerator_leaves_the_first_as_it_is(make: Callable[..., Any]
 
 
 def test_each_optimizer_clips_what_it_steps(make: Callable[..., Any]) -> None:
-    """Also beside a teacher, which nothing trains."""
+    """Also with a teacher, which nothing trains."""
     ours = make(TrainConfig(max_grad_norm=1.0))
     teacher, _ = linear(1.0)
     (one, stepper), (other, other_stepper) = linear(), linear()

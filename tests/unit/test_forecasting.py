@@ -1,4 +1,4 @@
-"""Traces of shallow models, spread over depth and batch; the ZeRO paper's figures; what cannot be forecast is said."""
+"""Traces of shallow models, spread over depth and batch; the ZeRO paper's figures; refusals of what cannot be forecast."""
 
 import contextlib
 import dataclasses
@@ -237,7 +237,7 @@ def test_the_zero_papers_figure() -> None:
             Strategy(sharding=word, precision="bf16"), TrainConfig(), spec, 64, hardware("8 nodes x 8x H100").device
         )
         held = engine_of(job.strategy).expected_state(job)
-        # The paper's baseline keeps bf16 weights and gradients beside fp32 states; autocast keeps fp32 weights alone.
+        # The paper's baseline keeps bf16 weights and gradients with fp32 states; autocast keeps fp32 weights alone.
         share = 1 if word in ("ddp", "zero1") else 64
         states = held.parameters + held.master + (held.optimizer or 0)
         base = 2 * spec.elements + 12 * spec.elements if word == "ddp" else states

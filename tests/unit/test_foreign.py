@@ -306,7 +306,7 @@ def test_names_in_an_index_stay_in_the_folder(tmp_path: Path, index: str, name: 
 
 
 @pytest.mark.parametrize("tag", ["../step", "/", "", "missing", ".."])
-def test_latest_names_a_folder_beside_it(tmp_path: Path, tag: str) -> None:
+def test_latest_names_a_folder_next_to_it(tmp_path: Path, tag: str) -> None:
     zero(tmp_path / "step")
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "latest").write_text(tag)

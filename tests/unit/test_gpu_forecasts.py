@@ -1,4 +1,4 @@
-"""What a forecast for a GPU knows beside what a fake processor shows, and that published runs on one took as much."""
+"""What a forecast for a GPU adds to a trace on a fake processor, and that published runs took as much memory."""
 
 import dataclasses
 import importlib

@@ -393,7 +393,7 @@ def test_bad_configs(config: str | dict[str, Any], says: str, tmp_path: Path) ->
 
 
 def test_a_native_class_needs_no_remote_code(tmp_path: Path) -> None:
-    """Many repositories keep their old `auto_map` beside an architecture that transformers now has."""
+    """Many repositories keep an old `auto_map` with an architecture that transformers now has."""
     CONFIGS["llama"].save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(

@@ -145,7 +145,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
-    """Every checkpoint, evaluation and step of it is in the files beside."""
+    """Every checkpoint, evaluation and step of it is in the run's files."""
     lines: list[dict[str, Any]] = []
     for step in range(1, 10_001):
         lines.append(runs.event(step, loss=8 - step / 2000 + step % 13 / 100))
@@ -320,7 +320,7 @@ def test_the_verb_writes_the_page(finished: folder.Folder, tmp_path: Path, capsy
 
 
 def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Written after success and failure, if the run had begun; what is in its way is said, no more."""
+    """Written after success and failure, if the run had begun. An obstacle is one line, and no failure."""
     with reported(tmp_path / "none"):
         pass
     run = runs.write(tmp_path / "run", STEPS[:3])

@@ -250,7 +250,7 @@ def test_an_interrupted_watch_says_that_the_run_goes_on(
     assert "waiting has ended; the run in" in capsys.readouterr().err
 
 
-def test_a_run_that_goes_on_anew_starts(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_again(tmp_path: Path) -> None:
     """Steps of an older attempt are not those that it does."""
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))

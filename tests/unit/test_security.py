@@ -227,7 +227,7 @@ AUTO_MAP = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose classes are its own, with weights, tokenizer and data."""
+    """A model with classes of its own, weights, a tokenizer and data."""
     root = tmp_path_factory.mktemp("made")
     tiny.llama(root / "mine", num_hidden_layers=1)
     _change(root / "mine" / "config.json", model_type="mine", architectures=["Mine"], auto_map=AUTO_MAP)
@@ -314,7 +314,7 @@ def test_code_that_is_a_link_or_missing_is_refused(mine: Path, canary: Path, tmp
 
 
 def test_a_tokenizers_own_code_is_refused_with_the_flag(mine: Path, canary: Path) -> None:
-    """Beside a model that transformers has itself."""
+    """With a model that transformers has itself."""
     _change(mine / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     for path in mine.glob("*mine.py"):
         path.unlink()

@@ -265,7 +265,7 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_of_crumbs_is_refused_before_anything_is_compared(tmp_path: Path) -> None:
-    """Boxes of single elements would leave holes whose number grows with each of them."""
+    """Boxes of single elements would leave more holes with each of them."""
     whole = torch.randn(130, 130)
     crumbs = [sharded(whole, ((row, 1), (2 * row, 1))) for row in range(65)]
     about = write(tmp_path / "crumbs", [crumbs])

@@ -117,7 +117,7 @@ def test_what_is_advised_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert f"`toolkit resume '{path}' --micro-batch 2 --accumulation 2`" in advice(folder, BEAT)
         run_of(path, {"sharding": "hsdp", "dp_replicate": 2, "precision": "bf16"}, micro_batch=1)
         assert advice(folder, BEAT).endswith("--sharding fsdp`.")
-        run_of(path, {"sharding": "fsdp"}, micro_batch=1)  # whose offload does not exist on CPU ranks
+        run_of(path, {"sharding": "fsdp"}, micro_batch=1)  # CPU ranks have no offload of it
         assert "`toolkit train … --adapter lora`" in advice(folder, BEAT)
         run_of(path, {"sharding": "fsdp", "adapter": "qlora"}, micro_batch=1)
         assert "--seq-len" in advice(folder, BEAT)

@@ -334,7 +334,7 @@ def test_links_in_a_circle_and_homes_of_nobody(here: Path, capsys: pytest.Captur
 
 
 def test_hidden_folders_of_a_model_are_not_looked_at(here: Path) -> None:
-    """As of a project whose root is the model's folder."""
+    """As where the model's folder is the root of a project."""
     (here / ".venv").mkdir()
     (here / ".venv/python").symlink_to(sys.executable)
     (here / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32}))
