@@ -33,16 +33,12 @@ def test_readmes_loops_compute_the_same_under_every_sharding(found: dict[str, di
         whole = torch.load(reference["weights"])
         assert len(reference["losses"]) == count  # with 11 norms, each of a step
         for sharding, result in found.items():
-            assert result[train_config]["losses"] == pytest.approx(reference["losses"], rel=1e-5), (
-                sharding,
-                train_config,
-            )
+            where = f"{sharding}, {train_config}"
+            assert result[train_config]["losses"] == pytest.approx(reference["losses"], rel=1e-5), where
             weights = torch.load(result[train_config]["weights"])
             assert set(weights) == set(whole)
             for name, tensor in weights.items():
-                torch.testing.assert_close(
-                    tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{sharding}, {train_config}: {name}"
-                )
+                torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{where}: {name}")
 
 
 def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict[str, Any]]) -> None:

@@ -233,11 +233,9 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     def group(path: str, maximum: str, **files: str) -> None:
         folder = tmp_path / path
         folder.mkdir(parents=True, exist_ok=True)
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if path.startswith("memory")
-            else ("memory.max", "memory.current")
-        )
+        names = ("memory.max", "memory.current")
+        if path.startswith("memory"):  # version 1
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         for name, text in zip((*names, "memory.stat"), (maximum, files["used"], files["stat"]), strict=True):
             (folder / name).write_text(text + "\n")
 

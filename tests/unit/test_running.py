@@ -19,8 +19,6 @@ from toolkit.cli import main
 from toolkit.core import atomic_io
 from toolkit.core.errors import RunError
 from toolkit.core.units import timestamp
-from toolkit.devices.machine import hardware
-from toolkit.engines.job import default_ranks
 from toolkit.launcher import run_handle
 from toolkit.launcher.api import without_launchers
 from toolkit.launcher.targets import Target
@@ -166,15 +164,6 @@ def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch:
 def test_what_an_accelerator_left_behind_reaches_no_run() -> None:
     left = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "1", "MASTER_PORT": "1", "TOOLKIT_RUN_DIR": "x"}
     assert without_launchers({**left, "HOME": "/", "HF_HOME": "/cache"}) == {"HOME": "/", "HF_HOME": "/cache"}
-
-
-@pytest.mark.parametrize(
-    ("sharding", "machine", "ranks"),
-    [("none", "8x T4", 1), ("zero3", "1x T4", 1), ("fsdp", "8x T4", 8), ("fsdp", "1x cpu", 2), ("hsdp", "1x cpu", 4)],
-)
-def test_so_many_ranks_are_launched(sharding: str, machine: str, ranks: int) -> None:
-    dp_replicate = 2 if sharding == "hsdp" else 1
-    assert default_ranks(tk.Strategy(sharding=sharding, dp_replicate=dp_replicate), hardware(machine)) == ranks
 
 
 def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
