@@ -24,7 +24,7 @@ from toolkit.training.setup import agree, agree_train_config
 FILES = Path(__file__).parent / "deepspeed_files"
 ZERO2, ZERO3 = FILES / "zero2_config_accelerate.json", FILES / "zero3_offload_config_accelerate.json"
 
-COMMON: dict[str, Any] = {
+COMMON = {
     "precision": "fp16",
     "optimizer": "adamw",
     "scheduler": "linear",
