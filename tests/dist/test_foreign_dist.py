@@ -63,31 +63,31 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
-    found, real = open_foreign(made / name), load_file(f"{made / name}.safetensors")
-    assert found.kind == KINDS.get(name, found.kind)
-    missing = set(real) - set(found.shapes)
+    weights, real = open_foreign(made / name), load_file(f"{made / name}.safetensors")
+    assert weights.kind == KINDS.get(name, weights.kind)
+    missing = set(real) - set(weights.shapes)
     if name == "zero3 adapter alone":
         assert {n for n in missing if "lora_" in n} == set()
     else:
         # safetensors keeps one of two tied tensors.
         assert missing <= {"lm_head.weight"}
         assert not missing or name in ("ddp", "ddp in several files")
-    assert set(found.shapes) <= set(real)
-    for key, shape in found.shapes.items():
-        tensor = found.tensor(key)
+    assert set(weights.shapes) <= set(real)
+    for key, shape in weights.shapes.items():
+        tensor = weights.tensor(key)
         assert tuple(tensor.shape) == shape
         assert tensor.is_contiguous()
-        assert str(tensor.dtype) == f"torch.{found.dtypes[key]}" == str(real[key].dtype)
+        assert str(tensor.dtype) == f"torch.{weights.dtypes[key]}" == str(real[key].dtype)
         assert torch.equal(tensor, real[key]), key
 
 
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.get("bf16")])
 def test_masters_are_more_than_what_the_engine_computed_with(made: Path, name: str) -> None:
-    found = open_foreign(made / name)
-    trained = [key for key in found.shapes if not CELLS[name].get("lora") or "lora_B" in key]
+    weights = open_foreign(made / name)
+    trained = [key for key in weights.shapes if not CELLS[name].get("lora") or "lora_B" in key]
     trained = [key for key in trained if not key.endswith("seen")]
-    assert {found.dtypes[key] for key in trained} == {"float32"}
-    tensor = found.tensor(trained[0])
+    assert {weights.dtypes[key] for key in trained} == {"float32"}
+    tensor = weights.tensor(trained[0])
     assert not torch.equal(tensor.bfloat16().float(), tensor)
 
 

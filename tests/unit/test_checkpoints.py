@@ -79,12 +79,12 @@ def test_what_is_restored_is_what_was_saved(run: dict[str, Any], written: Path) 
     drawn = torch.rand(3)
     torch.manual_seed(99)
     train(run)
-    found = resume_point(list_checkpoints(written)[0])
-    restore(run["ours"], run["schedule"], found, run["identity"])
+    point = resume_point(list_checkpoints(written)[0])
+    restore(run["ours"], run["schedule"], point, run["identity"])
     for name, parameter in run["ours"].model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     assert run["schedule"].get_last_lr() == [run["ours"].optimizer.param_groups[0]["lr"]] == [rate]
-    assert {int(state["step"]) for state in run["ours"].optimizer.state.values()} == {found.manifest.counters["steps"]}
+    assert {int(state["step"]) for state in run["ours"].optimizer.state.values()} == {point.manifest.counters["steps"]}
     assert torch.equal(torch.rand(3), drawn)
 
 
@@ -110,25 +110,25 @@ def test_buffers_and_any_strides_are_saved_and_restored(run: dict[str, Any], tmp
         norm.count = torch.tensor(7)  # a module may replace its buffers
         policy.save(1)
         policy.wait()
-        held = weight.detach().clone()
+        weights = weight.detach().clone()
         for tensor in (norm.mean, norm.count, norm.flags, norm.spread[:1], norm.turn, weight.data):
             tensor.zero_()
         manifest = read_manifest(list_checkpoints(tmp_path)[0])
         assert manifest.tensors["model.norm.count"] == {"buffer": {"shape": [], "dtype": "int64"}}
         assert "model.norm.scratch" not in manifest.tensors
-        found = resume_point(list_checkpoints(tmp_path)[0])
-        restore(run["ours"], run["schedule"], found, run["identity"])
+        point = resume_point(list_checkpoints(tmp_path)[0])
+        restore(run["ours"], run["schedule"], point, run["identity"])
         assert int(norm.count) == 7
         for name in sorted(buffers.keys() - {"count"}):
             assert torch.equal(getattr(norm, name), before[name]), name
-        assert torch.equal(weight, held)
+        assert torch.equal(weight, weights)
         assert weight.stride() == (1, 64)
         norm.mean = torch.zeros(4, 3, dtype=torch.float64)
         with pytest.raises(StrategyError, match=r"buffer model.norm.mean had shape \[4, 3\] and torch.float32"):
             policy.save(2)
         del norm.mean
         with pytest.raises(CheckpointError, match=r"differ in trained tensors or buffers, first in model\.norm\.mean"):
-            restore(run["ours"], run["schedule"], found, run["identity"])
+            restore(run["ours"], run["schedule"], point, run["identity"])
     finally:
         for name in ("mean", "count", "flags", "empty", "spread", "turn", "scratch", "same"):
             norm._buffers.pop(name, None)
@@ -206,13 +206,13 @@ def test_an_older_checkpoint_is_taken_and_the_damaged_one_set_aside(run: dict[st
     newest, older = list_checkpoints(written)
     with (newest / "rank-00000.safetensors").open("r+b") as file:
         file.write(b"\xff")
-    found = find_resume_point(run["accelerator"], written)
-    assert found.path == older
-    assert found.step == 1
-    assert "step-00000002" in found.skipped[0]
-    assert "is damaged" in found.skipped[0]
+    point = find_resume_point(run["accelerator"], written)
+    assert point.path == older
+    assert point.step == 1
+    assert "step-00000002" in point.skipped[0]
+    assert "is damaged" in point.skipped[0]
     assert list_checkpoints(written) == [newest, older]  # nothing is renamed before it is clear that the run goes on
-    quarantine(run["accelerator"], found)
+    quarantine(run["accelerator"], point)
     assert sorted(path.name for path in written.iterdir()) == ["step-00000001", "step-00000002.damaged"]
     # What goes on saves step 2 again, and what was set aside never counts as a checkpoint to keep.
     policy = saver(run, written, keep=1)
@@ -315,12 +315,12 @@ def test_a_rank_that_takes_long_to_write_is_waited_for(tmp_path: Path, monkeypat
 
 def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path: Path) -> None:
     weights = [torch.nn.Parameter(torch.zeros(2))]
-    for optimizer, said in (
+    for optimizer, message in (
         (torch.optim.SGD(weights, lr=0.1, momentum=0.9), "the state of SGD"),
         (torch.optim.AdamW(weights, amsgrad=True), "AdamW with amsgrad"),
     ):
         odd = {**run, "ours": dataclasses.replace(run["ours"], optimizer=optimizer)}
-        with pytest.raises(StrategyError, match=said):
+        with pytest.raises(StrategyError, match=message):
             saver(odd, tmp_path)
     adam = torch.optim.AdamW(weights)
     parts = [torch.optim.lr_scheduler.ConstantLR(adam) for _ in range(2)]
@@ -340,21 +340,21 @@ def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path:
 def test_another_order_of_the_data_is_refused(
     run: dict[str, Any], written: Path, train_config: dict[str, Any], said: str
 ) -> None:
-    found = resume_point(list_checkpoints(written)[0])
+    point = resume_point(list_checkpoints(written)[0])
     job = run["ours"].job
-    check_fits(found, job, run["identity"])
+    check_fits(point, job, run["identity"])
     with pytest.raises(CheckpointError, match=said):
         check_fits(
-            found,
+            point,
             dataclasses.replace(job, train_config=dataclasses.replace(job.train_config, **train_config)),
             run["identity"],
         )
 
 
 def test_nothing_to_go_on_from(run: dict[str, Any], tmp_path: Path) -> None:
-    found = find_resume_point(run["accelerator"], tmp_path / "checkpoints")
-    assert (found.path, found.step) == (None, 0)
-    assert "starting from step 0" in str(found)
+    point = find_resume_point(run["accelerator"], tmp_path / "checkpoints")
+    assert (point.path, point.step) == (None, 0)
+    assert "starting from step 0" in str(point)
 
 
 def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dict[str, Any], tmp_path: Path) -> None:
@@ -386,9 +386,9 @@ def test_another_runs_checkpoint_is_refused(
     run: dict[str, Any], written: Path, change: dict[str, Any], said: str
 ) -> None:
     other = dataclasses.replace(run["identity"], **change)
-    found = resume_point(list_checkpoints(written)[0])
+    point = resume_point(list_checkpoints(written)[0])
     with pytest.raises(CheckpointError, match=said):
-        restore(run["ours"], run["schedule"], found, other)
+        restore(run["ours"], run["schedule"], point, other)
 
 
 def test_a_renamed_folder_and_a_symlink_are_named_and_set_aside(run: dict[str, Any], written: Path) -> None:
@@ -399,11 +399,11 @@ def test_a_renamed_folder_and_a_symlink_are_named_and_set_aside(run: dict[str, A
     newest.symlink_to("elsewhere")
     assert validate(newest) == validate(written / "step-00000040") == []  # whole they are: an export may name them
     assert newest not in list_checkpoints(written)
-    found = find_resume_point(run["accelerator"], written)
-    assert found.path == older
-    assert "its manifest is of step 1: a copy, or renamed" in found.skipped[0]
-    assert "step-00000002: it is a symlink" in found.skipped[1]
-    quarantine(run["accelerator"], found)
+    point = find_resume_point(run["accelerator"], written)
+    assert point.path == older
+    assert "its manifest is of step 1: a copy, or renamed" in point.skipped[0]
+    assert "step-00000002: it is a symlink" in point.skipped[1]
+    quarantine(run["accelerator"], point)
     assert list_checkpoints(written) == [older]
 
 
@@ -544,9 +544,9 @@ def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     done = in_namespace(FULL_DISK, disk, f"mount -t tmpfs -o size=64m tmpfs {disk} &&")
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0].isupper())
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0].isupper())
     for when in ("BEFORE", "CHECKED", "WRITING"):
-        assert "bytes) are needed" in said[when], when
-        assert "bytes) are free" in said[when], when
-    assert "1001 checkpoints" in said["BEFORE"]
-    assert said["LEFT"] == "['step-00000001'] []"
+        assert "bytes) are needed" in lines[when], when
+        assert "bytes) are free" in lines[when], when
+    assert "1001 checkpoints" in lines["BEFORE"]
+    assert lines["LEFT"] == "['step-00000001'] []"

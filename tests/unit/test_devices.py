@@ -31,19 +31,19 @@ from toolkit.training.setup import check_ranks, ranks_sharing_devices
 
 def test_this_machine() -> None:
     """As torch sees it, which here is imported."""
-    found = hardware()
+    machine = hardware()
     if torch.cuda.is_available():
-        assert (found.device.kind, found.count) == ("cuda", torch.cuda.device_count())
-        assert found.device.capability == torch.cuda.get_device_capability()
-        assert found.device.total_bytes >= torch.cuda.get_device_properties(0).total_memory
+        assert (machine.device.kind, machine.count) == ("cuda", torch.cuda.device_count())
+        assert machine.device.capability == torch.cuda.get_device_capability()
+        assert machine.device.total_bytes >= torch.cuda.get_device_properties(0).total_memory
     else:
-        assert (found.device.kind, found.count, found.device.capability) == ("cpu", 1, None)
-        assert (found.device.dtypes, found.device.attentions) == (("fp32",), ("sdpa", "eager"))
-        assert found.device.total_bytes == found.host_bytes
-    assert found.ranks == found.count
-    assert 0 < found.host_free_bytes < found.host_bytes <= psutil.virtual_memory().total
-    assert 0 < found.device.free_bytes <= found.device.total_bytes
-    json.loads(found.to_json())
+        assert (machine.device.kind, machine.count, machine.device.capability) == ("cpu", 1, None)
+        assert (machine.device.dtypes, machine.device.attentions) == (("fp32",), ("sdpa", "eager"))
+        assert machine.device.total_bytes == machine.host_bytes
+    assert machine.ranks == machine.count
+    assert 0 < machine.host_free_bytes < machine.host_bytes <= psutil.virtual_memory().total
+    assert 0 < machine.device.free_bytes <= machine.device.total_bytes
+    json.loads(machine.to_json())
 
 
 def test_torch_build_is_what_torch_says() -> None:

@@ -81,20 +81,20 @@ def job(sharding: str, spec: ModelSpec | None, ranks: int = 2, device: Device = 
 def test_accounts_are_the_textbook_bytes(
     spec: ModelSpec, sharding: str, ranks: int, precision: str, parameters: float, master: float, optimizer: float
 ) -> None:
-    asked = job(sharding, spec, ranks, precision=precision)
-    held = engine_of(asked.strategy).expected_state(asked)
+    request = job(sharding, spec, ranks, precision=precision)
+    state = engine_of(request.strategy).expected_state(request)
     elements = 4 * MiB
-    assert held.parameters == parameters * elements
-    assert held.master == master * elements
-    assert held.optimizer == optimizer * elements
+    assert state.parameters == parameters * elements
+    assert state.master == master * elements
+    assert state.optimizer == optimizer * elements
 
 
 def test_qlora_freezes_half_a_byte_a_weight_and_trains_the_adapter(spec: ModelSpec) -> None:
-    asked = job("ddp", spec, adapter="qlora", precision="bf16")
-    held = engine_of(asked.strategy).expected_state(asked)
-    assert held.frozen == 4 * MiB // 2
-    assert held.trainable == 4 * 16 * (1024 + 1024) * 4
-    assert held.optimizer == 2 * held.trainable
+    request = job("ddp", spec, adapter="qlora", precision="bf16")
+    state = engine_of(request.strategy).expected_state(request)
+    assert state.frozen == 4 * MiB // 2
+    assert state.trainable == 4 * 16 * (1024 + 1024) * 4
+    assert state.optimizer == 2 * state.trainable
 
 
 def test_buckets_follow_the_model_and_never_deepspeeds_defaults(spec: ModelSpec) -> None:
@@ -142,9 +142,9 @@ def test_the_device_decides_on_precision_and_attention(
 def test_what_this_machine_cannot_do_is_refused_before_any_process(
     sharding: str, ranks: int, fields: dict[str, str], said: str, spec: ModelSpec
 ) -> None:
-    with pytest.raises(StrategyError) as found:
+    with pytest.raises(StrategyError) as error:
         job(sharding, spec, ranks, **fields)
-    assert said in str(found.value)
+    assert said in str(error.value)
 
 
 def test_a_sequence_over_the_models_limit_is_refused(spec: ModelSpec) -> None:
@@ -156,8 +156,8 @@ def test_the_config_files_are_what_their_strategies_generate() -> None:
     expected = {}
     for name, strategy in catalog().items():
         expected[f"{name}.yaml"] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
-    found = {path.name: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
-    assert found == expected, "run `toolkit config --all accelerate_configs`"
+    result = {path.name: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
+    assert result == expected, "run `toolkit config --all accelerate_configs`"
 
 
 @pytest.mark.parametrize("name", catalog())
@@ -191,8 +191,8 @@ ZERO3 = {
 
 
 def test_the_launch_environment_fills_in_and_flags_add() -> None:
-    found = agree({"adapter": "lora"}, ZERO3)
-    assert (found.sharding, found.adapter, found.precision) == ("zero3", "lora", "auto")
+    result = agree({"adapter": "lora"}, ZERO3)
+    assert (result.sharding, result.adapter, result.precision) == ("zero3", "lora", "auto")
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_the_launch_environment_fills_in_and_flags_add() -> None:
     ],
 )
 def test_a_flag_that_contradicts_the_launcher_is_refused(asked: object, environ: dict[str, str], said: str) -> None:
-    with pytest.raises(StrategyError) as found:
+    with pytest.raises(StrategyError) as error:
         agree(asked, environ)  # type: ignore[arg-type]
-    assert said in str(found.value)
+    assert said in str(error.value)
 
 
 def test_outside_of_accelerate_launch_flags_decide() -> None:
@@ -329,11 +329,11 @@ def test_states_are_what_peft_makes_in_its_order(adapter: str) -> None:
     config = LlamaConfig(**shape, num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True)
     job = resolve(Strategy(adapter=adapter, lora_targets="q_proj,down_proj"), TrainConfig(), describe(config), 1, CPU)
     made = adapt(job, LlamaForCausalLM(config))
-    found = [
+    result = [
         (name.removeprefix("base_model.model."), tuple(parameter.shape), parameter.requires_grad)
         for name, parameter in made.named_parameters()
     ]
-    assert [(state.name, state.shape, state.trainable) for state in parameters_of(job)] == found
+    assert [(state.name, state.shape, state.trainable) for state in parameters_of(job)] == result
 
 
 def test_locks_of_builds_are_removed_where_no_other_host_can_hold_them(

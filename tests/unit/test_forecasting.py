@@ -104,13 +104,13 @@ def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, mon
 
 def levels(step: Sequence[Segment]) -> list[tuple[str, int]]:
     """The highest total of the forward, and of the backward before each gradient."""
-    found, total, highest = [], 0, 0
+    result, total, highest = [], 0, 0
     for one in step:
         highest, total = max(highest, total + one.rise), total + one.net
         if one.what in ("gradient", "backward", "end"):
-            found.append((f"{one.what} {one.name} {one.size}", highest))
+            result.append((f"{one.what} {one.name} {one.size}", highest))
             highest = total
-    return found
+    return result
 
 
 def peak(step: Sequence[Segment]) -> int:
@@ -195,8 +195,8 @@ def test_cuda_casts_are_those_of_torch() -> None:
         ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", cuda_autocast.SUMS.split()),
     ):
         block = text[text.index(f"#define {macro}") :]
-        found = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])
-        theirs = {".".join(filter(None, one)) for one in found}
+        result = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])
+        theirs = {".".join(filter(None, one)) for one in result}
         assert set(ours) <= theirs
         known = {"frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "renorm", "pdist", "kl_div"}
         known |= {"binary_cross_entropy_with_logits", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"}
@@ -208,41 +208,41 @@ def test_the_logits_are_a_part() -> None:
     """In bf16 a forward has ten bytes of them for each token and word: bf16, fp32 and its logarithm, all at once."""
     large = config("llama", 1, vocab_size=8192)
     strategy, train_config = Strategy(sharding="none", precision="bf16_pure"), TrainConfig(seq_len=512, micro_batch=4)
-    found = forecast(describe(large), strategy, "A100-80GB", train_config, one_document=True)
-    each = found.parts["logits"] / (4 * 512 * 8192)
+    result = forecast(describe(large), strategy, "A100-80GB", train_config, one_document=True)
+    each = result.parts["logits"] / (4 * 512 * 8192)
     assert 10 <= each <= 12.1
-    assert found.parts["activations"] < found.parts["logits"]
-    assert sum(found.parts.values()) == found.peak_bytes
+    assert result.parts["activations"] < result.parts["logits"]
+    assert sum(result.parts.values()) == result.peak_bytes
     # A fused loss has none, and then the peak may lie elsewhere.
-    assert found.peak_bytes - found.parts["logits"] <= found.fused_bytes < found.peak_bytes / 2
+    assert result.peak_bytes - result.parts["logits"] <= result.fused_bytes < result.peak_bytes / 2
     # Under autocast the head's weight is cast as well, 1 MiB, and is none of them; what it reads is, 256 KiB.
     autocast = dataclasses.replace(strategy, precision="bf16")
     cast = forecast(describe(large), autocast, "A100-80GB", train_config, one_document=True)
-    assert cast.parts["logits"] - found.parts["logits"] <= 256 * 1024
+    assert cast.parts["logits"] - result.parts["logits"] <= 256 * 1024
 
 
 def test_the_experts_implementation_is_named() -> None:
-    found = forecast(
+    result = forecast(
         describe(config("mixtral", 2)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=64)
     )
-    assert any("Experts, computed by grouped_mm, are taken as evenly loaded" in sentence for sentence in found.unknown)
+    assert any("Experts, computed by grouped_mm, are taken as evenly loaded" in sentence for sentence in result.unknown)
 
 
 def test_the_zero_papers_figure() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 ranks, K = 12: 120, 31.4, 16.6 and 1.9 GB."""
     spec = parameters(7_500_000_000)
-    found = {}
+    result = {}
     for word in ("ddp", "zero1", "zero2", "zero3"):
         job = resolve(
             Strategy(sharding=word, precision="bf16"), TrainConfig(), spec, 64, hardware("8 nodes x 8x H100").device
         )
-        held = engine_of(job.strategy).expected_state(job)
+        state = engine_of(job.strategy).expected_state(job)
         # The paper's baseline keeps bf16 weights and gradients with fp32 states; autocast keeps fp32 weights alone.
         share = 1 if word in ("ddp", "zero1") else 64
-        states = held.parameters + held.master + (held.optimizer or 0)
+        states = state.parameters + state.master + (state.optimizer or 0)
         base = 2 * spec.elements + 12 * spec.elements if word == "ddp" else states
-        found[word] = (base + 2 * spec.elements / share) / 1e9
-    assert {word: round(size, 1) for word, size in found.items()} == {
+        result[word] = (base + 2 * spec.elements / share) / 1e9
+    assert {word: round(size, 1) for word, size in result.items()} == {
         "ddp": 120.0,
         "zero1": 31.4,
         "zero2": 16.6,
@@ -276,21 +276,23 @@ def parameters(elements: int) -> ModelSpec:
 
 
 def test_parts_add_up_to_the_peak_and_phases_hold_it() -> None:
-    found = forecast(describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=128))
-    assert sum(found.parts.values()) == found.peak_bytes == max(found.phases.values())
-    assert found.fits
-    assert found.limit_bytes == hardware("A100-80GB").device.free_bytes
-    assert found.to_dict()["device"]["phases"][found.peak_phase] == found.peak_bytes
-    assert "It fits." in str(found)
+    result = forecast(
+        describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=128)
+    )
+    assert sum(result.parts.values()) == result.peak_bytes == max(result.phases.values())
+    assert result.fits
+    assert result.limit_bytes == hardware("A100-80GB").device.free_bytes
+    assert result.to_dict()["device"]["phases"][result.peak_phase] == result.peak_bytes
+    assert "It fits." in str(result)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
     large = llama3(*LLAMA_70B)
-    found = forecast(large, Strategy(sharding="ddp"), "8x H100-80GB", TrainConfig(seq_len=128))
-    assert not found.fits
-    assert "A rank has 79.11 GiB and needs" in found.reason
-    assert found.change == {"micro_batch": 1, "accumulation": 4, "sharding": "fsdp", "offload": "cpu"}
-    assert "The smallest change that fits: --micro-batch 1" in found.reason
+    result = forecast(large, Strategy(sharding="ddp"), "8x H100-80GB", TrainConfig(seq_len=128))
+    assert not result.fits
+    assert "A rank has 79.11 GiB and needs" in result.reason
+    assert result.change == {"micro_batch": 1, "accumulation": 4, "sharding": "fsdp", "offload": "cpu"}
+    assert "The smallest change that fits: --micro-batch 1" in result.reason
     alone = forecast(large, Strategy(adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1))
     assert not alone.fits
     assert alone.change is None
@@ -309,13 +311,13 @@ def test_the_smallest_change_that_fits_is_named() -> None:
         ),
         (Strategy(sharding="zero1"), "2x A100-80GB", TrainConfig(seq_len=1024, micro_batch=2), {"sharding": "fsdp"}),
     ):
-        found = forecast(spec, strategy, on, train_config)
-        assert not found.fits
-        assert found.change == change
+        result = forecast(spec, strategy, on, train_config)
+        assert not result.fits
+        assert result.change == change
         chosen, batch = changed(strategy, train_config, change)
         smaller = forecast(spec, chosen, on, batch)
         assert smaller.fits
-        assert smaller.needed_bytes == found.changed_bytes
+        assert smaller.needed_bytes == result.changed_bytes
 
 
 @pytest.mark.parametrize(
@@ -435,11 +437,11 @@ def test_a_host_that_is_too_small_is_said() -> None:
     """FSDP reads the whole model in rank 0, whatever the devices hold."""
     machine = hardware("8x A100-80GB")
     small = dataclasses.replace(machine, host_free_bytes=1_000_000)
-    found = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, TrainConfig(seq_len=64))
-    assert not found.fits
-    assert "A node's host has" in found.reason
+    result = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, TrainConfig(seq_len=64))
+    assert not result.fits
+    assert "A node's host has" in result.reason
     # A checkpoint's copy of weights and moments alone would be too much.
-    enough = dataclasses.replace(machine, host_free_bytes=found.host_bytes - found.host_checkpoint_bytes)
+    enough = dataclasses.replace(machine, host_free_bytes=result.host_bytes - result.host_checkpoint_bytes)
     named = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), enough, TrainConfig(seq_len=64))
     assert named.host_checkpoint_bytes > 0
     assert "without them (--save-every 0 --save-seconds 0) it fits" in named.reason
@@ -467,24 +469,24 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
 
 
 def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
-    found = plan(llama3(*LLAMA_8B), "8x H100-80GB", global_batch=48, seq_len=1024)
-    speeds = [one.forecast.timing.tokens_per_second for one in found.ranked if one.forecast and one.forecast.timing]
-    assert len(speeds) == len(found.ranked) > 0
+    result = plan(llama3(*LLAMA_8B), "8x H100-80GB", global_batch=48, seq_len=1024)
+    speeds = [one.forecast.timing.tokens_per_second for one in result.ranked if one.forecast and one.forecast.timing]
+    assert len(speeds) == len(result.ranked) > 0
     assert speeds == sorted(speeds, reverse=True)
-    assert all(one.forecast and one.forecast.needed_bytes <= 0.95 * one.forecast.limit_bytes for one in found.ranked)
-    assert all(one.reason for one in found.rejected)
-    assert {"ddp"} <= {one.strategy.sharding for one in found.rejected}
-    assert {(one.train_config.micro_batch, one.train_config.accumulation) for one in found.ranked} == {
+    assert all(one.forecast and one.forecast.needed_bytes <= 0.95 * one.forecast.limit_bytes for one in result.ranked)
+    assert all(one.reason for one in result.rejected)
+    assert {"ddp"} <= {one.strategy.sharding for one in result.rejected}
+    assert {(one.train_config.micro_batch, one.train_config.accumulation) for one in result.ranked} == {
         (1, 6),
         (2, 3),
         (3, 2),
         (6, 1),
     }
-    assert found.best is found.ranked[0]
-    assert found.command("M").startswith(
+    assert result.best is result.ranked[0]
+    assert result.command("M").startswith(
         "accelerate launch --config_file accelerate.yaml -m toolkit.finetune --model M"
     )
-    assert found.config()["num_processes"] == 8
+    assert result.config()["num_processes"] == 8
 
 
 def test_a_global_batch_is_shared_evenly_or_refused() -> None:
@@ -518,16 +520,16 @@ def tight() -> tuple[ModelSpec, Any]:
 
 
 def test_where_nothing_fits_a_plan_says_what_would(tight: tuple[ModelSpec, Any]) -> None:
-    spec, found = tight
-    assert not found.ranked
-    assert "The changes below fit." in found.headline()
-    changes = [one.change for one in found.alternatives]
+    spec, result = tight
+    assert not result.ranked
+    assert "The changes below fit." in result.headline()
+    changes = [one.change for one in result.alternatives]
     assert {"adapter": "lora"} in changes
     assert {"adapter": "qlora"} in changes
     assert any("hardware" in change for change in changes)
     with pytest.raises(StrategyError, match="What fits: --adapter lora"):
-        _ = found.best
-    for one in found.alternatives:
+        _ = result.best
+    for one in result.alternatives:
         fields = {name: value for name, value in one.change.items() if name not in ("hardware", "global_batch")}
         strategy, train_config = changed(one.strategy, one.train_config, fields)
         again = forecast(spec, strategy, one.forecast.hardware, train_config, ranks=one.forecast.ranks)
@@ -536,32 +538,32 @@ def test_where_nothing_fits_a_plan_says_what_would(tight: tuple[ModelSpec, Any])
 
 
 def test_rejections_are_grouped_unless_all_are_wanted(tight: tuple[ModelSpec, Any]) -> None:
-    _, found = tight
-    grouped = found.tables()[-1]
-    assert sum(int(row[0]) for row in grouped.rows) == len(found.rejected)
+    _, result = tight
+    grouped = result.tables()[-1]
+    assert sum(int(row[0]) for row in grouped.rows) == len(result.rejected)
     lines = grouped.text(80).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    whole = dataclasses.replace(found, whole=True).tables()[-1]
-    assert len(list(whole.rows)) == len(found.rejected)
+    whole = dataclasses.replace(result, whole=True).tables()[-1]
+    assert len(list(whole.rows)) == len(result.rejected)
 
 
 def test_one_device_is_planned_with_offload() -> None:
     spec = describe(config("llama", 2))
-    found = plan(spec, "1x RTX-3090", global_batch=2, seq_len=64)
-    chosen = {(one.strategy.sharding, one.strategy.offload) for one in found.ranked}
+    result = plan(spec, "1x RTX-3090", global_batch=2, seq_len=64)
+    chosen = {(one.strategy.sharding, one.strategy.offload) for one in result.ranked}
     assert {("none", "none"), ("zero2", "optimizer"), ("zero3", "cpu"), ("fsdp", "cpu")} <= chosen
     assert all(offload != "none" for sharding, offload in chosen if sharding != "none")
 
 
 def test_hours_and_costs_of_a_plan_follow_from_its_speed() -> None:
-    found = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, tokens=2e9, price=2.5)
-    best = found.ranked[0]
+    result = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, tokens=2e9, price=2.5)
+    best = result.ranked[0]
     hours, cost = best.hours, best.cost
     assert cost == pytest.approx(hours * 2 * 2.5)
     plain = 2e9 / best.forecast.timing.tokens_per_second / 3600
     assert plain <= hours < 1.01 * plain
-    assert "Best by cost" in str(found)
+    assert "Best by cost" in str(result)
     for wrong in ({"price": 2.5}, {"tokens": 0.0}, {"tokens": float("nan")}, {"vary": ["colour"]}):
         with pytest.raises(ToolkitError):
             plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, **wrong)  # type: ignore[arg-type]

@@ -45,9 +45,9 @@ def refused(folder: Path, *words: str) -> None:
     """Opening it, or reading what it holds, is refused by a sentence with these words."""
 
     def take() -> None:
-        found = open_foreign(folder)
-        for name in found.shapes:
-            found.tensor(name)
+        weights = open_foreign(folder)
+        for name in weights.shapes:
+            weights.tensor(name)
 
     with pytest.raises(CheckpointError) as error:
         take()
@@ -107,41 +107,43 @@ def test_nothing_that_is_known(tmp_path: Path) -> None:
 
 
 def test_zero_2_by_hand(tmp_path: Path) -> None:
-    found = open_foreign(zero(tmp_path / "step"))
-    assert found.kind == "DeepSpeed ZeRO-2 checkpoint, step 1,200, 2 ranks"
-    assert found.shapes == {"a": (3,), "b": (2, 2), "frozen": (2,), "tied": (3,)}
-    assert found.dtypes == {"a": "float32", "b": "float32", "frozen": "bfloat16", "tied": "float32"}
-    assert found.tensor("tied").tolist() == [0, 1, 2]
-    assert found.tensor("b").tolist() == [[3, 4], [5, 6]]
+    weights = open_foreign(zero(tmp_path / "step"))
+    assert weights.kind == "DeepSpeed ZeRO-2 checkpoint, step 1,200, 2 ranks"
+    assert weights.shapes == {"a": (3,), "b": (2, 2), "frozen": (2,), "tied": (3,)}
+    assert weights.dtypes == {"a": "float32", "b": "float32", "frozen": "bfloat16", "tied": "float32"}
+    assert weights.tensor("tied").tolist() == [0, 1, 2]
+    assert weights.tensor("b").tolist() == [[3, 4], [5, 6]]
 
 
 def test_zero_with_padding_after_every_parameter(tmp_path: Path) -> None:
     """What round-robin alignment writes: here one element after the first parameter."""
-    found = zero(tmp_path / "step", param_alignment_paddings=[[1, 0]])
+    folder = zero(tmp_path / "step", param_alignment_paddings=[[1, 0]])
     state = {"zero_stage": 2, "partition_count": [2], "param_alignment_paddings": [[1, 0]]}
     for rank, part in enumerate(([0.0, 1, 2, 99], [3.0, 4, 5, 6])):
         groups = {"single_partition_of_fp32_groups": [torch.tensor(part)]}
-        save(found / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state | groups})
-    assert open_foreign(found).tensor("a").tolist() == [0, 1, 2]
-    assert open_foreign(found).tensor("b").tolist() == [[3, 4], [5, 6]]
+        save(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state | groups})
+    assert open_foreign(folder).tensor("a").tolist() == [0, 1, 2]
+    assert open_foreign(folder).tensor("b").tolist() == [[3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("place", ["the folder itself", "one level down"])
 def test_dcp_folders(tmp_path: Path, place: str) -> None:
     folder = dcp(tmp_path / "pytorch_model_fsdp_0")
     dcp(tmp_path / "optimizer_0", {"optimizer": {"state": torch.ones(2)}})
-    found = open_foreign(folder if place == "the folder itself" else tmp_path)
-    assert found.shapes == {"model.a": (3, 4), "b": (5,)}
-    assert found.tensor("model.a").tolist() == torch.arange(12.0).view(3, 4).tolist()
+    weights = open_foreign(folder if place == "the folder itself" else tmp_path)
+    assert weights.shapes == {"model.a": (3, 4), "b": (5,)}
+    assert weights.tensor("model.a").tolist() == torch.arange(12.0).view(3, 4).tolist()
     refused(tmp_path / "optimizer_0", "has no tensors of a model")
 
 
 def test_dcp_without_the_level_of_a_model(tmp_path: Path) -> None:
     scalar = torch.tensor(3.5, dtype=torch.float64)
-    found = open_foreign(dcp(tmp_path / "bare", {"model.a": torch.ones(2, 2).bfloat16(), "scalar": scalar, "step": 7}))
-    assert found.shapes == {"model.a": (2, 2), "scalar": ()}
-    assert found.dtypes == {"model.a": "bfloat16", "scalar": "float64"}
-    assert found.tensor("scalar").item() == 3.5
+    weights = open_foreign(
+        dcp(tmp_path / "bare", {"model.a": torch.ones(2, 2).bfloat16(), "scalar": scalar, "step": 7})
+    )
+    assert weights.shapes == {"model.a": (2, 2), "scalar": ()}
+    assert weights.dtypes == {"model.a": "bfloat16", "scalar": "float64"}
+    assert weights.tensor("scalar").item() == 3.5
     nested = open_foreign(
         dcp(tmp_path / "nested", {"app": {"model": {"a": scalar}, "optimizer": {"a": scalar}}, "n": scalar})
     )
@@ -233,9 +235,9 @@ def test_a_crafted_tensor_of_dcp(tmp_path: Path, canary: Path) -> None:
 
 def test_what_is_no_tensor_of_the_model_is_not_read(tmp_path: Path, canary: Path) -> None:
     folder = dcp(tmp_path / "step", {"model": {"a": torch.ones(2), "extra": Evil(canary)}, "other": Evil(canary)})
-    found = open_foreign(folder)
-    assert found.shapes == {"a": (2,)}
-    assert found.tensor("a").tolist() == [1, 1]
+    weights = open_foreign(folder)
+    assert weights.shapes == {"a": (2,)}
+    assert weights.tensor("a").tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("path", sorted(DEEPSPEED))
@@ -259,9 +261,9 @@ def test_an_allowed_class_of_deepspeed_is_not_run_either(
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     monkeypatch.setattr(sys.modules[place], name, Theirs, raising=False)
     save(tmp_path / "a.pt", {"theirs": Theirs()})
-    found = load(tmp_path / "a.pt")["theirs"]
-    assert type(found) is not Theirs
-    assert found.state == {"path": str(canary)}
+    value = load(tmp_path / "a.pt")["theirs"]
+    assert type(value) is not Theirs
+    assert value.state == {"path": str(canary)}
 
 
 def test_what_this_process_allowed_before_counts_for_nothing(tmp_path: Path) -> None:
@@ -448,7 +450,7 @@ def test_several_models_and_parts_without_a_plan(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    found = open_foreign(tmp_path)
+    weights = open_foreign(tmp_path)
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"shape \(3,\)"):
-        found.tensor("a")
+        weights.tensor("a")

@@ -178,9 +178,9 @@ def rows() -> list[Any]:
         "SmolLM2-135M, LoRA, eager, 1 x 4,096, T4",
         "SmolLM2-1.7B, LoRA, sdpa, 4 x 1,024, T4",
     }
-    found = [run for run in importlib.import_module("published_runs").t4() if run.what in wanted]
-    assert len(found) == len(wanted)
-    return found
+    result = [run for run in importlib.import_module("published_runs").t4() if run.what in wanted]
+    assert len(result) == len(wanted)
+    return result
 
 
 def test_runs_that_others_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,11 +200,11 @@ def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypa
     for dtype in ("fp16", "fp32"):
         strategy = dataclasses.replace(run.strategy, grad_accum_dtype=dtype)
         job = resolve(strategy, run.train_config, describe(run.config), 1, machine.device)
-        found = forecast_job(job, machine, one_document=True)
-        assert found.fits == (dtype == "fp16")
-        assert found.timing is not None
+        result = forecast_job(job, machine, one_document=True)
+        assert result.fits == (dtype == "fp16")
+        assert result.timing is not None
         if dtype == "fp16":
-            assert found.operations / found.timing.step_seconds / 1e12 == pytest.approx(run.tflops, rel=0.25)
+            assert result.operations / result.timing.step_seconds / 1e12 == pytest.approx(run.tflops, rel=0.25)
 
 
 def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:

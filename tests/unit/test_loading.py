@@ -137,8 +137,8 @@ def test_weights_that_do_not_fit_are_never_drawn_at_random(folder: Path, damage:
 
 
 def adapter_values(folder: Path, seed: int = 0, **words: Any) -> dict[str, Any]:
-    asked = job(folder, seed, **words)
-    model = adapt(asked, AutoModelForCausalLM.from_pretrained(folder))
+    request = job(folder, seed, **words)
+    model = adapt(request, AutoModelForCausalLM.from_pretrained(folder))
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

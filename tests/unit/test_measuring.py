@@ -119,8 +119,8 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     """What a script prints as JSON, in a process of its own. It must say nothing else, on either stream."""
     done = python("-c", script, *arguments, code=0)
     assert done.stderr == ""
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def in_mib(phases: dict[str, int]) -> dict[str, float]:
@@ -128,8 +128,8 @@ def in_mib(phases: dict[str, int]) -> dict[str, float]:
 
 
 def known_peaks(device: str) -> dict[str, Any]:
-    said = run(PHASED, device)
-    assert in_mib(said["phases"]) == {
+    result = run(PHASED, device)
+    assert in_mib(result["phases"]) == {
         "load": 16,  # 10 kept, 6 after the mark and before the next
         "prepare": 12,
         "forward": 12 + 8 + 48,  # two threads have left 4 each
@@ -137,10 +137,10 @@ def known_peaks(device: str) -> dict[str, Any]:
         "step": 12 + 12 + 16 + 6,
         "save": 24 + 10,  # 10 freed, 20 made
     }
-    assert (said["peak_phase"], said["peak_bytes"]) == ("forward", 68 * MiB)
-    assert said["live_bytes"] == 24 * MiB
-    assert said["live_steps"] == [16 * MiB, 20 * MiB, 24 * MiB]
-    return said
+    assert (result["peak_phase"], result["peak_bytes"]) == ("forward", 68 * MiB)
+    assert result["live_bytes"] == 24 * MiB
+    assert result["live_steps"] == [16 * MiB, 20 * MiB, 24 * MiB]
+    return result
 
 
 def test_known_allocations_give_exact_peaks_on_cpu() -> None:
@@ -292,10 +292,10 @@ def test_a_measurement_shows_itself() -> None:
 
 @pytest.mark.gpu
 def test_known_allocations_give_exact_peaks_on_cuda() -> None:
-    said = known_peaks("cuda")
-    assert said["reserved_bytes"] >= said["peak_bytes"]
-    assert (said["device_bytes"] is None) == (said["reason"] is not None)
-    assert said["device_bytes"] is None or said["device_bytes"] > said["reserved_bytes"]
+    result = known_peaks("cuda")
+    assert result["reserved_bytes"] >= result["peak_bytes"]
+    assert (result["device_bytes"] is None) == (result["reason"] is not None)
+    assert result["device_bytes"] is None or result["device_bytes"] > result["reserved_bytes"]
 
 
 @pytest.mark.gpu
@@ -303,6 +303,6 @@ def test_each_step_reads_cuda() -> None:
     import torch
 
     block = torch.empty(8 * MiB, dtype=torch.uint8, device="cuda")
-    said = measurement.live_bytes(block.device)
-    assert list(said) == ["allocated", "reserved", "device"]
-    assert (said["reserved"] or 0) >= (said["allocated"] or 0) >= 8 * MiB
+    result = measurement.live_bytes(block.device)
+    assert list(result) == ["allocated", "reserved", "device"]
+    assert (result["reserved"] or 0) >= (result["allocated"] or 0) >= 8 * MiB

@@ -109,9 +109,9 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
 
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
-    found = target_of(folder.read_run_json(run.path))
+    result = target_of(folder.read_run_json(run.path))
     with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
-        check_target(run, found, None)
+        check_target(run, result, None)
     assert "A secret in the command is replaced by" in str(tk.report(run.path))
 
 
@@ -119,11 +119,11 @@ def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", [runs.event(1)])
     for how in ("stopped", "failed"):
         run.record_end(how, f"{how} as it went")
-        found = tk.attach(run.path)
-        assert (found.status, found.message) == (how, f"{how} as it went") == (how, found.report().run.words)
+        result = tk.attach(run.path)
+        assert (result.status, result.message) == (how, f"{how} as it went") == (how, result.report().run.words)
     run.memory.write_text("{}")
     os.utime(run.memory, (1, 1))
-    assert found.memory is None, "it is an older attempt's"
+    assert result.memory is None, "it is an older attempt's"
 
 
 def test_who_goes_elsewhere_still_sees_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +144,13 @@ def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     about = runs.about()
     about["strategy"]["of_another_version"] = 1
     runs.write(tmp_path / "other", [], found=about)
-    found = tk.runs(tmp_path)
-    assert {Path(one["folder"]).name: one["status"] for one in found.entries} == {
+    result = tk.runs(tmp_path)
+    assert {Path(one["folder"]).name: one["status"] for one in result.entries} == {
         "mine": "finished",
         "other": "unreadable",
     }
-    assert "of_another_version" in str(found)
-    assert json.loads(found.to_json())["entries"] == list(found.entries)
+    assert "of_another_version" in str(result)
+    assert json.loads(result.to_json())["entries"] == list(result.entries)
 
 
 def test_a_new_run_is_not_kept_out_by_one_named_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_resumed_run_starts_again(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", [runs.event(1, bytes=[{"rss": 5}, {"rss": 7}])])
     os.utime(run.events, (1, 1))
     with runs.another(run.path):
-        found = tk.attach(run.path)
-        assert (found.status, found.progress.step, list(found.metrics["bytes"])) == ("starting", 1, [7])
+        result = tk.attach(run.path)
+        assert (result.status, result.progress.step, list(result.metrics["bytes"])) == ("starting", 1, [7])
         os.utime(run.events)
-        assert found.status == "running"
+        assert result.status == "running"

@@ -138,12 +138,12 @@ def test_copies_between_any_two_shards() -> None:
             assert sum(view.numel() for _, view in parts(shard)) == shard.tensor.numel()
         copy(parts(source), parts(target))
         expected, got = torch.zeros(shape), torch.zeros(shape)
-        held = sum((mask(shape, box) for box, _ in parts(source)), torch.zeros(shape))
+        stored = sum((mask(shape, box) for box, _ in parts(source)), torch.zeros(shape))
         wanted = sum((mask(shape, box) for box, _ in parts(target)), torch.zeros(shape))
-        expected = whole * held * wanted
+        expected = whole * stored * wanted
         copy(parts(target), [(whole_box(shape), got)])
         assert torch.equal(got, expected)
-        assert sum(view.numel() for view, _ in overlaps(parts(source), parts(target))) == int((held * wanted).sum())
+        assert sum(view.numel() for view, _ in overlaps(parts(source), parts(target))) == int((stored * wanted).sum())
 
 
 def test_empty_and_expanded_tensors() -> None:

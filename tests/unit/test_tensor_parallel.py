@@ -60,11 +60,11 @@ print(made.peak_bytes)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 that two ranks cannot split evenly, as a config alone."""
-    made = tmp_path_factory.mktemp("qwen3")
+    folder = tmp_path_factory.mktemp("qwen3")
     config = Qwen3Config(vocab_size=257, intermediate_size=175, head_dim=16, tie_word_embeddings=True, **SHAPE)
     config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(made)
-    return made
+    config.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,8 @@ def test_ranks_of_a_group_hold_the_whole_model_once(spec: ModelSpec) -> None:
     whole = {parameter.name: parameter.elements for parameter in spec.parameters}
     for parameter in spec.parameters:
         parts = [local_shape(parameter, spec.tp_plan, 2, rank) for rank in (0, 1)]
-        held = sum(dataclasses.replace(parameter, shape=shape).elements for shape in parts)
-        assert held == whole[parameter.name] * (2 if "norm" in parameter.name else 1), parameter.name
+        elements = sum(dataclasses.replace(parameter, shape=shape).elements for shape in parts)
+        assert elements == whole[parameter.name] * (2 if "norm" in parameter.name else 1), parameter.name
     job = job_of(spec)
     assert local_job(job).parallelism.ranks == 2
     assert list(engine_of(job.strategy).simulated_ranks(job)) == [0, 1]
