@@ -63,11 +63,12 @@ print(window.result().to_json())
 
 WINDOWS = """
 import json
-import torch
 from toolkit import measurement as measuring
 from toolkit.core.phases import phase
 
 said = {}
+window = measuring.start("cpu")
+import torch
 
 def users():
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -83,6 +84,8 @@ def trained(window):
     window.step_done(1)
     window.close()
     return window
+
+said["one step"] = [trained(window).result().to_dict(), []]
 
 profiler = users()
 window = trained(measuring.start("cpu"))
@@ -110,7 +113,6 @@ profiler.stop()
 said["at the save"] = [window.result().to_dict(), keys(profiler)]
 
 said["off"] = [trained(measuring.start("cpu", enabled=False)).result().to_dict(), []]
-said["one step"] = [trained(measuring.start("cpu")).result().to_dict(), []]
 print(json.dumps(said))
 """
 
