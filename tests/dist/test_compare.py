@@ -83,12 +83,9 @@ def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> No
     seconds = statistics.median(event["seconds"] for event in events[3:])
     assert plain.timing is None
     assert found.timing.step_seconds == pytest.approx(seconds * plain.operations / row["forecast"]["operations"])
-    longer = forecast(
-        "embedded", Strategy(sharding="fsdp"), "2x cpu", dataclasses.replace(train_config, accumulation=2)
-    )
-    assert longer.calibrate(folder / row["run"]).timing.step_seconds == pytest.approx(  # type: ignore[union-attr]
-        2 * found.timing.step_seconds
-    )
+    twice = dataclasses.replace(train_config, accumulation=2)
+    longer = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", twice).calibrate(folder / row["run"])
+    assert longer.timing.step_seconds == pytest.approx(2 * found.timing.step_seconds)
     with pytest.raises(RunError, match="holds no run"):
         plain.calibrate(folder)
     with pytest.raises(RunError, match="another kind of device"):

@@ -105,9 +105,7 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert file.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     steps = [(1, 1.0, 2.0), (2, 0.5, 2.0), (3, 1 / 3, 2.0)]
-    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == steps, (
-        "the second attempt began at step 1"
-    )
+    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == steps, "attempt 2 began at step 1"
 
     # It goes on without the function, for it was launched here; another file, or the folder elsewhere, does not.
     assert tk.resume(run).wait().status == "finished"

@@ -25,11 +25,7 @@ from toolkit.core.units import timestamp
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import check_not_repeated
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
-    "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")

@@ -565,10 +565,8 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
     torch.testing.assert_close(gradients[0], gradients[1])
     model = build(LLAMA)
     without = model(**batch).loss
-    model.config.use_cache = True
-    assert not torch.allclose(model(**batch).loss, without), (
-        "a cache no longer undoes the mask: say so in `supports_packing`"
-    )
+    model.config.use_cache = True  # undoes the mask; once it does not, correct the docstring of `supports_packing`
+    assert not torch.allclose(model(**batch).loss, without)
 
 
 def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
