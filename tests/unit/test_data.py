@@ -565,7 +565,7 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
     torch.testing.assert_close(gradients[0], gradients[1])
     model = build(LLAMA)
     without = model(**batch).loss
-    model.config.use_cache = True  # undoes the mask; once it does not, correct the docstring of `supports_packing`
+    model.config.use_cache = True  # undoes the mask; once it does not, correct the docstring in `packing_probe`
     assert not torch.allclose(model(**batch).loss, without)
 
 
