@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_step
 from playwright.sync_api import Page, expect
+from programs import left_of
 
 import toolkit as tk
-from toolkit.launcher.processes import run_processes
 
 pytestmark = pytest.mark.browser
 
@@ -52,11 +51,6 @@ def run(desk: Desk) -> Iterator[Path]:
     yield folder
     if folder.exists():
         tk.attach(folder).stop(60)
-
-
-def left_of(folder: Path) -> list[psutil.Process]:
-    """Processes of a run that still live: they carry its token."""
-    return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 @pytest.mark.timeout(600)

@@ -79,28 +79,16 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after the steps `saves` into `into`."""
     import torch
 
-    from toolkit.checkpoints import CheckpointWriter, ResumePoint, identify, read_manifest, restore
     from toolkit.config.train_config import TrainConfig
-    from toolkit.models import describe
     from toolkit.training.loop import train
     from toolkit.training.preparation import audit
 
     if cell.get("measures") == "export":
         return export_peak(cell, folder)
-    spec = describe(cell.get("folder", folder))
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     train_config = TrainConfig(steps=8, micro_batch=GLOBAL_BATCH // count, seq_len=SEQ_LEN, lr=5e-3, warmup=2)
     ours, schedule, _ = ranks.build(cell.get("folder", folder), train_config, **cell["strategy"])
-    identity = identify(spec, ours.job.strategy, "synthetic")
-    start = 0
-    if cell.get("from"):
-        path = Path(cell["from"])
-        manifest = read_manifest(path)
-        start = manifest.step
-        restore(ours, schedule, ResumePoint(path=path, manifest=manifest, skipped=()), identity)
-    saver = (
-        CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99) if "into" in cell else None
-    )
+    start, saver = ranks.restored(cell, ours, schedule)
     if saver and cell["strategy"].get("offload", "none") != "none":  # as on a GPU machine: written in place
         saver.stays = lambda item: item.region.kind != "buffer"  # type: ignore[method-assign]
     if saver and start in cell["saves"]:
@@ -109,7 +97,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if resumed:
         look(ours)
     steps = []
-    batches = loader(spec.vocab, start, cell["upto"], rank, count)
+    batches = loader(ours.job.spec.vocab, start, cell["upto"], rank, count)
     for step in train(ours, batches, schedule, start=start) if start < cell["upto"] else ():
         steps.append([step.loss, step.grad_norm, step.lr])
         if step.step == start + 1:

@@ -1,4 +1,4 @@
-"""Checkpoints that plain Accelerate writes, without the toolkit, and beside each the weights that the model really has."""
+"""Checkpoints that plain Accelerate writes, without the toolkit, each with the real weights of the model in a second file."""
 
 from __future__ import annotations
 

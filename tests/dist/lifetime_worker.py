@@ -57,10 +57,6 @@ def work(task: str, path: Path, rank: int) -> None:
         note(path.with_name(f"waited-{rank}"), said)
         note(path.with_name(f"rank-{rank}"), str(os.getpid()))
         on_main(state, lambda: os.kill(os.getpid(), 9))
-    if task == "raises":
-        if rank == 1:
-            raise ZeroDivisionError("one by nothing")
-        time.sleep(120)
     if task == "refuses":
         from toolkit.core.errors import DataError
 

@@ -133,7 +133,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
-    """A loop over a model of the user's own: partly frozen, with a buffer that differs on every rank, beside a teacher."""
+    """A loop over a model of the user's own: partly frozen, with a teacher and a buffer that differs on every rank."""
     import torch
     from transformers import AutoModelForCausalLM
 

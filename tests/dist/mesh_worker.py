@@ -33,7 +33,6 @@ def loader(vocab: int, start: int, steps: int, dp_rank: int, dp_size: int) -> It
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
-    from toolkit.checkpoints import CheckpointWriter, ResumePoint, identify, read_manifest, restore
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.engines.base import engine_of
@@ -49,17 +48,9 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     train_config = TrainConfig(
         steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
-    (ours, schedule, tokenizer), start = ranks.build(cell["folder"], train_config, **cell["strategy"]), 0
+    ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, **cell["strategy"])
     exact = matrix_worker.same_as(cell["folder"], engine_of(strategy).shards(ours), spec)
-    identity = identify(spec, ours.job.strategy, "synthetic")
-    if "from" in cell:
-        path = Path(cell["from"])
-        manifest = read_manifest(path)
-        start = manifest.step
-        restore(ours, schedule, ResumePoint(path=path, manifest=manifest, skipped=()), identity)
-    saver = (
-        CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=9) if "into" in cell else None
-    )
+    start, saver = ranks.restored(cell, ours, schedule)
     dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
     for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size), schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def until(true: Callable[[], object], seconds: float = 150, what: object = "", a
         assert alive is None or alive.poll() is None, (what, alive.communicate())
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
         time.sleep(0.02)
+
+
+def holds(log: Path, words: str) -> bool:
+    """Whether a file is there with these words."""
+    return log.exists() and words.encode() in log.read_bytes()
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """Processes of a run that still live: they carry its token."""
+    from toolkit.launcher.processes import run_processes
+
+    return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 def living(processes: list[psutil.Process]) -> list[psutil.Process]:

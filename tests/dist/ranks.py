@@ -57,6 +57,27 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     return prepared(accelerator, (model, optimizer)), schedule, tokenizer
 
 
+def resume_point(path: Path) -> Any:
+    """A checkpoint to go on from."""
+    from toolkit.checkpoints import ResumePoint, read_manifest
+
+    return ResumePoint(path=path, manifest=read_manifest(path), skipped=())
+
+
+def restored(cell: dict[str, Any], ours: Any, schedule: Any) -> tuple[int, Any]:
+    """Restore the checkpoint `from`, where a cell has one. Its step, and a writer into `into`, where a cell has that."""
+    from toolkit.checkpoints import CheckpointWriter, identify, restore
+
+    identity, start, saver = identify(ours.job.spec, ours.job.strategy, "synthetic"), 0, None
+    if "from" in cell:
+        point = resume_point(Path(cell["from"]))
+        restore(ours, schedule, point, identity)
+        start = point.step
+    if "into" in cell:
+        saver = CheckpointWriter(ours, schedule, Path(cell["into"]), identity, versions={}, keep=99)
+    return start, saver
+
+
 def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]], folder: str, out: Path) -> None:
     """One rank: every cell in turn; rank 0 writes what each gave."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}

@@ -1,4 +1,4 @@
-"""A checkpoint goes on under the same strategy bit for bit, and under any other with the same weights and moments."""
+"""A run resumes under the same strategy bit for bit, and under any other with the same weights and moments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+
+from toolkit.checkpoints import read_manifest, validate
+from toolkit.checkpoints.stored_tensors import opened
 
 pytestmark = pytest.mark.dist
 
@@ -26,6 +30,8 @@ CHAIN = [
 ]
 """One step-2 checkpoint, read and written again under each in turn."""
 
+Lives = dict[str, list[dict[str, Any]]]
+
 
 def strategy(word: str, adapter: str = "none", **more: Any) -> dict[str, Any]:
     return {"sharding": word, "adapter": adapter, "dp_replicate": 2 if word == "hsdp" else 1, **more}
@@ -44,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> dict[str, list[dict[str, Any]]]:
+def found(root: Path) -> Lives:
     """Every life of every run: name → what it gave, in order."""
     # Dropout draws from the generators that a checkpoint keeps.
     model = tiny.llama(root / "llama", attention_dropout=0.1)
@@ -71,7 +77,7 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
             groups.append((ranks, []))
         groups[-1][1].append({**link, **first})
         before = into / "step-00000002"
-    lives: dict[str, list[dict[str, Any]]] = {}
+    lives: Lives = {}
     for results in tiny.run_groups("checkpoint_worker.py", groups, model, root / "scratch"):
         for result in results:
             lives.setdefault(result["cell"]["name"], []).append(result)
@@ -79,9 +85,6 @@ def found(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
-    from toolkit.checkpoints import read_manifest, validate
-    from toolkit.checkpoints.stored_tensors import opened
-
     assert validate(checkpoint) == []
     manifest = read_manifest(checkpoint)
     with opened(checkpoint, manifest) as stored:
@@ -89,14 +92,12 @@ def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
 
 
 def differing(one: Path, other: Path) -> list[tuple[str, str]]:
-    import torch
-
     mine, theirs = tensors(one), tensors(other)
     assert mine.keys() == theirs.keys()
     return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
 
 
-def test_a_resumed_run_is_the_run_that_was_never_stopped(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+def test_a_resumed_run_is_the_run_that_was_never_stopped(found: Lives, root: Path) -> None:
     runs = {name: lives for name, lives in found.items() if not name.startswith("chain")}
     assert len(runs) == 3 + 12 + 7 + 2 + 3
     for name, (whole, resumed) in runs.items():
@@ -107,15 +108,13 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(found: dict[str, list[d
         assert not differing(root / name / "whole" / last, root / name / "resumed" / last), name
 
 
-def test_weights_and_moments_move_between_strategies_bit_for_bit(
-    found: dict[str, list[dict[str, Any]]], root: Path
-) -> None:
+def test_weights_and_moments_move_between_strategies_bit_for_bit(found: Lives, root: Path) -> None:
     for place in range(1, len(CHAIN)):
         path = root / "chain" / str(place) / "step-00000002"
         assert not differing(root / "chain" / "0" / "step-00000002", path), CHAIN[place]
 
 
-def test_a_run_goes_on_under_another_strategy(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_run_goes_on_under_another_strategy(found: Lives) -> None:
     whole = found["chain 0"][0]["steps"][2:]
     assert len(whole) == 3
     for place in range(1, len(CHAIN)):
@@ -125,25 +124,23 @@ def test_a_run_goes_on_under_another_strategy(found: dict[str, list[dict[str, An
             assert mine == pytest.approx(first, rel=1e-5), CHAIN[place]
 
 
-def test_every_rank_writes_its_part_alone(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+def test_every_rank_writes_its_part_alone(found: Lives, root: Path) -> None:
     for word in TWO:
         checkpoint = root / f"2 {word} none" / "whole" / "step-00000004"
         sizes = [path.stat().st_size for path in sorted(checkpoint.glob("rank-*.safetensors"))]
         assert len(sizes) == 2
-        # Elements are written once: 12 bytes each, beside the generators' states and the headers.
+        # Elements are written once: 12 bytes each. The generators' states and the headers come on top.
         elements = sum(tensor.numel() for (_, kind), tensor in tensors(checkpoint).items() if kind == "weight")
         assert 12 * elements < sum(sizes) < 12 * elements + 2 * 64 * 1024
         assert max(sizes) < 1.1 * sum(sizes) / 2
 
 
-def test_persistent_buffers_are_in_a_checkpoint_once(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
+def test_persistent_buffers_are_in_a_checkpoint_once(found: Lives, root: Path) -> None:
     checkpoint = root / "2 fsdp buffers" / "whole" / "step-00000004"
     assert [name for name, kind in tensors(checkpoint) if kind == "buffer"]
 
 
-def test_an_adapters_checkpoint_holds_the_adapter_alone(found: dict[str, list[dict[str, Any]]], root: Path) -> None:
-    from toolkit.checkpoints import read_manifest
-
+def test_an_adapters_checkpoint_holds_the_adapter_alone(found: Lives, root: Path) -> None:
     checkpoint = root / "2 zero3 qlora" / "whole" / "step-00000004"
     manifest = read_manifest(checkpoint)
     assert all("lora_" in name for name in manifest.tensors)

@@ -1,4 +1,4 @@
-"""Persistent buffers under every engine, and text training of vision-language models, each cell beside ddp's."""
+"""Persistent buffers under every engine, and text training of vision-language models, each cell against ddp's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ VISION = {"qwen3_vl": "model.visual", "llava": "model.vision_tower, model.multi_
 FROZEN = ("visual.", "vision_tower.", "multi_modal_projector.")
 """In the names of what text does not pass, in the model and on the disk."""
 
+Cells = dict[str, dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """What every cell gave, by its name."""
     root = tmp_path_factory.mktemp("families")
     models = {name: getattr(tiny, name)(root / name) for name in (*BUFFERS, *VISION)}
     models["llava nf4"] = tiny.dequantized(models["llava"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    cells: dict[int, dict[str, dict[str, Any]]] = {2: {}, 4: {}}
+    cells: dict[int, Cells] = {2: {}, 4: {}}
 
     def ask(ranks: int, kind: str, sharding: str, adapter: str = "none", precision: str = "fp32", **more: Any) -> None:
         name = f"{kind} {sharding} {adapter} {precision}"
@@ -52,7 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("cell", [*(f"{kind} fsdp none" for kind in BUFFERS), "gemma4 hsdp none", "gemma4 fsdp lora"])
-def test_models_with_persistent_buffers_train_under_fsdp(found: dict[str, dict[str, Any]], cell: str) -> None:
+def test_models_with_persistent_buffers_train_under_fsdp(found: Cells, cell: str) -> None:
     """Their values are no model's own, so that a rank with others would train otherwise."""
     kind, _, adapter = cell.split()
     result, reference = found[f"{cell} fp32"], found[f"{kind} ddp {adapter} fp32"]
@@ -62,7 +64,7 @@ def test_models_with_persistent_buffers_train_under_fsdp(found: dict[str, dict[s
 
 
 @pytest.mark.parametrize("cell", [*(f"{kind} fsdp none" for kind in BUFFERS), "gemma4 hsdp none"])
-def test_buffers_are_in_the_export_byte_by_byte(found: dict[str, dict[str, Any]], cell: str) -> None:
+def test_buffers_are_in_the_export_byte_by_byte(found: Cells, cell: str) -> None:
     exported = found[f"{cell} fp32"]["exported"]
     buffers = [name for name in exported["names"] if name.endswith(BUFFERS[cell.split()[0]])]
     assert buffers
@@ -72,7 +74,7 @@ def test_buffers_are_in_the_export_byte_by_byte(found: dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("adapter", ["none", "lora", "qlora"])
 @pytest.mark.parametrize("kind", VISION)
-def test_the_text_part_trains_alike(found: dict[str, dict[str, Any]], kind: str, adapter: str) -> None:
+def test_the_text_part_trains_alike(found: Cells, kind: str, adapter: str) -> None:
     reference = found[f"{kind} ddp {adapter} fp32"]
     assert reference["losses"][-1] < reference["losses"][0]
     for sharding in SHARDED:
@@ -85,7 +87,7 @@ def test_the_text_part_trains_alike(found: dict[str, dict[str, Any]], kind: str,
         assert any(line.startswith(f"frozen: {VISION[kind]}: ") for line in result["said"]), result["said"]
 
 
-def test_qlora_of_the_text_part_trains_as_its_dequantized_weights_do(found: dict[str, dict[str, Any]]) -> None:
+def test_qlora_of_the_text_part_trains_as_its_dequantized_weights_do(found: Cells) -> None:
     quantized, reference = found["llava zero3 qlora fp32"], found["llava nf4 ddp lora fp32"]
     assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
 
@@ -98,7 +100,7 @@ def test_qlora_of_the_text_part_trains_as_its_dequantized_weights_do(found: dict
         "qwen3_vl fsdp none bf16",
     ],
 )
-def test_what_is_frozen_leaves_as_it_came(found: dict[str, dict[str, Any]], cell: str) -> None:
+def test_what_is_frozen_leaves_as_it_came(found: Cells, cell: str) -> None:
     """Byte by byte, also where it is computed with in bf16; and no checkpoint holds it."""
     exported = found[cell]["exported"]
     frozen = [name for name in exported["names"] if any(part in name for part in FROZEN)]
@@ -109,7 +111,7 @@ def test_what_is_frozen_leaves_as_it_came(found: dict[str, dict[str, Any]], cell
     assert ("preprocessor_config.json" in exported["files"]) == cell.startswith("qwen3_vl")
 
 
-def test_what_is_frozen_is_held_in_the_compute_dtype(found: dict[str, dict[str, Any]]) -> None:
+def test_what_is_frozen_is_held_in_the_compute_dtype(found: Cells) -> None:
     half, whole = found["qwen3_vl fsdp none bf16"], found["qwen3_vl fsdp none fp32"]
     assert half["measured"]["frozen"] == pytest.approx(whole["measured"]["frozen"] / 2, rel=0.02)
     assert half["measured"]["dtypes"]["frozen"] == "bfloat16"

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from programs import python
+from safetensors.torch import load_file
 
-from toolkit.checkpoints.importers import Weights, open_foreign
+from toolkit.checkpoints.importers import open_foreign
 from toolkit.core.errors import CheckpointError
 
 pytestmark = pytest.mark.dist
@@ -49,7 +51,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints by name, and of the real weights beside each."""
+    """A folder of checkpoints by name, each with the real weights."""
     root = tmp_path_factory.mktemp("foreign")
     # Odd sizes, so that no parameter of most shapes divides by two ranks.
     odd = {"hidden_size": 9, "intermediate_size": 21, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
@@ -59,44 +61,33 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(folder: Path) -> Weights:
-    found = open_foreign(folder)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("name", CELLS)
 def test_every_tensor_is_the_model_s_own(made: Path, name: str) -> None:
-    import torch
-    from safetensors.torch import load_file
-
-    found, real = opened(made / name), load_file(f"{made / name}.safetensors")
-    assert found.kind == KINDS.get(name, found.kind)
-    missing = set(real) - set(found.shapes)
+    weights, real = open_foreign(made / name), load_file(f"{made / name}.safetensors")
+    assert weights.kind == KINDS.get(name, weights.kind)
+    missing = set(real) - set(weights.shapes)
     if name == "zero3 adapter alone":
         assert {n for n in missing if "lora_" in n} == set()
     else:
         # safetensors keeps one of two tied tensors.
         assert missing <= {"lm_head.weight"}
         assert not missing or name in ("ddp", "ddp in several files")
-    assert set(found.shapes) <= set(real)
-    for key, shape in found.shapes.items():
-        tensor = found.tensor(key)
+    assert set(weights.shapes) <= set(real)
+    for key, shape in weights.shapes.items():
+        tensor = weights.tensor(key)
         assert tuple(tensor.shape) == shape
         assert tensor.is_contiguous()
-        assert str(tensor.dtype) == f"torch.{found.dtypes[key]}" == str(real[key].dtype)
+        assert str(tensor.dtype) == f"torch.{weights.dtypes[key]}" == str(real[key].dtype)
         assert torch.equal(tensor, real[key]), key
 
 
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.get("bf16")])
 def test_masters_are_more_than_what_the_engine_computed_with(made: Path, name: str) -> None:
-    import torch
-
-    found = opened(made / name)
-    trained = [key for key in found.shapes if not CELLS[name].get("lora") or "lora_B" in key]
+    weights = open_foreign(made / name)
+    trained = [key for key in weights.shapes if not CELLS[name].get("lora") or "lora_B" in key]
     trained = [key for key in trained if not key.endswith("seen")]
-    assert {found.dtypes[key] for key in trained} == {"float32"}
-    tensor = found.tensor(trained[0])
+    assert {weights.dtypes[key] for key in trained} == {"float32"}
+    tensor = weights.tensor(trained[0])
     assert not torch.equal(tensor.bfloat16().float(), tensor)
 
 
@@ -134,8 +125,8 @@ def test_a_truncated_a_missing_and_a_linked_file_are_named(made: Path, name: str
     for ruin in (lambda: os.truncate(part, part.stat().st_size // 2), part.unlink):
         ruin()
         with pytest.raises(CheckpointError) as refused:
-            opened(folder)
+            open_foreign(folder)
         assert part.name in str(refused.value)
     part.symlink_to(theirs)
     with pytest.raises(CheckpointError, match="leads out of"):
-        opened(folder)
+        open_foreign(folder)

@@ -10,22 +10,16 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from programs import python, until
+import torch
+from programs import left_of, python, until
 
 import toolkit as tk
 from toolkit.core.errors import RunError
-from toolkit.launcher.processes import run_processes
 
 pytestmark = pytest.mark.dist
 
 SMALL = {"seq_len": 32, "micro_batch": 1, "memory_window": False, "save": False}
-
-
-def left_of(folder: Path) -> list[psutil.Process]:
-    """Processes of a run that still live: they carry its token."""
-    return run_processes(json.loads((folder / "lock").read_text().splitlines()[0])["token"])
 
 
 def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> None:
@@ -72,8 +66,6 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
 def hosted(words: list[str], *, fail: bool = False, endless: bool = False) -> None:
     """What a cell could define: it makes what it needs, and says how far it is."""
 
-    import torch
-
     accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=1))
     strategy = tk.job(accelerator).strategy
     total = accelerator.reduce(torch.ones(()), reduction="sum").item()
@@ -113,9 +105,7 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert file.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     steps = [(1, 1.0, 2.0), (2, 0.5, 2.0), (3, 1 / 3, 2.0)]
-    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == steps, (
-        "the second attempt began at step 1"
-    )
+    assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == steps, "attempt 2 began at step 1"
 
     # It goes on without the function, for it was launched here; another file, or the folder elsewhere, does not.
     assert tk.resume(run).wait().status == "finished"

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.dist
 
 SHARDED = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
+EXPERTS = [("mixtral", sharding) for sharding in ("ddp", "zero2", "zero3", "fsdp")] + [("qwen3_moe", "fsdp")]
+"""Fused experts in 4 bits."""
+
+Cells = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": tiny.llama(root / "llama"),
         "tied": tiny.llama(root / "tied", tie_word_embeddings=True),
         "mixtral": tiny.mixtral(root / "mixtral"),
+        "qwen3_moe": tiny.qwen3_moe(root / "qwen3_moe"),
         "t5": tiny.t5(root / "t5"),
         "deepseek": tiny.deepseek(root / "deepseek"),
         "bloom": tiny.bloom(root / "bloom"),
@@ -29,31 +36,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "broken": tiny.llama(root / "broken"),
     }
     without(made["broken"], "model.norm.weight")
-    made["nf4"] = tiny.dequantized(made["llama"], root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    made["t5 nf4"] = tiny.dequantized(made["t5"], root / "t5-nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    for kind in ("llama", "t5", "mixtral", "qwen3_moe"):
+        plain = tiny.dequantized(made[kind], root / f"{kind} nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        made[f"{kind} nf4"] = plain
     made["int8"] = tiny.dequantized(made["llama"], root / "int8", load_in_8bit=True)
     return made
 
 
 def without(folder: Path, name: str) -> None:
     """Take one tensor out of a checkpoint."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
-def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """What every cell gave, by its name."""
-    cells: dict[str, dict[str, Any]] = {}
+    cells: Cells = {}
 
     def ask(kind: str, sharding: str, adapter: str, precision: str, **more: Any) -> None:
         words = {"sharding": sharding, "adapter": adapter, "precision": precision, **more}
         cells[f"{kind} {sharding} {adapter} {precision}"] = {"folder": str(models[kind]), **words}
 
-    ask("nf4", "ddp", "lora", "fp32", steps=3)
+    ask("llama nf4", "ddp", "lora", "fp32", steps=3)
     ask("int8", "ddp", "lora", "fp32", steps=3)
     ask("llama", "ddp", "qlora8", "fp32", steps=3)
     for sharding in SHARDED:
@@ -67,6 +73,10 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     for sharding in ("ddp", "zero3", "fsdp"):
         ask("bloom", sharding, "none", "bf16")
         ask("phi", sharding, "lora", "bf16")
+    targets = "q_proj,v_proj,o_proj"
+    for kind, sharding in EXPERTS:
+        ask(f"{kind} nf4", "ddp", "lora", "fp32", steps=4, lora_targets=targets)
+        ask(kind, sharding, "qlora", "fp32", steps=4, lora_targets=targets)
     # Matrices of this rank are below ZeRO-3's threshold of 10 x hidden elements, and stay whole.
     ask("llama", "zero3", "lora", "fp32", lora_rank=8)
     ask("mixtral", "ddp", "qlora8", "fp32", allow_unquantized=True)
@@ -87,31 +97,34 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return dict(zip(cells, gave, strict=True))
 
 
-@pytest.mark.parametrize("sharding", SHARDED)
-def test_qlora_trains_as_its_dequantized_weights_do(found: dict[str, dict[str, Any]], sharding: str) -> None:
+@pytest.mark.parametrize(("kind", "sharding"), [*(("llama", sharding) for sharding in SHARDED), *EXPERTS])
+def test_qlora_trains_as_its_dequantized_weights_do(found: Cells, kind: str, sharding: str) -> None:
     """Weights that are packed again by a shard's first forward would be right once and wrong from then on."""
-    reference = found["nf4 ddp lora fp32"]
-    quantized = found[f"llama {sharding} qlora fp32"]
+    reference = found[f"{kind} nf4 ddp lora fp32"]
+    quantized = found[f"{kind} {sharding} qlora fp32"]
     assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert quantized["norms"] == pytest.approx(reference["norms"], rel=1e-4)
     assert quantized["losses"][-1] < quantized["losses"][0]
+    if kind != "llama":
+        for part in ("trainable", "frozen", "master", "optimizer"):
+            assert quantized["measured"][part] == pytest.approx(quantized["expected"][part], rel=0.02), part
 
 
-def test_qlora8_trains_as_its_dequantized_weights_do(found: dict[str, dict[str, Any]]) -> None:
+def test_qlora8_trains_as_its_dequantized_weights_do(found: Cells) -> None:
     """On a CPU bitsandbytes multiplies by dequantized weights; on a GPU LLM.int8 rounds activations to 8 bits too."""
     reference, quantized = found["int8 ddp lora fp32"], found["llama ddp qlora8 fp32"]
     assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert quantized["norms"] == pytest.approx(reference["norms"], rel=1e-4)
 
 
-def test_quantized_share_is_said(found: dict[str, dict[str, Any]]) -> None:
+def test_quantized_share_is_said(found: Cells) -> None:
     """Of 131,392 weights the embedding and the head are 32,768, the norms 320."""
     said = found["llama zero3 qlora fp32"]["said"]
     assert any("4 bits (nf4, double quantization); 25% of 131" in line for line in said), said
     assert any(line.startswith("adapter: qlora, rank 16; ") for line in said), said
 
 
-def test_mostly_unquantized_models_are_refused(found: dict[str, dict[str, Any]]) -> None:
+def test_mostly_unquantized_models_are_refused(found: Cells) -> None:
     refused = found["mixtral ddp qlora8 bf16"]
     assert refused["kind"] == "ModelError"
     assert "unquantized: fused experts, 7" in refused["refused"]
@@ -121,9 +134,7 @@ def test_mostly_unquantized_models_are_refused(found: dict[str, dict[str, Any]])
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero3", "fsdp"])
-def test_linear_modules_that_transformers_keeps_are_no_surprise(
-    found: dict[str, dict[str, Any]], sharding: str
-) -> None:
+def test_linear_modules_that_transformers_keeps_are_no_surprise(found: Cells, sharding: str) -> None:
     """T5's `wo` is never quantized, and gets an adapter all the same."""
     reference, result = found["t5 nf4 ddp lora fp32"], found[f"t5 {sharding} qlora fp32"]
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
@@ -134,9 +145,7 @@ def test_linear_modules_that_transformers_keeps_are_no_surprise(
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
-def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(
-    found: dict[str, dict[str, Any]], sharding: str
-) -> None:
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(found: Cells, sharding: str) -> None:
     """Every rank refuses: else the next cell would find no partner."""
     refused = found[f"broken {sharding} none fp32"]
     assert refused["kind"] == "ModelError"
@@ -144,14 +153,14 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(
     assert "The first: model.norm.weight" in refused["refused"]
 
 
-def test_buffers_of_a_checkpoint_are_not_lost(found: dict[str, dict[str, Any]]) -> None:
+def test_buffers_of_a_checkpoint_are_not_lost(found: Cells) -> None:
     reference = found["deepseek ddp none fp32"]
     for sharding in ("zero3", "fsdp"):
         assert found[f"deepseek {sharding} none fp32"]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert all(map(math.isfinite, found["deepseek fsdp lora bf16"]["losses"]))
 
 
-def test_fused_experts_are_not_adapted_behind_ones_back(found: dict[str, dict[str, Any]]) -> None:
+def test_fused_experts_are_not_adapted_behind_ones_back(found: Cells) -> None:
     """PEFT takes the dense layer's and the shared experts' modules for names of the fused experts."""
     alone, sharded = found["deepseek ddp lora fp32"], found["deepseek zero3 lora fp32"]
     assert any(
@@ -165,14 +174,14 @@ def test_fused_experts_are_not_adapted_behind_ones_back(found: dict[str, dict[st
     assert any(line.endswith("; fused experts have none") for line in found["mixtral ddp lora fp32"]["said"])
 
 
-def test_adapters_below_the_threshold_of_zero3_stay_whole(found: dict[str, dict[str, Any]]) -> None:
+def test_adapters_below_the_threshold_of_zero3_stay_whole(found: Cells) -> None:
     held, expected = (found["llama zero3 lora fp32"][which] for which in ("measured", "expected"))
     assert held["trainable"] == expected["trainable"] > 1.9 * held["master"]
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("kind", ["tied", "mixtral", "t5"])
-def test_every_kind_of_model_trains_alike(found: dict[str, dict[str, Any]], kind: str, adapter: str) -> None:
+def test_every_kind_of_model_trains_alike(found: Cells, kind: str, adapter: str) -> None:
     reference = found[f"{kind} ddp {adapter} fp32"]
     assert reference["losses"][-1] < reference["losses"][0]
     for sharding in ("zero2", "zero3", "fsdp") if adapter == "none" else ("zero3", "fsdp"):
@@ -184,7 +193,7 @@ def test_every_kind_of_model_trains_alike(found: dict[str, dict[str, Any]], kind
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
-def test_fused_experts_train_in_bf16_with_exact_masters(found: dict[str, dict[str, Any]], sharding: str) -> None:
+def test_fused_experts_train_in_bf16_with_exact_masters(found: Cells, sharding: str) -> None:
     """transformers fuses the experts while reading, so the masters cannot be read tensor by tensor."""
     result = found[f"mixtral {sharding} none bf16"]
     assert all(map(math.isfinite, result["losses"]))
@@ -195,10 +204,8 @@ def test_fused_experts_train_in_bf16_with_exact_masters(found: dict[str, dict[st
 
 @pytest.mark.parametrize("sharding", ["zero3", "fsdp"])
 @pytest.mark.parametrize("cell", [("bloom", "none"), ("phi", "lora")])
-def test_norms_outside_of_every_layer_compute_in_bf16(
-    found: dict[str, dict[str, Any]], cell: tuple[str, str], sharding: str
-) -> None:
-    """A LayerNorm takes no fp32 beside weights in bf16, other than an RMSNorm."""
+def test_norms_outside_of_every_layer_compute_in_bf16(found: Cells, cell: tuple[str, str], sharding: str) -> None:
+    """A LayerNorm takes no fp32 input with weights in bf16. An RMSNorm does."""
     kind, adapter = cell
     result, reference = (found[f"{kind} {word} {adapter} bf16"] for word in (sharding, "ddp"))
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)
@@ -207,15 +214,12 @@ def test_norms_outside_of_every_layer_compute_in_bf16(
 
 def test_checkpoints_hold_more_than_bf16_can(models: dict[str, Path]) -> None:
     """So that masters which are exactly the checkpoint's were not simply rounded."""
-    import torch
-    from safetensors.torch import load_file
-
     for kind in ("llama", "mixtral"):
         whole = load_file(models[kind] / "model.safetensors")
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())
 
 
-def test_no_rank_reads_what_it_need_not_hold(found: dict[str, dict[str, Any]]) -> None:
+def test_no_rank_reads_what_it_need_not_hold(found: Cells) -> None:
     whole = found["tied ddp none fp32"]["bytes_read"]
     assert whole[0] == whole[1]
     # Under FSDP the weights are read in `prepare`.
@@ -224,7 +228,7 @@ def test_no_rank_reads_what_it_need_not_hold(found: dict[str, dict[str, Any]]) -
     assert "loading: rank 0 reads each weight" in found["tied fsdp none fp32"]["said"][0]
 
 
-def test_what_was_set_up_is_said(found: dict[str, dict[str, Any]]) -> None:
+def test_what_was_set_up_is_said(found: Cells) -> None:
     said = found["tied zero3 none fp32"]["said"]
     assert said[1] == "attention: sdpa; activation checkpointing: full; KV cache off"
     assert found["tied zero3 none fp32"]["pad"] == 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from toolkit.config.strategy import SHARDINGS
 
@@ -26,24 +27,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 def test_readmes_loops_compute_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
     """Losses, norms and weights over the same global batches, with a norm that is clipped: to 1e-5 in fp32."""
-    import torch
-
     assert set(found) == set(SHARDINGS)
     for train_config, count in (("function", 10), ("script", 21 + 11)):
         reference = found["ddp"][train_config]
         whole = torch.load(reference["weights"])
         assert len(reference["losses"]) == count  # with 11 norms, each of a step
         for sharding, result in found.items():
-            assert result[train_config]["losses"] == pytest.approx(reference["losses"], rel=1e-5), (
-                sharding,
-                train_config,
-            )
+            where = f"{sharding}, {train_config}"
+            assert result[train_config]["losses"] == pytest.approx(reference["losses"], rel=1e-5), where
             weights = torch.load(result[train_config]["weights"])
             assert set(weights) == set(whole)
             for name, tensor in weights.items():
-                torch.testing.assert_close(
-                    tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{sharding}, {train_config}: {name}"
-                )
+                torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{where}: {name}")
 
 
 def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict[str, Any]]) -> None:
@@ -62,9 +57,8 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         assert said["second"] == "" if sharding == "none" else said["second"].startswith(second)
         assert said["other_accumulation"].startswith(second), sharding
         deepspeed = SHARDINGS[sharding].engine == "deepspeed"
-        assert (
-            f"got 2 optimizers in all, and sharding {sharding!r} can step one" in said["second_optimizer"]
-        ) == deepspeed
+        only_one = f"got 2 optimizers in all, and sharding {sharding!r} can step one"
+        assert (only_one in said["second_optimizer"]) == deepspeed
         assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
         if sharding == "ddp":
             assert said["no_sync"] == ""

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import environment, python
+from programs import ROOT, environment, python
 
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).parents[2]
 SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "4", "--accumulation", "2")
 
 KNOWN = """

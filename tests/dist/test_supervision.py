@@ -1,4 +1,4 @@
-"""A run that is stopped, or whose rank raises, dies, hangs or runs out of memory: ended whole, explained, and gone on with."""
+"""Runs that are stopped, and runs with a rank that raises, dies, hangs or lacks memory: each ends whole, explained, resumable."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, st
 
 
 def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
-    """Not the one whose collective timed out."""
+    """Not the rank with the collective that timed out."""
     run = runs["behind"]
     assert run.code == 1
     assert run.err.startswith(f"toolkit: rank 1 hung: the others waited for it longer than {TIMEOUT} s (--timeout). ")
@@ -345,16 +345,9 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     (tmp_path / "counting").mkdir()
     (tmp_path / "counting" / "sitecustomize.py").write_text(COUNTING.format(log=str(tmp_path / "opened")))
     run, steps = tmp_path / "run", 4  # the heartbeat is a second old: the first evaluation may be over
-    command = ["train", "--steps", str(steps), "--seq-len", "32", "--model", str(tmp_path / "llama")]
-    command += [
-        "--no-memory-window",
-        "--data",
-        str(tmp_path / "text"),
-        "--eval-data",
-        str(tmp_path / "held"),
-        "--no-save",
-    ]
-    command += ["--eval-every", "1", "--processes", "1"]
+    places = {"model": tmp_path / "llama", "data": tmp_path / "text", "eval-data": tmp_path / "held", "run-dir": run}
+    flags = {**places, "steps": steps, "seq-len": 32, "eval-every": 1, "processes": 1}
+    command = ["train", "--no-memory-window", "--no-save", *(f"--{name}={value}" for name, value in flags.items())]
 
     def toolkit(*words: str) -> subprocess.Popen[str]:
         return programs.start("-m", "toolkit.cli", *words, cwd=tmp_path, env=environment(tmp_path / "counting"))
@@ -362,7 +355,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     def evaluations() -> list[tuple[int, bool]]:
         return [(event["step"], "eval_loss" in event) for event in read_events(run / "events.jsonl")]
 
-    first = toolkit(*command, "--run-dir", str(run))
+    first = toolkit(*command)
     until(lambda: any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()), alive=first)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=150)
@@ -373,9 +366,8 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     assert list_checkpoints(run / "checkpoints")[0].name == f"step-{cut:08d}"
     for name in ("data: 1 file (text.jsonl)", "eval_data: 1 file (held.jsonl)"):
         assert f"\n{name}; left out: README.md\n" in out
-    assert sorted((tmp_path / "opened").read_text().split()) == ["held.jsonl", "text.jsonl"], (
-        "read once by all processes"
-    )
+    opened = (tmp_path / "opened").read_text().split()
+    assert sorted(opened) == ["held.jsonl", "text.jsonl"], "read once by all processes"
     python("-m", "toolkit.cli", "resume", run, cwd=tmp_path, env=environment(tmp_path / "counting"), code=0)
     assert len((tmp_path / "opened").read_text().split()) == 2, "unchanged data are read again"
     assert evaluations() == lines

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from programs import python
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.devices.machine import hardware
 
@@ -89,9 +92,6 @@ def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("cell", ["ddp", "zero1", "zero3", "fsdp", "fsdp_grad_op"])
 def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = found["out"] / cell
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -104,14 +104,12 @@ def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: 
     probe = torch.arange(3, 35)[None]
     with torch.no_grad():
         mine, theirs = model(probe).logits, reference(probe).logits
-    # Adam's first steps follow the sign of a gradient: single weights whose gradient is rounding differ, what they do does not.
+    # Adam's first steps follow the sign of a gradient. Where that is rounding, single weights differ, and the logits do not.
     assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
 def test_a_users_own_model_is_saved(found: dict[str, Any], sharding: str) -> None:
-    from safetensors.torch import load_file
-
     base, own = (
         load_file(folder / "model.safetensors") for folder in (found["model"], found["out"] / f"own-{sharding}")
     )
@@ -132,7 +130,6 @@ def test_an_adapter_of_peft_s_own_is_saved_and_a_bad_place_refused_on_every_rank
 @pytest.mark.parametrize("cell", ["zero3 lora", "fsdp lora", "zero3 qlora", "fsdp qlora"])
 def test_an_adapter_loads_in_plain_peft(found: dict[str, Any], cell: str) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(found["model"])
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}

@@ -1,4 +1,4 @@
-"""One process group of two ranks, every check of the training loop in it; rank 0 writes what came of each as JSON."""
+"""One process group of two ranks, with every check of the training loop. Rank 0 writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def count_reductions(model: Any) -> list[int]:
 
     reduced: list[int] = []
 
-    # A lambda: torch refuses a hook whose annotations are strings.
+    # A lambda: torch refuses a hook with annotations that are strings.
     model.register_comm_hook(
         None, lambda group, bucket: (reduced.append(bucket.index()), allreduce_hook(group, bucket))[1]
     )
@@ -59,17 +59,9 @@ def accumulation(folder: str) -> dict[str, Any]:
     for sharding in ("ddp", "zero2", "zero3", "fsdp"):
         for micro, steps in ((8, 1), (2, 4)):
             reset()
-            numbers = {"lr": 5e-3, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
-            train_config = TrainConfig(
-                micro_batch=micro,
-                accumulation=steps,
-                seq_len=16,
-                steps=4,
-                warmup=2,
-                scheduler="linear",
-                min_lr=1e-3,
-                **numbers,
-            )
+            adam = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+            rate = {"lr": 5e-3, "min_lr": 1e-3, "warmup": 2, "scheduler": "linear", "steps": 4}
+            train_config = TrainConfig(micro_batch=micro, accumulation=steps, seq_len=16, **rate, **adam)
             prepared, schedule, _ = build(folder, train_config, sharding=sharding)
             reduced = count_reductions(prepared.model) if sharding == "ddp" else []
             done = list(train(prepared, micro_batches(train_config, 64), schedule))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import subprocess
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
@@ -107,8 +108,11 @@ def memory(*, reason: str | None = None, forecast: bool = True) -> dict[str, Any
     ]
     one = collect(ranks[0], held, lambda pairs: pairs * 2)
     audit = Audit(engine="DeepSpeedEngine", ranks=2, measured=held, expected=held)
-    beside = {"forecast": expected().to_dict() if forecast else None, "unforecast": None if forecast else "no trace"}
-    return {**one.to_dict(), **beside, "audits": [audit.to_dict()] * 2}
+    prediction = {
+        "forecast": expected().to_dict() if forecast else None,
+        "unforecast": None if forecast else "no trace",
+    }
+    return {**one.to_dict(), **prediction, "audits": [audit.to_dict()] * 2}
 
 
 def write(
@@ -132,6 +136,15 @@ def write(
         if memory:
             atomic_io.write_json(run.memory, memory)
     return run
+
+
+SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
+
+
+def own(path: Path, target: dict[str, Any] | None = None, **changes: Any) -> folder.Folder:
+    """A run of somebody's own code: a script, but for what `target` changes."""
+    known = {"target": SCRIPT | (target or {}), "train_config": {}, "run_config": {}}
+    return write(path, [], found=about(**{**known, **changes}))
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -172,20 +185,23 @@ class Page(HTMLParser):
 
 
 HOLD = """
-import os, sys
+import json, os, sys
 from toolkit.run_folder import folder
-folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"))
+folder.enter(sys.argv[1], resume=os.path.exists(sys.argv[1] + "/run.json"), **json.loads(sys.argv[2]))
 print("in", flush=True)
 sys.stdin.read()
 """
 
 
+def hold(path: Path, **options: Any) -> subprocess.Popen[str]:
+    """A process that enters a run's folder, says `in`, and holds it to the end of its standard input."""
+    return start("-c", HOLD, path, json.dumps(options), stdin=subprocess.PIPE)
+
+
 @contextlib.contextmanager
 def another(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of somebody else's that holds a run's folder, to the end of its standard input."""
-    with start("-c", HOLD, path, stdin=subprocess.PIPE, stderr=None) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == "in\n"
+    """A process of somebody else's that holds a run's folder."""
+    with hold(path) as process:
+        assert process.stdout.readline() == "in\n", process.stderr.read()
         yield process
         process.stdin.close()

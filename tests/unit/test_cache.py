@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.core.cache import TRACING, cache_file, source_digest
+from toolkit.core.cache import cache_file, source_digest
 
 PACKAGE = Path(toolkit.__file__).parent
 
@@ -38,9 +38,3 @@ def test_the_digest_is_part_of_the_place(monkeypatch: pytest.MonkeyPatch) -> Non
     before = cache_file("traces", b"key")
     monkeypatch.setattr("toolkit.core.cache.source_digest", lambda package: "other")
     assert cache_file("traces", b"key") != before
-
-
-def test_everything_that_traces_is_in_it() -> None:
-    assert all((PACKAGE / name).exists() for name in TRACING)
-    traced = {"toolkit.engines.losses", "toolkit.forecasting.tracing", "toolkit.models.spec", "toolkit.config.tables"}
-    assert {name.split(".")[1] for name in traced} == set(TRACING)

@@ -1,4 +1,4 @@
-"""Pictures: whole, true to their numbers, told in words, and seen by everybody."""
+"""Pictures: valid SVG, true to their numbers, described for screen readers, legible without all colours."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from xml.etree import ElementTree
 
 import pytest
 import runs
+from IPython.display import HTML
 
 from toolkit.core.charts import POINTS, Bar, bars, curve, figure, portable, thinned
 from toolkit.core.display import Table
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, colour, ink_on, luminance
 from toolkit.core.units import GiB, MiB
+from toolkit.notebook import _html
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = [name for name in COLOURS if name not in PHASES]
@@ -57,7 +59,6 @@ def drawn(svg: str) -> dict[str, list[tuple[str, float, float]]]:
     for group in parse(svg).iter(f"{SVG}g"):
         if tooltip := group.findtext(f"{SVG}title"):
             path = group.find(f"{SVG}path")
-            assert path is not None
             ends = [float(place) for place in re.findall(r"[ML] ([\d.]+)", path.get("d") or "")]
             shade = (path.get("style") or "").removeprefix("fill: ")
             parts.setdefault(tooltip.split(":")[0], []).append((shade, min(ends), max(ends) - min(ends)))
@@ -275,10 +276,6 @@ def test_pictures_become_images_that_hold_them() -> None:
 
 
 def test_a_kernel_shows_what_is_not_ours_as_it_is() -> None:
-    from IPython.display import HTML
-
-    from toolkit.notebook import _html
-
     isolated = HTML(FOREIGN, metadata={"isolated": True})
     assert _html(isolated) == (FOREIGN, {"isolated": True})
     svg = curve({"loss": [(1, 2.0), (2, 1.0)]}, title="Loss", x="step", y="loss")

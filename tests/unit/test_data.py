@@ -20,6 +20,10 @@ import psutil
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from programs import environment, python
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import modeling_flash_attention_utils as flash
 
 import toolkit.data as data
 from toolkit.config.train_config import TrainConfig
@@ -108,12 +112,6 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-
-
 # ---- the embedded text and its tokenizer
 
 
@@ -133,8 +131,8 @@ def test_embedded_tokenizer_is_the_same_to_the_byte(tokenizer_folder: Path, tmp_
     code = (
         f"from pathlib import Path; import toolkit.data as d; d.embedded_tokenizer(Path({str(tmp_path / 'again')!r}))"
     )
-    run = python(code, PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    assert run.returncode == 0, run.stderr
+    environ = environment(PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    python("-c", code, env=environ, code=0)
     names = sorted(path.name for path in tokenizer_folder.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     for name in names:
@@ -228,7 +226,7 @@ FOLDERS = {
         "b.parquet sub/c.parquet",
         "2 files (b.parquet, sub/c.parquet); left out: .git, .gitattributes, LICENSE, README.md, config.json and 2 more",
     ),
-    "beside JSONL": (
+    "with JSONL": (
         "README.md readme_zh.txt a.jsonl",
         "a.jsonl",
         "1 file (a.jsonl); left out: README.md, readme_zh.txt",
@@ -305,7 +303,7 @@ def test_folders_that_are_refused(there: str, said: str, tmp_path: Path) -> None
         data.find_source(tmp_path)
 
 
-def test_a_readme_beside_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_readme_with_files_that_cannot_be_read(tmp_path: Path) -> None:
     names = [f"a{end}" for end in (".tsv", ".jsonl.gz", ".json.zst", ".txt.gz", ".xlsx", ".feather", ".png", "")]
     for file in ("README.md", "LICENSE", "config.yaml"):
         (tmp_path / file).touch()
@@ -411,7 +409,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("settings", "said"),
     [
         (
             {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
@@ -420,13 +418,12 @@ def test_bad_files(tmp_path: Path) -> None:
         ({"HF_HUB_OFFLINE": "1"}, "cannot be loaded as a dataset: "),
     ],
 )
-def test_hub_id_without_network(environment: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_hub_id_without_network(settings: dict[str, str], said: str, tmp_path: Path) -> None:
     code = (
         "import toolkit.data as d\nfrom toolkit.core.errors import DataError\n"
         "try: d.ingest('some/dataset')\nexcept DataError as error: print(error)"
     )
-    run = python(code, HF_HOME=str(tmp_path), **environment)
-    assert run.returncode == 0, run.stderr
+    run = python("-c", code, env=environment(HF_HOME=str(tmp_path), **settings), code=0)
     assert run.stdout.startswith("data some/dataset: ")
     assert said in run.stdout
     assert (run.stdout.count("\n"), run.stderr) == (1, "")
@@ -568,16 +565,12 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
     torch.testing.assert_close(gradients[0], gradients[1])
     model = build(LLAMA)
     without = model(**batch).loss
-    model.config.use_cache = True
-    assert not torch.allclose(model(**batch).loss, without), (
-        "a cache no longer undoes the mask: say so in `supports_packing`"
-    )
+    model.config.use_cache = True  # undoes the mask; once it does not, correct the docstring in `packing_probe`
+    assert not torch.allclose(model(**batch).loss, without)
 
 
 def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
     """transformers' own dispatch, over a kernel in plain torch: which documents it is told of is what is asked."""
-    from transformers import modeling_flash_attention_utils as flash
-
     lengths: list[list[int]] = []
 
     def by_bounds(q: Any, k: Any, v: Any, cu_seqlens_q: Any, **_: Any) -> Any:
@@ -732,8 +725,6 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"message 1: the chat template writes earlier turns differently.*generation"):
         prepare(chat_template=forgetful)
     # A tokenizer that makes no token of whitespace: transformers then loses the end of the marked part.
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     words = Tokenizer(models.WordLevel(unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(
@@ -904,8 +895,6 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
 
 
 def test_loaders_leave_the_generator_and_accelerate_alone(rows: data.Rows) -> None:
-    from accelerate import Accelerator
-
     loader = data.batches(rows, TrainConfig(micro_batch=2, steps=3), dp_rank=0, dp_size=1)
     assert Accelerator(cpu=True).prepare(loader) is loader
     torch.manual_seed(0)

@@ -24,25 +24,23 @@ from toolkit.training.setup import agree, agree_train_config
 FILES = Path(__file__).parent / "deepspeed_files"
 ZERO2, ZERO3 = FILES / "zero2_config_accelerate.json", FILES / "zero3_offload_config_accelerate.json"
 
-COMMON = {"precision": "fp16", "optimizer": "adamw", "scheduler": "linear", "warmup_type": "log", "overlap_comm": "on"}
+COMMON = {
+    "precision": "fp16",
+    "optimizer": "adamw",
+    "scheduler": "linear",
+    "warmup_type": "log",
+    "overlap_comm": "on",
+}
+COMMON |= {"accumulation": 1, "loss_scale_window": 1000}
 FIELDS: dict[Path, dict[str, Any]] = {
     ZERO2: {
         **COMMON,
         "sharding": "zero2",
-        "accumulation": 1,
         "loss_scale": 2.0**15,
-        "loss_scale_window": 1000,
         "bucket_elements": 200_000_000,
         "gather_bucket_elements": 200_000_000,
     },
-    ZERO3: {
-        **COMMON,
-        "sharding": "zero3",
-        "offload": "cpu",
-        "accumulation": 1,
-        "loss_scale": 2.0**16,
-        "loss_scale_window": 1000,
-    },
+    ZERO3: {**COMMON, "sharding": "zero3", "offload": "cpu", "loss_scale": 2.0**16},
 }
 
 FLAGS = "--lr 1e-6 --weight-decay 0 --warmup 100 --steps 500 --micro-batch 200 --max-grad-norm 0.5"
@@ -53,10 +51,8 @@ FLAGS = "--lr 1e-6 --weight-decay 0 --warmup 100 --steps 500 --micro-batch 200 -
 def test_launcher_and_flag_resolve_to_the_same_settings(path: Path) -> None:
     """Strategy, train config, and what goes to DeepSpeed."""
     flags = parse(["train", "--deepspeed-config", str(path), "--processes", "2", *FLAGS.split()])
-    strategy, step = (
-        from_dict(tk.Strategy, given(flags, tk.Strategy)),
-        from_dict(tk.TrainConfig, given(flags, tk.TrainConfig)),
-    )
+    strategy = from_dict(tk.Strategy, given(flags, tk.Strategy))
+    step = from_dict(tk.TrainConfig, given(flags, tk.TrainConfig))
     environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path), "WORLD_SIZE": "2"}
     environ |= {"ACCELERATE_MIXED_PRECISION": "fp16"}
     ours = parse(["train", *FLAGS.split()])

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import platform
+import re
 import signal
 import sys
 import textwrap
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from programs import gone, python, start, until
 
+from toolkit import environment
 from toolkit.config.strategy import ADAPTERS, OFFLOADS, SHARDINGS
 from toolkit.config.strategy import ATTENTION_WORDS as ATTENTIONS
 from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
@@ -229,3 +231,20 @@ def test_without_process_groups_one_process(diagnosis: Diagnosis) -> None:
     assert without["sharding", "none"][0]
     assert not any(without["sharding", word][0] for word in SHARDINGS if word != "none")
     assert not any(runs for (field, _), (runs, _) in judged(diagnosis, torch="broken").items() if field == "sharding")
+
+
+# environment(), at the head of every notebook ------------------------------------------------------------------------------
+
+
+def test_it_says_where_with_what_and_when() -> None:
+    here = environment()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", here.date)
+    assert here.versions["python"] == platform.python_version()
+    assert here.versions["torch"] == metadata.version("torch")
+    assert 1 <= here.cores <= (os.cpu_count() or 1)
+    where, versions = here.tables()
+    assert ("date", here.date) in where.rows
+    assert [name for name, _ in versions.rows] == list(here.versions)
+    assert here.hardware.device.name in str(here)
+    without = dataclasses.replace(here, versions={"python": "3.11", "deepspeed": None})
+    assert "deepspeed  not installed" in str(without)

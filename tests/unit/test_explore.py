@@ -9,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from runs import Page
+from transformers import GPT2Config
 
 import toolkit as tk
 from toolkit.cli import main
+from toolkit.config.run_config import RunConfig
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.forecasting import Forecast
+from toolkit.forecasting import Forecast, traces
 from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec
-from toolkit.notebook import prefetch
+from toolkit.notebook import explorer, explorer_state, prefetch, widgets
 from toolkit.notebook.explorer import Explorer
 from toolkit.notebook.explorer_state import command
 
@@ -44,25 +49,15 @@ def ask(spec: ModelSpec, on: str = "2x A100-80GB", train_config: tk.TrainConfig 
 def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
     """A folder as a run under ZeRO-3 in bf16 leaves it, with bytes a little above its forecast."""
     folder = tmp_path_factory.mktemp("run")
-    found = ask(spec, "2x cpu", sharding="zero3", precision="bf16")
-    phases = {phase: round(size * 1.25) for phase, size in found.phases.items()}
-    top = {"peak_bytes": max(phases.values()), "peak_phase": found.peak_phase, "phases": phases}
+    result = ask(spec, "2x cpu", sharding="zero3", precision="bf16")
+    phases = {phase: round(size * 1.25) for phase, size in result.phases.items()}
+    top = {"peak_bytes": max(phases.values()), "peak_phase": result.peak_phase, "phases": phases}
     measured = {**top, "per_rank": [{"device": "cpu", **top}]}
-    dtypes = {**engine_of(found.strategy).expected_state(found.job).dtypes, "gradients": "bfloat16"}
-    about = {
-        "strategy": dataclasses.asdict(found.strategy),
-        "train_config": dataclasses.asdict(found.train_config),
-        "ranks": 2,
-    }
-    run_config = {"model": "embedded", "save_every": 0, "save_seconds": 1800.0}
-    (folder / "run.json").write_text(json.dumps({**about, "run_config": run_config}))
-    memory = {
-        "measured": measured,
-        "reason": None,
-        "forecast": found.to_dict(),
-        "audits": [{"measured": {"dtypes": dtypes}}],
-    }
-    (folder / "memory.json").write_text(json.dumps(memory))
+    dtypes = {**engine_of(result.strategy).expected_state(result.job).dtypes, "gradients": "bfloat16"}
+    words = {"strategy": dataclasses.asdict(result.strategy), "train_config": dataclasses.asdict(result.train_config)}
+    memory = {"measured": measured, "reason": None, "forecast": result.to_dict()}
+    memory["audits"] = [{"measured": {"dtypes": dtypes}}]
+    runs.write(folder, [], found=runs.about(RunConfig(), **words), memory=memory)
     return folder
 
 
@@ -70,10 +65,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
 
 
 def why(one: Forecast, other: Forecast) -> dict[str, str]:
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for subject, said in diff_forecasts(one, other).why:
-        found[subject] = f"{found.get(subject, '')} {said}".strip()
-    return found
+        result[subject] = f"{result.get(subject, '')} {said}".strip()
+    return result
 
 
 def test_two_shardings_differ_in_what_their_engines_account_for(spec: ModelSpec) -> None:
@@ -107,19 +102,19 @@ def test_every_choice_says_what_it_does(
 
 
 def test_equal_forecasts_differ_in_nothing(spec: ModelSpec) -> None:
-    found = diff_forecasts(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
-    assert (found.why, found.fields) == ((), {})
-    assert all(row.ratio in (1.0, None) for row in found.differences)
-    assert json.loads(found.to_json())["one"]["device"]["peak_bytes"] == found.one.peak_bytes
+    result = diff_forecasts(ask(spec, sharding="fsdp"), ask(spec, sharding="fsdp"))
+    assert (result.why, result.fields) == ((), {})
+    assert all(row.ratio in (1.0, None) for row in result.differences)
+    assert json.loads(result.to_json())["one"]["device"]["peak_bytes"] == result.one.peak_bytes
 
 
 def test_a_batch_is_a_difference_too(spec: ModelSpec) -> None:
     large, half = (dataclasses.replace(LOOP, micro_batch=size) for size in (64, 32))
-    found = diff_forecasts(
+    result = diff_forecasts(
         ask(spec, train_config=large, sharding="zero3"), ask(spec, train_config=half, sharding="zero3")
     )
-    assert found.labels == ("micro_batch 64", "micro_batch 32")
-    assert dict(found.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
+    assert result.labels == ("micro_batch 64", "micro_batch 32")
+    assert dict(result.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
 
 
 def test_an_adapter_trains_less(spec: ModelSpec) -> None:
@@ -134,22 +129,22 @@ def test_an_adapter_trains_less(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_parts_add_up_in_every_phase(spec: ModelSpec, sharding: str) -> None:
-    found = timeline(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
+    result = timeline(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
     plain = tk.forecast(spec, tk.Strategy(sharding=sharding), "2x cpu", dataclasses.replace(LOOP, accumulation=2))
-    assert found.forecast.phases == plain.phases
-    assert {phase: sum(parts.values()) for phase, parts in found.parts.items()} == dict(plain.phases)
-    assert list(found.parts) == list(PHASES)
-    highest = {phase: max(size for name, size in found.course if name == phase) for phase in PHASES}
+    assert result.forecast.phases == plain.phases
+    assert {phase: sum(parts.values()) for phase, parts in result.parts.items()} == dict(plain.phases)
+    assert list(result.parts) == list(PHASES)
+    highest = {phase: max(size for name, size in result.course if name == phase) for phase in PHASES}
     assert highest == dict(plain.phases)
 
 
 def test_a_run_stands_beside_its_forecast(run: Path) -> None:
-    found = timeline(run=run)
-    (table,) = found.tables()
+    result = timeline(run=run)
+    (table,) = result.tables()
     rows = {row[0]: row[-1] for row in table.rows}
     assert set(rows.values()) == {"0.80"}
-    assert found.notes == ()
-    assert "measured total" in found._repr_html_()
+    assert result.notes == ()
+    assert "measured total" in result._repr_html_()
     other = timeline(run=run, train_config=dataclasses.replace(LOOP, micro_batch=4))
     assert other.notes[0].startswith("The run was another: micro_batch 2, not 4.")
 
@@ -170,28 +165,28 @@ def test_a_run_that_measured_nothing_is_refused(run: Path, tmp_path: Path) -> No
 
 def test_the_ledger_is_the_engines_own(spec: ModelSpec) -> None:
     strategies = [tk.Strategy(sharding=word, precision="bf16") for word in ("ddp", "zero3", "fsdp")]
-    found = {one.label: one for one in dtype_report(spec, strategies, "8x H100").columns}
-    for label, one in found.items():
+    result = {one.label: one for one in dtype_report(spec, strategies, "8x H100").columns}
+    for label, one in result.items():
         job = resolve(one.strategy, LOOP, spec, 8, tk.hardware("8x H100").device)
         kept = engine_of(one.strategy).expected_state(job).dtypes
         assert one.dtypes["preparation", "weights"] == one.dtypes["loading", "weights"] == kept["trainable"]
         assert one.dtypes["checkpoint", "weights"] == "float32", label
         assert one.dtypes["reduction", "gradients, between ranks"] == kept["reduce"] == "float32"
-    assert found["zero3"].dtypes["preparation", "master copy"] == "float32"
-    assert ("preparation", "master copy") not in found["fsdp"].dtypes
-    assert found["zero3"].element_bytes == {"parameters": 2, "master": 4, "gradients": 4, "optimizer": 8}
-    assert "autocast" in found["ddp"].computing
-    assert "all-gather" in found["fsdp"].computing
+    assert result["zero3"].dtypes["preparation", "master copy"] == "float32"
+    assert ("preparation", "master copy") not in result["fsdp"].dtypes
+    assert result["zero3"].element_bytes == {"parameters": 2, "master": 4, "gradients": 4, "optimizer": 8}
+    assert "autocast" in result["ddp"].computing
+    assert "all-gather" in result["fsdp"].computing
 
 
 def test_what_cannot_run_is_a_sentence_beside_what_can(spec: ModelSpec) -> None:
     words = [
         tk.Strategy(sharding=word, precision="bf16_pure", offload=o) for word, o in (("zero3", "cpu"), ("fsdp", "none"))
     ]
-    found = dtype_report(spec, words, "8x H100")
-    assert [bool(one.refused) for one in found.columns] == [True, False]
-    assert "cannot run in precision 'bf16_pure'" in str(found)
-    assert "float32" not in {*found.columns[1].dtypes.values()}
+    result = dtype_report(spec, words, "8x H100")
+    assert [bool(one.refused) for one in result.columns] == [True, False]
+    assert "cannot run in precision 'bf16_pure'" in str(result)
+    assert "float32" not in {*result.columns[1].dtypes.values()}
 
 
 def test_packed_weights_say_what_they_lie_in(spec: ModelSpec) -> None:
@@ -200,10 +195,10 @@ def test_packed_weights_say_what_they_lie_in(spec: ModelSpec) -> None:
 
 
 def test_an_audit_that_found_otherwise_is_said(run: Path) -> None:
-    found = dtype_report(run=run)
-    (one,) = found.columns
+    result = dtype_report(run=run)
+    (one,) = result.columns
     assert one.measured["optimizer", "moments"] == one.dtypes["optimizer", "moments"]
-    assert "found otherwise: gradients, added up at compute" in found.reason
+    assert "found otherwise: gradients, added up at compute" in result.reason
 
 
 # Shell -----------------------------------------------------------------------------------------------------------------
@@ -309,9 +304,6 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work is counted, not time: one forecast a move, from what is in the cache."""
-    from toolkit.forecasting import traces
-    from toolkit.notebook import explorer, explorer_state
-
     panel = made("memory", spec)
     panel.controls["micro_batch"].value = 4
     count = []
@@ -328,8 +320,6 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
 
 
 def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.notebook import explorer, widgets
-
     panel = made("memory", spec)
     said, real = [], explorer.forecast
     panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
@@ -348,8 +338,6 @@ def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with GPUs, as their driver names them: the catalog's name, or none."""
-    from toolkit.notebook import explorer_state
-
     known = tk.hardware("2x H100-80GB")
     there = dataclasses.replace(known, device=dataclasses.replace(known.device, name="NVIDIA H100 80GB HBM3"))
     monkeypatch.setattr(explorer_state, "hardware", lambda name=None: there if name is None else tk.hardware(name))
@@ -368,8 +356,6 @@ def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.M
 
 
 def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
-    from transformers import GPT2Config
-
     asked = made("memory", tk.describe(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512))).state
     assert "toolkit forecast '<where its config is saved>'" in command("memory", asked)
 
@@ -422,9 +408,6 @@ def test_without_widgets_the_answer_stands_with_the_fix(
 
 
 def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> None:
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
-
     shell = InteractiveShell.instance()
     try:
         panel = made("memory", spec)

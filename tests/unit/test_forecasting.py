@@ -1,8 +1,7 @@
-"""Traces of shallow models, spread over depth and batch; the ZeRO paper's figures; what cannot be forecast is said."""
+"""Traces of shallow models, spread over depth and batch; the ZeRO paper's figures; refusals of what cannot be forecast."""
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -10,23 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import yaml
 from programs import python
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from transformers import LlavaConfig, OpenAIGPTConfig, T5Config
 
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
 from toolkit.core.errors import ModelError
-from toolkit.core.units import BYTES_OF, GiB
+from toolkit.core.units import GiB
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
-from toolkit.engines.ledger import Ledger
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
-from toolkit.forecasting import cuda_autocast, memory
+from toolkit.forecasting import cuda_autocast, fake_kernels, memory, tracing, truncation
 from toolkit.forecasting.cuda_autocast import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.tracing import trace
+from toolkit.forecasting.tracker import Tracker
 from toolkit.models import ModelSpec
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -35,11 +40,12 @@ AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16")
 CAST = dataclasses.replace(FP32, weights="bfloat16", checkpointing=False)
 LORA = Adapter(kind="lora", rank=4, targets="all-linear", dtype="float32")
 EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
+LLAMA_8B, LLAMA_70B = (4096, 14336, 32, 32), (8192, 28672, 80, 64)
+
+pytestmark = pytest.mark.usefixtures("peft")
 
 
-def config(family: str, layers: int) -> Any:
-    import transformers
-
+def config(family: str, layers: int, **more: Any) -> Any:
     if family == "gpt2":
         return transformers.GPT2Config(n_embd=64, n_layer=layers, n_head=4, vocab_size=256)
     if family == "gemma":
@@ -52,18 +58,14 @@ def config(family: str, layers: int) -> Any:
         return transformers.T5Config(**shape, num_layers=layers, vocab_size=256)
     if family == "mamba":
         return transformers.MambaConfig(hidden_size=64, num_hidden_layers=layers, state_size=8, vocab_size=256)
-    return transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers, vocab_size=256)
+    return transformers.LlamaConfig(**{**SHAPE, "vocab_size": 256, **more}, num_hidden_layers=layers)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def peft() -> None:
-    """Adapters are traced in this process then, and not in a child process each."""
-    importlib.import_module("peft")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec:
+    """A Llama 3: its 8B has `LLAMA_8B`, its 70B `LLAMA_70B`."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads}
+    more = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192}
+    return describe(config("llama", layers, **sizes, **more))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing, truncation
-
     spec = describe(config(family, 8))
     spread = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     monkeypatch.setattr(truncation, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
@@ -104,13 +104,13 @@ def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, mon
 
 def levels(step: Sequence[Segment]) -> list[tuple[str, int]]:
     """The highest total of the forward, and of the backward before each gradient."""
-    found, total, highest = [], 0, 0
+    result, total, highest = [], 0, 0
     for one in step:
         highest, total = max(highest, total + one.rise), total + one.net
         if one.what in ("gradient", "backward", "end"):
-            found.append((f"{one.what} {one.name} {one.size}", highest))
+            result.append((f"{one.what} {one.name} {one.size}", highest))
             highest = total
-    return found
+    return result
 
 
 def peak(step: Sequence[Segment]) -> int:
@@ -122,8 +122,6 @@ def peak(step: Sequence[Segment]) -> int:
     ("family", "way"), [("llama", FP32), ("llama", AUTOCAST), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)]
 )
 def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig) -> None:
-    from toolkit.forecasting.tracing import trace
-
     spec = describe(config(family, 3))
     two, three = (trace(spec, way, batch=size, seq_len=32) for size in (2, 3))
     assert two.scaled(three, 5) == trace(spec, way, batch=7, seq_len=32)
@@ -141,8 +139,6 @@ def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
 
 
 def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import fake_kernels, tracing
-
     spec = describe(config("gpt2", 2))
     way = dataclasses.replace(AUTOCAST, checkpointing=False, device="cuda")
     wide = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
@@ -155,10 +151,6 @@ def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cuda_casts_touch_fake_tensors_under_autocast_alone() -> None:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.nn import functional
-
     real = torch.ones(4, 8, dtype=torch.bfloat16)
     with FakeTensorMode():
         fake = torch.ones(4, 8, dtype=torch.bfloat16)
@@ -183,11 +175,6 @@ def test_cuda_casts_touch_fake_tensors_under_autocast_alone() -> None:
 
 def test_a_softmax_of_fp16_is_one_kernel_on_a_gpu() -> None:
     """It reads fp16 and writes fp32; one of bf16 is cast first."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from toolkit.forecasting.tracker import Tracker
-
     made = {}
     for dtype in (torch.float16, torch.bfloat16):
         tracker = Tracker()
@@ -201,8 +188,6 @@ def test_a_softmax_of_fp16_is_one_kernel_on_a_gpu() -> None:
 
 def test_cuda_casts_are_those_of_torch() -> None:
     """What torch's own list has and ours has not, no language model's forward calls, or both devices cast alike."""
-    import torch
-
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     for macro, ours in (
@@ -210,8 +195,8 @@ def test_cuda_casts_are_those_of_torch() -> None:
         ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", cuda_autocast.SUMS.split()),
     ):
         block = text[text.index(f"#define {macro}") :]
-        found = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])
-        theirs = {".".join(filter(None, one)) for one in found}
+        result = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])
+        theirs = {".".join(filter(None, one)) for one in result}
         assert set(ours) <= theirs
         known = {"frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "renorm", "pdist", "kl_div"}
         known |= {"binary_cross_entropy_with_logits", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"}
@@ -221,45 +206,43 @@ def test_cuda_casts_are_those_of_torch() -> None:
 
 def test_the_logits_are_a_part() -> None:
     """In bf16 a forward has ten bytes of them for each token and word: bf16, fp32 and its logarithm, all at once."""
-    large = config("llama", 1)
-    large.vocab_size = 8192
+    large = config("llama", 1, vocab_size=8192)
     strategy, train_config = Strategy(sharding="none", precision="bf16_pure"), TrainConfig(seq_len=512, micro_batch=4)
-    found = forecast(describe(large), strategy, "A100-80GB", train_config, one_document=True)
-    each = found.parts["logits"] / (4 * 512 * 8192)
+    result = forecast(describe(large), strategy, "A100-80GB", train_config, one_document=True)
+    each = result.parts["logits"] / (4 * 512 * 8192)
     assert 10 <= each <= 12.1
-    assert found.parts["activations"] < found.parts["logits"]
-    assert sum(found.parts.values()) == found.peak_bytes
+    assert result.parts["activations"] < result.parts["logits"]
+    assert sum(result.parts.values()) == result.peak_bytes
     # A fused loss has none, and then the peak may lie elsewhere.
-    assert found.fused_bytes is not None
-    assert found.peak_bytes - found.parts["logits"] <= found.fused_bytes < found.peak_bytes / 2
+    assert result.peak_bytes - result.parts["logits"] <= result.fused_bytes < result.peak_bytes / 2
     # Under autocast the head's weight is cast as well, 1 MiB, and is none of them; what it reads is, 256 KiB.
     autocast = dataclasses.replace(strategy, precision="bf16")
     cast = forecast(describe(large), autocast, "A100-80GB", train_config, one_document=True)
-    assert cast.parts["logits"] - found.parts["logits"] <= 256 * 1024
+    assert cast.parts["logits"] - result.parts["logits"] <= 256 * 1024
 
 
 def test_the_experts_implementation_is_named() -> None:
-    found = forecast(
+    result = forecast(
         describe(config("mixtral", 2)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=64)
     )
-    assert any("Experts, computed by grouped_mm, are taken as evenly loaded" in sentence for sentence in found.unknown)
+    assert any("Experts, computed by grouped_mm, are taken as evenly loaded" in sentence for sentence in result.unknown)
 
 
 def test_the_zero_papers_figure() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 ranks, K = 12: 120, 31.4, 16.6 and 1.9 GB."""
     spec = parameters(7_500_000_000)
-    found = {}
+    result = {}
     for word in ("ddp", "zero1", "zero2", "zero3"):
         job = resolve(
             Strategy(sharding=word, precision="bf16"), TrainConfig(), spec, 64, hardware("8 nodes x 8x H100").device
         )
-        held = engine_of(job.strategy).expected_state(job)
-        # The paper's baseline keeps bf16 weights and gradients beside fp32 states; autocast keeps fp32 weights alone.
+        state = engine_of(job.strategy).expected_state(job)
+        # The paper's baseline keeps bf16 weights and gradients with fp32 states; autocast keeps fp32 weights alone.
         share = 1 if word in ("ddp", "zero1") else 64
-        states = held.parameters + held.master + (held.optimizer or 0)
+        states = state.parameters + state.master + (state.optimizer or 0)
         base = 2 * spec.elements + 12 * spec.elements if word == "ddp" else states
-        found[word] = (base + 2 * spec.elements / share) / 1e9
-    assert {word: round(size, 1) for word, size in found.items()} == {
+        result[word] = (base + 2 * spec.elements / share) / 1e9
+    assert {word: round(size, 1) for word, size in result.items()} == {
         "ddp": 120.0,
         "zero1": 31.4,
         "zero2": 16.6,
@@ -267,37 +250,19 @@ def test_the_zero_papers_figure() -> None:
     }
 
 
-def test_two_known_estimates() -> None:
-    """7B in half precision: 14 + 14 + 28 GB of weights, gradients and moments. 70B with optimizer state: 980 GB."""
-    machine = hardware("16x H100-80GB")
-    half = resolve(Strategy(precision="bf16_pure"), TrainConfig(), parameters(7_000_000_000), 1, machine.device)
-    held = engine_of(half.strategy).expected_state(half)
-    gradients = 7_000_000_000 * BYTES_OF[held.dtypes["gradients"]]
-    assert [held.parameters / 1e9, gradients / 1e9, (held.optimizer or 0) / 1e9] == [14, 14, 28]
-    job = resolve(
-        Strategy(sharding="zero3", precision="bf16"), TrainConfig(), parameters(70_000_000_000), 16, machine.device
-    )
-    held = engine_of(job.strategy).expected_state(job)
-    assert 16 * (held.parameters + held.master + (held.optimizer or 0)) == pytest.approx(980e9, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("size", "strategy", "machine", "peak"),
     [
-        ((4096, 14336, 32, 32), {"sharding": "none", "precision": "bf16"}, "1x H200", 119.8),
-        ((8192, 28672, 80, 64), {"sharding": "fsdp", "precision": "bf16_pure"}, "8x H100-80GB", 72.3),
+        (LLAMA_8B, {"sharding": "none", "precision": "bf16"}, "1x H200", 119.8),
+        (LLAMA_70B, {"sharding": "fsdp", "precision": "bf16_pure"}, "8x H100-80GB", 72.3),
     ],
 )
 def test_what_fits_with_fused_kernels(
     size: tuple[int, ...], strategy: dict[str, str], machine: str, peak: float
 ) -> None:
     """Llama 3 8B and 70B, all weights: with the temporaries of torch's other kernels neither would fit."""
-    from transformers import LlamaConfig
-
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    model = LlamaConfig(**dict(zip(names, size, strict=True)), num_key_value_heads=8, vocab_size=128256)
     request = Strategy(activation_checkpointing="full", **strategy)
-    result = forecast(describe(model), request, machine, TrainConfig(seq_len=1024, micro_batch=1))
+    result = forecast(llama3(*size), request, machine, TrainConfig(seq_len=1024, micro_batch=1))
     assert result.fits, result.reason
     assert result.peak_bytes / GiB == pytest.approx(peak, rel=0.01)
     assert result.phases["step"] <= result.phases["backward"]
@@ -311,27 +276,24 @@ def parameters(elements: int) -> ModelSpec:
 
 
 def test_parts_add_up_to_the_peak_and_phases_hold_it() -> None:
-    found = forecast(describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=128))
-    assert sum(found.parts.values()) == found.peak_bytes == max(found.phases.values())
-    assert found.fits
-    assert found.limit_bytes == hardware("A100-80GB").device.free_bytes
-    assert found.to_dict()["device"]["phases"][found.peak_phase] == found.peak_bytes
-    assert "It fits." in str(found)
+    result = forecast(
+        describe(config("llama", 4)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=128)
+    )
+    assert sum(result.parts.values()) == result.peak_bytes == max(result.phases.values())
+    assert result.fits
+    assert result.limit_bytes == hardware("A100-80GB").device.free_bytes
+    assert result.to_dict()["device"]["phases"][result.peak_phase] == result.peak_bytes
+    assert "It fits." in str(result)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    large = config("llama", 80)
-    large.hidden_size, large.intermediate_size, large.vocab_size = 8192, 28672, 128256
-    large.num_attention_heads, large.num_key_value_heads, large.head_dim = 64, 8, 128
-    found = forecast(describe(large), Strategy(sharding="ddp"), "8x H100-80GB", TrainConfig(seq_len=128))
-    assert not found.fits
-    assert "A rank has 79.11 GiB and needs" in found.reason
-    assert found.change is not None
-    assert found.change == {"micro_batch": 1, "accumulation": 4, "sharding": "fsdp", "offload": "cpu"}
-    assert "The smallest change that fits: --micro-batch 1" in found.reason
-    alone = forecast(
-        describe(large), Strategy(sharding="none", adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1)
-    )
+    large = llama3(*LLAMA_70B)
+    result = forecast(large, Strategy(sharding="ddp"), "8x H100-80GB", TrainConfig(seq_len=128))
+    assert not result.fits
+    assert "A rank has 79.11 GiB and needs" in result.reason
+    assert result.change == {"micro_batch": 1, "accumulation": 4, "sharding": "fsdp", "offload": "cpu"}
+    assert "The smallest change that fits: --micro-batch 1" in result.reason
+    alone = forecast(large, Strategy(adapter="qlora"), "T4", TrainConfig(seq_len=128, micro_batch=1))
     assert not alone.fits
     assert alone.change is None
     assert "smallest change" not in alone.reason
@@ -339,11 +301,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 def test_the_smallest_change_that_fits_is_named() -> None:
     """A smaller batch where that is enough, else several changes together; and it does fit."""
-    large = config("llama", 32)
-    large.hidden_size, large.intermediate_size, large.vocab_size = 4096, 14336, 128256
-    large.num_attention_heads, large.num_key_value_heads, large.head_dim = 32, 8, 128
-    large.max_position_embeddings = 4096
-    spec = describe(large)
+    spec = llama3(*LLAMA_8B)
     for strategy, on, train_config, change in (
         (
             Strategy(sharding="fsdp"),
@@ -353,20 +311,19 @@ def test_the_smallest_change_that_fits_is_named() -> None:
         ),
         (Strategy(sharding="zero1"), "2x A100-80GB", TrainConfig(seq_len=1024, micro_batch=2), {"sharding": "fsdp"}),
     ):
-        found = forecast(spec, strategy, on, train_config)
-        assert not found.fits
-        assert found.change == change
+        result = forecast(spec, strategy, on, train_config)
+        assert not result.fits
+        assert result.change == change
         chosen, batch = changed(strategy, train_config, change)
         smaller = forecast(spec, chosen, on, batch)
         assert smaller.fits
-        assert smaller.needed_bytes == found.changed_bytes
+        assert smaller.needed_bytes == result.changed_bytes
 
 
 @pytest.mark.parametrize(
     ("strategy", "on", "ranks", "said"),
     [
         (Strategy(sharding="hsdp", dp_replicate=2), "2x A100-80GB", None, "needs groups of at least 2 ranks"),
-        (Strategy(sharding="ddp"), "2x H1000", None, "hardware '2x H1000' is unknown. Did you mean"),
         (Strategy(sharding="ddp"), "2x H100", 0, "ranks 0: expected at least 1"),
     ],
 )
@@ -376,8 +333,6 @@ def test_what_cannot_be_forecast_is_said(strategy: Strategy, on: str, ranks: int
 
 
 def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -> None:
-    from transformers import OpenAIGPTConfig
-
     spec = describe(OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256))
     with pytest.raises(StrategyError, match="OpenAIGPTLMHeadModel has no activation checkpointing"):
         forecast(spec, Strategy(), "T4", TrainConfig(seq_len=64))
@@ -398,7 +353,6 @@ def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_frozen_parts_are_in_a_forecast(sharding: str) -> None:
     """A deeper vision tower adds its bytes: whole, or a half on each of two ranks; no gradient, master or moment."""
-    from transformers import LlavaConfig
 
     def of(layers: int) -> tuple[ModelSpec, Any]:
         vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 256, "patch_size": 14}
@@ -416,27 +370,18 @@ def test_frozen_parts_are_in_a_forecast(sharding: str) -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
-    from transformers import T5Config
-
     without_start = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=256)
     with pytest.raises(ModelError, match=r"model 'T5Config' cannot be traced.*decoder_start_token_id"):
         forecast(describe(without_start), Strategy(sharding="none"), "T4")
 
 
-def test_a_forecast_imports_no_engine() -> None:
-    program = (
-        "import sys, toolkit as tk\n"
-        "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', tk.TrainConfig(seq_len=64, micro_batch=2))\n"
-        "print(sorted({'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)))"
-    )
-    assert python("-c", program, code=0).stdout.strip() == "[]"
-
-
-def test_an_adapter_is_traced_in_a_child_process() -> None:
+def test_a_forecast_imports_no_engine_and_traces_an_adapter_in_a_child_process() -> None:
     """What `peft` imports never comes into the caller's process; what was traced once needs no child."""
     program = (
         "import subprocess, sys, toolkit as tk\n"
-        "ask = lambda: tk.forecast('embedded', tk.Strategy(adapter='qlora'), '1x cpu', tk.TrainConfig(seq_len=64, micro_batch=2))\n"
+        "loop = tk.TrainConfig(seq_len=64, micro_batch=2)\n"
+        "ask = lambda: tk.forecast('embedded', tk.Strategy(adapter='qlora'), '1x cpu', loop)\n"
+        "tk.forecast('embedded', tk.Strategy(sharding='zero3'), '2x cpu', loop)\n"
         "first = ask()\n"
         "subprocess.run = None\n"
         "assert ask().parts == first.parts\n"
@@ -446,8 +391,6 @@ def test_an_adapter_is_traced_in_a_child_process() -> None:
 
 
 def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec, train_config = describe(config("llama", 3)), TrainConfig(seq_len=64, micro_batch=8)
     forecast(spec, Strategy(sharding="zero3", precision="bf16"), "8x A100-80GB", train_config)
@@ -460,8 +403,6 @@ def test_a_first_answer_has_traced_for_the_other_engines_too(tmp_path: Path, mon
 
 
 def test_a_way_that_cannot_be_traced_spoils_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing
-
     real = tracing.trace
 
     def picky(spec: ModelSpec, way: TraceConfig, **sizes: int) -> Any:
@@ -496,11 +437,11 @@ def test_a_host_that_is_too_small_is_said() -> None:
     """FSDP reads the whole model in rank 0, whatever the devices hold."""
     machine = hardware("8x A100-80GB")
     small = dataclasses.replace(machine, host_free_bytes=1_000_000)
-    found = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, TrainConfig(seq_len=64))
-    assert not found.fits
-    assert "A node's host has" in found.reason
+    result = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), small, TrainConfig(seq_len=64))
+    assert not result.fits
+    assert "A node's host has" in result.reason
     # A checkpoint's copy of weights and moments alone would be too much.
-    enough = dataclasses.replace(machine, host_free_bytes=found.host_bytes - found.host_checkpoint_bytes)
+    enough = dataclasses.replace(machine, host_free_bytes=result.host_bytes - result.host_checkpoint_bytes)
     named = forecast(describe(config("llama", 4)), Strategy(sharding="fsdp"), enough, TrainConfig(seq_len=64))
     assert named.host_checkpoint_bytes > 0
     assert "without them (--save-every 0 --save-seconds 0) it fits" in named.reason
@@ -516,28 +457,6 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert trace_of(spec, FP32, batch=1, seq_len=16) == first
 
 
-def test_a_ledgers_parts_add_up_whatever_walks_through_it() -> None:
-    ledger = Ledger()
-    for rise, net, logits_rise, logits_net in ((100, 100, 0, 0), (50, 0, 50, 50), (0, -60, 0, -50), (110, 20, 10, 5)):
-        ledger.walk(rise, net, logits_rise, logits_net)
-        assert sum(ledger.held.values()) == ledger.total
-        assert sum(ledger.parts.values()) == ledger.peak
-
-
-def test_a_ledger_remembers_the_highest_of_each_phase() -> None:
-    ledger = Ledger()
-    ledger.enter("load")
-    ledger.hold("parameters", 10)
-    ledger.enter("forward")
-    ledger.hold("activations", 5)
-    ledger.touch("workspace", 3)
-    ledger.hold("activations", -5)
-    ledger.enter("step")
-    assert ledger.phases == {"load": 10, "forward": 18, "step": 10}
-    assert (ledger.peak, ledger.peak_phase) == (18, "forward")
-    assert ledger.parts == {"parameters": 10, "activations": 5, "workspace": 3}
-
-
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     spec = describe(config("llama", 4))
@@ -550,27 +469,24 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
 
 
 def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
-    large = config("llama", 32)
-    large.hidden_size, large.intermediate_size, large.vocab_size = 4096, 14336, 128256
-    large.num_attention_heads, large.num_key_value_heads, large.head_dim = 32, 8, 128
-    found = plan(describe(large), "8x H100-80GB", global_batch=48, seq_len=1024)
-    speeds = [one.forecast.timing.tokens_per_second for one in found.ranked if one.forecast and one.forecast.timing]
-    assert len(speeds) == len(found.ranked) > 0
+    result = plan(llama3(*LLAMA_8B), "8x H100-80GB", global_batch=48, seq_len=1024)
+    speeds = [one.forecast.timing.tokens_per_second for one in result.ranked if one.forecast and one.forecast.timing]
+    assert len(speeds) == len(result.ranked) > 0
     assert speeds == sorted(speeds, reverse=True)
-    assert all(one.forecast and one.forecast.needed_bytes <= 0.95 * one.forecast.limit_bytes for one in found.ranked)
-    assert all(one.reason for one in found.rejected)
-    assert {"ddp"} <= {one.strategy.sharding for one in found.rejected}
-    assert {(one.train_config.micro_batch, one.train_config.accumulation) for one in found.ranked} == {
+    assert all(one.forecast and one.forecast.needed_bytes <= 0.95 * one.forecast.limit_bytes for one in result.ranked)
+    assert all(one.reason for one in result.rejected)
+    assert {"ddp"} <= {one.strategy.sharding for one in result.rejected}
+    assert {(one.train_config.micro_batch, one.train_config.accumulation) for one in result.ranked} == {
         (1, 6),
         (2, 3),
         (3, 2),
         (6, 1),
     }
-    assert found.best is found.ranked[0]
-    assert found.command("M").startswith(
+    assert result.best is result.ranked[0]
+    assert result.command("M").startswith(
         "accelerate launch --config_file accelerate.yaml -m toolkit.finetune --model M"
     )
-    assert found.config()["num_processes"] == 8
+    assert result.config()["num_processes"] == 8
 
 
 def test_a_global_batch_is_shared_evenly_or_refused() -> None:
@@ -596,65 +512,58 @@ def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.C
 
 @pytest.fixture(scope="module")
 def tight() -> tuple[ModelSpec, Any]:
-    """A model, and a machine on which its optimizer's states have no room on the device nor on the host."""
-    large = config("llama", 24)
-    large.hidden_size, large.intermediate_size, large.vocab_size = 1024, 2816, 256
-    machine = hardware("2x H100-80GB")
+    """A model, and its plan on a machine where its optimizer's states fit neither on the device nor on the host."""
+    spec, machine = describe(config("llama", 24, hidden_size=1024, intermediate_size=2816)), hardware("2x H100-80GB")
     small = dataclasses.replace(machine.device, free_bytes=1_300 * 2**20)
-    return describe(large), dataclasses.replace(machine, device=small, host_free_bytes=2**30)
+    machine = dataclasses.replace(machine, device=small, host_free_bytes=2**30)
+    return spec, plan(spec, machine, global_batch=4, seq_len=512)
 
 
 def test_where_nothing_fits_a_plan_says_what_would(tight: tuple[ModelSpec, Any]) -> None:
-    spec, machine = tight
-    found = plan(spec, machine, global_batch=4, seq_len=512)
-    assert not found.ranked
-    assert "The changes below fit." in found.headline()
-    changes = [one.change for one in found.alternatives]
+    spec, result = tight
+    assert not result.ranked
+    assert "The changes below fit." in result.headline()
+    changes = [one.change for one in result.alternatives]
     assert {"adapter": "lora"} in changes
     assert {"adapter": "qlora"} in changes
     assert any("hardware" in change for change in changes)
     with pytest.raises(StrategyError, match="What fits: --adapter lora"):
-        _ = found.best
-    for one in found.alternatives:
+        _ = result.best
+    for one in result.alternatives:
         fields = {name: value for name, value in one.change.items() if name not in ("hardware", "global_batch")}
         strategy, train_config = changed(one.strategy, one.train_config, fields)
-        assert one.forecast is not None
         again = forecast(spec, strategy, one.forecast.hardware, train_config, ranks=one.forecast.ranks)
         assert again.fits, one.flags
         assert again.peak_bytes == one.forecast.peak_bytes
 
 
 def test_rejections_are_grouped_unless_all_are_wanted(tight: tuple[ModelSpec, Any]) -> None:
-    spec, machine = tight
-    found = plan(spec, machine, global_batch=4, seq_len=512)
-    grouped = found.tables()[-1]
-    assert sum(int(row[0]) for row in grouped.rows) == len(found.rejected)
+    _, result = tight
+    grouped = result.tables()[-1]
+    assert sum(int(row[0]) for row in grouped.rows) == len(result.rejected)
     lines = grouped.text(80).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    whole = dataclasses.replace(found, whole=True).tables()[-1]
-    assert len(list(whole.rows)) == len(found.rejected)
+    whole = dataclasses.replace(result, whole=True).tables()[-1]
+    assert len(list(whole.rows)) == len(result.rejected)
 
 
 def test_one_device_is_planned_with_offload() -> None:
     spec = describe(config("llama", 2))
-    found = plan(spec, "1x RTX-3090", global_batch=2, seq_len=64)
-    chosen = {(one.strategy.sharding, one.strategy.offload) for one in found.ranked}
+    result = plan(spec, "1x RTX-3090", global_batch=2, seq_len=64)
+    chosen = {(one.strategy.sharding, one.strategy.offload) for one in result.ranked}
     assert {("none", "none"), ("zero2", "optimizer"), ("zero3", "cpu"), ("fsdp", "cpu")} <= chosen
     assert all(offload != "none" for sharding, offload in chosen if sharding != "none")
 
 
 def test_hours_and_costs_of_a_plan_follow_from_its_speed() -> None:
-    found = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, tokens=2e9, price=2.5)
-    best = found.ranked[0]
-    assert best.forecast is not None
-    assert best.forecast.timing is not None
+    result = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, tokens=2e9, price=2.5)
+    best = result.ranked[0]
     hours, cost = best.hours, best.cost
-    assert hours is not None
     assert cost == pytest.approx(hours * 2 * 2.5)
     plain = 2e9 / best.forecast.timing.tokens_per_second / 3600
     assert plain <= hours < 1.01 * plain
-    assert "Best by cost" in str(found)
+    assert "Best by cost" in str(result)
     for wrong in ({"price": 2.5}, {"tokens": 0.0}, {"tokens": float("nan")}, {"vary": ["colour"]}):
         with pytest.raises(ToolkitError):
             plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, **wrong)  # type: ignore[arg-type]

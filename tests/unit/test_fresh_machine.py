@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "system-packages"
 TOOLS = ("make", "g++", "chromium", "git", "unshare", "mount")
 PACKAGES = ["python3", "python3-venv", "make", "g++", "python3-dev", "chromium", "git", "util-linux", "mount"]

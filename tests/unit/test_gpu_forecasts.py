@@ -1,4 +1,4 @@
-"""What a forecast for a GPU knows beside what a fake processor shows, and that published runs on one took as much."""
+"""What a forecast for a GPU adds to a trace on a fake processor, and that published runs took as much memory."""
 
 import dataclasses
 import importlib
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 
 from toolkit import Strategy, TrainConfig, describe, hardware
 from toolkit.core.units import GiB, KiB, MiB
@@ -20,10 +23,10 @@ from toolkit.forecasting.memory import replay, traced, whole_step
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
 
+pytestmark = pytest.mark.usefixtures("peft")
+
 
 def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") -> Job:
-    from transformers import LlamaConfig
-
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     spec = describe(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=512, max_position_embeddings=8192))
     strategy = Strategy(sharding="none", precision="fp16", attention=attention)
@@ -32,9 +35,6 @@ def small(seq_len: int = 512, card: str = "A100-80GB", attention: str = "sdpa") 
 
 def test_work_is_what_the_device_does() -> None:
     """Not the questions that a fake tensor asks itself, nor what only renames a tensor."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         made = torch.ones(256, 256)
@@ -50,8 +50,6 @@ def test_work_is_what_the_device_does() -> None:
 
 def within(kernel: Any) -> int:
     """What the peak of a backward on a GPU is above that of its outputs and inputs alone."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     highest = {}
     for device in ("cpu", "cuda"):
         tracker = Tracker(device=device)
@@ -67,22 +65,16 @@ def within(kernel: Any) -> int:
 
 
 def softmax() -> Any:
-    import torch
-
     return torch.ops.aten._softmax_backward_data(torch.ones(64, 64), torch.ones(64, 64), -1, torch.float32)
 
 
 def embedding(tokens: int) -> Any:
-    import torch
-
     return torch.ops.aten.embedding_dense_backward(
         torch.ones(tokens, 32), torch.ones(tokens, dtype=torch.long), 100, -1, False
     )
 
 
 def flash(groups: int) -> Any:
-    import torch
-
     made = {"dtype": torch.bfloat16}
     query, key, sums = (
         torch.ones(2, 4, 100, 64, **made),
@@ -92,12 +84,6 @@ def flash(groups: int) -> Any:
     none, seed = torch.ones(0), torch.ones(2, dtype=torch.long)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     return backward(query, query, key, key, query, sums, none, none, 100, 100, 0.0, True, seed, seed)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def peft() -> None:
-    """Adapters are traced in this process then, and not in a child process each."""
-    importlib.import_module("peft")
 
 
 @pytest.mark.parametrize(
@@ -125,8 +111,6 @@ def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
     bare = [one._replace(skipped=()) for one in step]
     machine = hardware("A100-80GB")
     fast, slow = step_time(job, machine, step), step_time(job, machine, bare)
-    assert fast is not None
-    assert slow is not None
     assert fast.step_seconds < slow.step_seconds
     assert operations(job, step) == operations(job, bare)
     wide = dataclasses.replace(job, train_config=dataclasses.replace(job.train_config, micro_batch=8))
@@ -194,9 +178,9 @@ def rows() -> list[Any]:
         "SmolLM2-135M, LoRA, eager, 1 x 4,096, T4",
         "SmolLM2-1.7B, LoRA, sdpa, 4 x 1,024, T4",
     }
-    found = [run for run in importlib.import_module("published_runs").t4() if run.what in wanted]
-    assert len(found) == len(wanted)
-    return found
+    result = [run for run in importlib.import_module("published_runs").t4() if run.what in wanted]
+    assert len(result) == len(wanted)
+    return result
 
 
 def test_runs_that_others_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,17 +200,16 @@ def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypa
     for dtype in ("fp16", "fp32"):
         strategy = dataclasses.replace(run.strategy, grad_accum_dtype=dtype)
         job = resolve(strategy, run.train_config, describe(run.config), 1, machine.device)
-        found = forecast_job(job, machine, one_document=True)
-        assert found.fits == (dtype == "fp16")
-        assert found.timing is not None
+        result = forecast_job(job, machine, one_document=True)
+        assert result.fits == (dtype == "fp16")
+        assert result.timing is not None
         if dtype == "fp16":
-            assert found.operations / found.timing.step_seconds / 1e12 == pytest.approx(run.tflops, rel=0.25)
+            assert result.operations / result.timing.step_seconds / 1e12 == pytest.approx(run.tflops, rel=0.25)
 
 
 def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
     assert card_of("NVIDIA A100-SXM4-80GB", 80 * GiB) == CARDS["A100-80GB"]
     board = card_of("NVIDIA A100-PCIE-40GB", 40 * GiB)
-    assert board is not None
     assert (board.peer, board.tflops_half) == (CARDS["A100-40GB"].host, CARDS["A100-40GB"].tflops_half)
     for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"):
         assert card_of(slower, 80 * GiB) is None, slower
@@ -234,8 +217,6 @@ def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
 
 def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wait_for_the_disk() -> None:
     """70B with AdamW on eight GPUs: 788 GiB of states, which lie in the host's memory once."""
-    from transformers import LlamaConfig
-
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     spec = describe(LlamaConfig(**shape, num_hidden_layers=80, vocab_size=128256, max_position_embeddings=8192))
     machine, train_config = hardware("8x H100-80GB"), TrainConfig(micro_batch=1, seq_len=2048)

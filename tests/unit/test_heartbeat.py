@@ -42,16 +42,6 @@ def test_it_says_where_the_rank_is(tmp_path: Path) -> None:
     assert read_beats(tmp_path)[3].step == 7
 
 
-def test_of_two_ranks_the_one_with_fewer_marks_is_behind(tmp_path: Path) -> None:
-    first, second = Beat(tmp_path / "rank-0.beat", 0), Beat(tmp_path / "rank-1.beat", 1)
-    with first, second:
-        first.note("begin", step=1)
-        second.note("begin", step=1)
-        assert first.marks == second.marks
-        first.note("between")
-        assert first.marks > second.marks
-
-
 def test_ranks_of_different_stages_are_not_compared(tmp_path: Path) -> None:
     watch = HeartbeatMonitor(run_paths(tmp_path), 4, 1.0)
     told = {"pid": 1, "step": 4, "phase": "forward", "listens": True, "rss": 0, "cpu": 0.0, "time": 0.0}
@@ -63,7 +53,6 @@ def test_ranks_of_different_stages_are_not_compared(tmp_path: Path) -> None:
     assert watch.behind() is None
     watch.beats[3] = beat(3, 1, 2)
     late = watch.behind()
-    assert late is not None
     assert late.rank == 3
 
 
@@ -102,7 +91,6 @@ with Beat(Path({str(tmp_path / "rank-0.beat")!r}), 0, every=0.02):
     time.sleep(60)
 """
     with start("-c", code) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         assert read_beats(tmp_path)[0].pid == process.pid
         process.send_signal(19)

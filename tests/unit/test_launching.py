@@ -96,6 +96,7 @@ def test_every_gpu_is_used_unless_another_number_is_given() -> None:
     assert choose_ranks(several, machine, None) == 8
     assert choose_ranks(several[:1], machine, None) == 1
     assert choose_ranks(several, machine, 4) == 4
+    assert choose_ranks(several[1:], tk.hardware("1x T4"), None) == 1
     with pytest.raises(RunError, match="this machine has 8 cuda"):
         choose_ranks(several, machine, 9)
 

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from ranks import reset
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
-from toolkit.devices.machine import Device
-from toolkit.engines.adapters import adapt, check_quantized, require_libraries, unquantized_share
+from toolkit.core.errors import ModelError, StrategyError
+from toolkit.devices.machine import hardware
+from toolkit.engines.adapters import (
+    _seeded_by_name,
+    adapt,
+    add_adapter,
+    save_packed_weights,
+)
+from toolkit.engines.experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
-from toolkit.models import ModelSpec, describe, embedded_config
+from toolkit.models import describe, embedded_config
 from toolkit.models.embedded import embedded_checkpoint
 from toolkit.models.tokenizer import load_tokenizer
-from toolkit.training.loading import load
+from toolkit.training import streamed_weights
+from toolkit.training.loading import Reader, load
 from toolkit.training.setup import accelerator as make
-
-CPU = Device(
-    kind="cpu",
-    name="cpu",
-    total_bytes=1 << 34,
-    free_bytes=1 << 34,
-    dtypes=("fp32", "bf16"),
-    attentions=("sdpa", "eager"),
-)
-
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -47,17 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def tokenizer(folder: Path, *reserved: str, words: int = 50, **special: str) -> None:
-    """Save a tokenizer with these special tokens, `reserved` ones without a role."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    known = ["<unk>", *special.values(), *reserved, *(f"w{index}" for index in range(words))]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
-    if reserved:
-        made.add_tokens(list(reserved), special_tokens=True)
-    made.save_pretrained(folder)
+tokenizer = functools.partial(tiny.save_tokenizer, words=50)
 
 
 def loaded(folder: Path, **words: Any) -> tuple[Any, Any]:
@@ -65,7 +63,7 @@ def loaded(folder: Path, **words: Any) -> tuple[Any, Any]:
 
 
 def job(folder: Path, seed: int = 0, **words: Any) -> Job:
-    return resolve(Strategy(**words), TrainConfig(seq_len=16, seed=seed), describe(folder), 1, CPU)
+    return resolve(Strategy(**words), TrainConfig(seq_len=16, seed=seed), describe(folder), 1, hardware("cpu").device)
 
 
 # The model
@@ -73,10 +71,6 @@ def job(folder: Path, seed: int = 0, **words: Any) -> Job:
 
 def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> None:
     """A part of a model draws what the whole one draws: a rank of a pipeline holds some modules only."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from toolkit.engines.adapters import _seeded_by_name, add_adapter
 
     def drawn(layers: int, targets: list[str], seed: int) -> dict[str, Any]:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
@@ -96,8 +90,6 @@ def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> Non
 
 
 def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     model, words = loaded(folder)
     assert model.training
     assert all(module.training for module in model.modules())
@@ -123,38 +115,13 @@ def test_the_named_attention_and_checkpointing_are_used(folder: Path) -> None:
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
-@pytest.mark.parametrize(
-    ("words", "trained", "frozen"),
-    [
-        ({"precision": "bf16"}, "float32", None),
-        ({"precision": "bf16_pure"}, "bfloat16", None),
-        ({"precision": "bf16", "adapter": "lora"}, "float32", "bfloat16"),
-        ({"precision": "bf16_pure", "adapter": "lora"}, "bfloat16", "bfloat16"),
-        ({"precision": "fp32", "adapter": "dora"}, "float32", "float32"),
-    ],
-)
-def test_dtypes(folder: Path, words: dict[str, str], trained: str, frozen: str | None) -> None:
-    model, _ = loaded(folder, **words)
-    found = {
-        flag: {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad is flag}
-        for flag in (True, False)
-    }
-    assert found == {True: {trained}, False: {frozen} if frozen else set()}
-
-
-def test_no_model_and_no_weights(folder: Path) -> None:
+def test_an_accelerator_without_a_model_loads_none() -> None:
     with pytest.raises(StrategyError, match="made without a model"):
         load(make(Strategy()))
-    reset()
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="weights"):
-        loaded(folder)
 
 
 @pytest.mark.parametrize("damage", ["missing", "other shape"])
 def test_weights_that_do_not_fit_are_never_drawn_at_random(folder: Path, damage: str) -> None:
-    from safetensors.torch import load_file, save_file
-
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
     if damage == "missing":
@@ -170,16 +137,12 @@ def test_weights_that_do_not_fit_are_never_drawn_at_random(folder: Path, damage:
 
 
 def adapter_values(folder: Path, seed: int = 0, **words: Any) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
-
-    asked = job(folder, seed, **words)
-    model = adapt(asked, AutoModelForCausalLM.from_pretrained(folder))
+    request = job(folder, seed, **words)
+    model = adapt(request, AutoModelForCausalLM.from_pretrained(folder))
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def test_an_adapter_depends_on_the_seed_alone_and_leaves_the_generator_alone(folder: Path) -> None:
-    import torch
-
     torch.manual_seed(3)
     first = adapter_values(folder, adapter="lora")
     following = torch.rand(1)
@@ -191,8 +154,6 @@ def test_an_adapter_depends_on_the_seed_alone_and_leaves_the_generator_alone(fol
 
 
 def test_an_adapter_begins_on_values_of_the_compute_dtype(folder: Path) -> None:
-    import torch
-
     for values in (adapter_values(folder, adapter=kind, precision="bf16") for kind in ("lora", "dora")):
         assert all(tensor.dtype == torch.float32 for tensor in values.values())
         assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in values.values())
@@ -211,11 +172,8 @@ def test_all_linear_layers_but_the_head_are_adapted(folder: Path) -> None:
 
 def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
     """A Mamba's output is computed by a kernel that never calls the module."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64)).save_pretrained(
-        tmp_path
-    )
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(
         StrategyError, match=r"PEFT takes not all of .*out_proj.*Choose --lora-targets among the others"
     ):
@@ -229,38 +187,6 @@ def test_rank_alpha_and_task_of_an_adapter(folder: Path) -> None:
     assert (config.r, config.lora_alpha, config.lora_dropout, config.use_dora) == (8, 16, 0.0, True)
     assert config.task_type == "CAUSAL_LM"
     assert not config.modules_to_save
-
-
-@pytest.mark.parametrize(("library", "adapter"), [("peft", "lora"), ("peft", "dora"), ("bitsandbytes", "qlora")])
-def test_a_missing_library(folder: Path, monkeypatch: pytest.MonkeyPatch, library: str, adapter: str) -> None:
-    found: Callable[..., Any] = importlib.util.find_spec
-    asked = job(folder, adapter=adapter)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == library else found(name, *more)
-    )
-    with pytest.raises(MissingLibrary, match=f"adapter '{adapter}' needs {library}.*pip install"):
-        require_libraries(asked)
-    require_libraries(job(folder))
-
-
-def test_the_unquantized_share(folder: Path) -> None:
-    """Embedding 64 · 32 (tied with the head), norms 5 · 32; a layer's linear weights are 3,072 + 6,144."""
-    spec = describe(folder)
-    other, linear = 64 * 32 + 5 * 32, 2 * (3072 + 6144)
-    assert unquantized_share(spec, "qlora") == pytest.approx(other / (other + linear))
-    check_quantized(spec, "qlora", allow_unquantized=False)
-
-
-def test_a_mostly_unquantized_model_is_refused_before_it_is_read() -> None:
-    from transformers import MixtralConfig
-
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    spec: ModelSpec = describe(MixtralConfig(num_local_experts=8, **shape, **heads))
-    with pytest.raises(ModelError, match=r"leave 9\d% of .*fused experts, .*--allow-unquantized"):
-        check_quantized(spec, "qlora8", allow_unquantized=False)
-    check_quantized(spec, "qlora8", allow_unquantized=True)
-    check_quantized(spec, "qlora", allow_unquantized=False)  # 4 bits pack experts, too
 
 
 # The tokenizer
@@ -290,7 +216,7 @@ def test_the_configs_pad_token_comes_before_a_reserved_one(folder: Path) -> None
 @pytest.mark.parametrize(
     ("special", "message"),
     [
-        ({"words": 50}, "no pad token, none in reserve"),
+        ({"bos_token": "<s>"}, "no pad token, none in reserve"),
         ({"words": 70, "pad_token": "<pad>"}, "goes to token 71, its embedding only to 63"),
         (None, "tokenizer cannot be read"),
     ],
@@ -308,8 +234,6 @@ def test_a_tokenizer_that_does_not_fit(folder: Path, special: dict[str, Any] | N
 
 
 def test_the_embedded_checkpoint(tmp_path: Path) -> None:
-    import torch
-
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -324,23 +248,19 @@ def test_the_embedded_checkpoint(tmp_path: Path) -> None:
     assert embedded_config().items() <= spec.config.items()
 
 
+def reader(path: Path, **words: Any) -> Reader:
+    accelerator = make(Strategy(**{"adapter": "qlora", **words}), TrainConfig(seq_len=16), describe(path))
+    return Reader(accelerator.job, accelerator)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
     tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a piece is no whole number of rows of the tensor, and where the rest is smaller than a piece."""
-    import torch
-
-    from toolkit.training import streamed_weights
-    from toolkit.training.loading import Reader
-
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 96)
-    path = tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200)
-    spec = describe(str(path))
-    accelerator = make(Strategy(adapter="qlora", precision=precision), TrainConfig(seq_len=16), spec)
-    reader = Reader(accelerator.job, accelerator)
-    deferred, whole = reader.defer(), reader.read()
-    assert deferred is not None
+    reads = reader(tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200), precision=precision)
+    deferred, whole = reads.defer(), reads.read()
     packed = [name for name, module in whole.named_modules() if type(module).__name__ == "Linear4bit"]
     assert len(packed) == 14
     for name in packed:
@@ -360,18 +280,9 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files hold each expert in two or three tensors, which lie row below row in the model's."""
-    import torch
-
-    from toolkit.engines.experts import packed_experts, unpack_experts
-    from toolkit.training import streamed_weights
-    from toolkit.training.loading import Reader
-
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
-    spec = describe(str(getattr(tiny, kind)(tmp_path / "model")))
-    accelerator = make(Strategy(adapter="qlora", precision="bf16"), TrainConfig(seq_len=16), spec)
-    reader = Reader(accelerator.job, accelerator)
-    streamed, whole = reader.defer(), reader.read()
-    assert streamed is not None
+    reads = reader(getattr(tiny, kind)(tmp_path / "model"), precision="bf16")
+    streamed, whole = reads.defer(), reads.read()
     streamed.streamed_weights.fill(streamed)
     assert len(packed_experts(streamed)) == 4
     for model in (streamed, whole):
@@ -382,25 +293,13 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
 
 def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
     """Mixtral's files hold one expert a tensor, and transformers joins them."""
-    from toolkit.training.loading import Reader
-
-    path = tiny.mixtral(tmp_path / "model")
-    spec = describe(str(path))
-    accelerator = make(Strategy(adapter="lora"), TrainConfig(seq_len=16), spec)
-    assert Reader(accelerator.job, accelerator).defer() is None
+    assert reader(tiny.mixtral(tmp_path / "model"), adapter="lora").defer() is None
 
 
 def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:
     """A gathered weight that stayed until the backward would undo ZeRO-3's sharding."""
-    import gc
-
-    import torch
     from bitsandbytes.autograd import _functions
     from bitsandbytes.functional import quantize_4bit
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils.checkpoint import checkpoint
-
-    from toolkit.engines.adapters import save_packed_weights
 
     save_packed_weights()
     x = torch.randn(4, 64, requires_grad=True)

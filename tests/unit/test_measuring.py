@@ -62,35 +62,13 @@ print(window.result().to_json())
 """
 
 WINDOWS = """
-import gc, json
+import json
 from toolkit import measurement as measuring
 from toolkit.core.phases import phase
 
 said = {}
 window = measuring.start("cpu")
 import torch
-
-def living():
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-model = torch.nn.Sequential(torch.nn.Embedding(999, 64), *[torch.nn.Linear(64, 64) for _ in range(5)])
-optimizer = torch.optim.AdamW(model.parameters())
-expected = []
-for step in (1, 2, 3):
-    inputs = torch.randint(0, 999, (3, 17))
-    with phase("forward"):
-        loss = model(inputs).square().mean()
-    with phase("backward"):
-        loss.backward()
-    with phase("step"):
-        optimizer.step()
-        optimizer.zero_grad()
-    del loss
-    expected.append(living())
-    window.step_done(step)
-said["adamw"] = [window.result().to_dict(), expected]
 
 def users():
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -106,6 +84,8 @@ def trained(window):
     window.step_done(1)
     window.close()
     return window
+
+said["one step"] = [trained(window).result().to_dict(), []]
 
 profiler = users()
 window = trained(measuring.start("cpu"))
@@ -133,7 +113,6 @@ profiler.stop()
 said["at the save"] = [window.result().to_dict(), keys(profiler)]
 
 said["off"] = [trained(measuring.start("cpu", enabled=False)).result().to_dict(), []]
-said["one step"] = [trained(measuring.start("cpu")).result().to_dict(), []]
 print(json.dumps(said))
 """
 
@@ -142,8 +121,8 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     """What a script prints as JSON, in a process of its own. It must say nothing else, on either stream."""
     done = python("-c", script, *arguments, code=0)
     assert done.stderr == ""
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def in_mib(phases: dict[str, int]) -> dict[str, float]:
@@ -151,8 +130,8 @@ def in_mib(phases: dict[str, int]) -> dict[str, float]:
 
 
 def known_peaks(device: str) -> dict[str, Any]:
-    said = run(PHASED, device)
-    assert in_mib(said["phases"]) == {
+    result = run(PHASED, device)
+    assert in_mib(result["phases"]) == {
         "load": 16,  # 10 kept, 6 after the mark and before the next
         "prepare": 12,
         "forward": 12 + 8 + 48,  # two threads have left 4 each
@@ -160,43 +139,23 @@ def known_peaks(device: str) -> dict[str, Any]:
         "step": 12 + 12 + 16 + 6,
         "save": 24 + 10,  # 10 freed, 20 made
     }
-    assert (said["peak_phase"], said["peak_bytes"]) == ("forward", 68 * MiB)
-    assert said["live_bytes"] == 24 * MiB
-    assert said["live_steps"] == [16 * MiB, 20 * MiB, 24 * MiB]
-    return said
+    assert (result["peak_phase"], result["peak_bytes"]) == ("forward", 68 * MiB)
+    assert result["live_bytes"] == 24 * MiB
+    assert result["live_steps"] == [16 * MiB, 20 * MiB, 24 * MiB]
+    return result
 
 
-@pytest.fixture(scope="module")
-def cpu() -> dict[str, Any]:
-    return known_peaks("cpu")
-
-
-def test_known_allocations_give_exact_peaks_on_cpu(cpu: dict[str, Any]) -> None:
+def test_known_allocations_give_exact_peaks_on_cpu() -> None:
+    cpu = known_peaks("cpu")
     assert cpu["reason"] is None
     assert cpu["reserved_bytes"] is cpu["device_bytes"] is None
     assert cpu["seconds"] > 0
     assert 50 * MiB < cpu["rss_bytes"] <= cpu["rss_peak_bytes"]
 
 
-def test_an_equal_process_measures_the_same_bytes(cpu: dict[str, Any]) -> None:
-    again = known_peaks("cpu")
-    for name in ("rss_bytes", "rss_peak_bytes", "seconds"):
-        del again[name]
-    assert again == {name: cpu[name] for name in again}
-
-
 @pytest.fixture(scope="module")
 def windows() -> dict[str, Any]:
     return run(WINDOWS)
-
-
-def test_live_bytes_equal_the_living_storages_after_each_step(windows: dict[str, Any]) -> None:
-    measured, expected = windows["adamw"]
-    assert measured["live_steps"] == expected
-    assert measured["live_bytes"] == expected[-1]
-    # Parameters, two moments, a counter a parameter, the last step's inputs.
-    elements = 999 * 64 + 5 * (64 * 64 + 64)
-    assert measured["live_bytes"] == 3 * 4 * elements + 11 * 4 + 3 * 17 * 8
 
 
 @pytest.mark.parametrize(
@@ -281,7 +240,6 @@ def together(*ranks: measurement.Measured) -> measurement.Memory:
 def test_the_worst_rank_stands_at_the_top_and_its_parts_add_up() -> None:
     memory = together(rank(100), rank(140), rank(120))
     measured = memory.measured
-    assert measured is not None
     assert list(measured) == ["peak_bytes", "peak_phase", "phases", "parts", "per_rank"]
     assert (measured["peak_bytes"], measured["peak_phase"], measured["phases"]) == (140, "backward", {"backward": 140})
     assert measured["parts"] == {"parameters": 25, "master": 10, "optimizer": 25, "transient": 80}
@@ -298,7 +256,6 @@ def test_a_phases_highest_may_be_another_ranks() -> None:
     reads = dataclasses.replace(rank(100, "load"), phases={"load": 100, "backward": 90})
     trains = dataclasses.replace(rank(120), phases={"load": 10, "backward": 120})
     measured = together(reads, trains).measured
-    assert measured is not None
     assert measured["phases"] == {"load": 100, "backward": 120}
     assert (measured["peak_bytes"], measured["peak_phase"]) == (120, "backward")
 
@@ -306,7 +263,6 @@ def test_a_phases_highest_may_be_another_ranks() -> None:
 @pytest.mark.parametrize("phase", ["load", "prepare"])
 def test_a_peak_before_the_first_step_is_one_part(phase: str) -> None:
     measured = together(rank(100, phase)).measured
-    assert measured is not None
     assert measured["parts"] == {"transient": 100}
 
 
@@ -318,7 +274,6 @@ def test_a_rank_without_a_measurement_makes_all_null() -> None:
 
 def test_states_outside_of_the_allocator_are_said() -> None:
     memory = together(rank(100, live_bytes=60), rank(100, live_bytes=50))
-    assert memory.reason is not None
     assert memory.reason.startswith("rank 1 holds 10 B of its states outside of the allocator")
 
 
@@ -339,10 +294,10 @@ def test_a_measurement_shows_itself() -> None:
 
 @pytest.mark.gpu
 def test_known_allocations_give_exact_peaks_on_cuda() -> None:
-    said = known_peaks("cuda")
-    assert said["reserved_bytes"] >= said["peak_bytes"]
-    assert (said["device_bytes"] is None) == (said["reason"] is not None)
-    assert said["device_bytes"] is None or said["device_bytes"] > said["reserved_bytes"]
+    result = known_peaks("cuda")
+    assert result["reserved_bytes"] >= result["peak_bytes"]
+    assert (result["device_bytes"] is None) == (result["reason"] is not None)
+    assert result["device_bytes"] is None or result["device_bytes"] > result["reserved_bytes"]
 
 
 @pytest.mark.gpu
@@ -350,6 +305,6 @@ def test_each_step_reads_cuda() -> None:
     import torch
 
     block = torch.empty(8 * MiB, dtype=torch.uint8, device="cuda")
-    said = measurement.live_bytes(block.device)
-    assert list(said) == ["allocated", "reserved", "device"]
-    assert (said["reserved"] or 0) >= (said["allocated"] or 0) >= 8 * MiB
+    result = measurement.live_bytes(block.device)
+    assert list(result) == ["allocated", "reserved", "device"]
+    assert (result["reserved"] or 0) >= (result["allocated"] or 0) >= 8 * MiB

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from programs import environment, python
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
 from toolkit.core.errors import ModelError
@@ -128,24 +129,15 @@ def test_roles(specs: dict[str, ModelSpec]) -> None:
 def test_attention_kernels_are_what_the_class_declares(specs: dict[str, ModelSpec]) -> None:
     assert specs["llama"].attentions == ("flash_attention_3", "flash_attention_2", "varlen", "sdpa", "eager", "flex")
     assert specs["t5"].attentions == ("sdpa", "eager", "flex")
-    assert describe(transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4)).attentions == (
-        "eager",
-    )
-
-
-def test_mixture_of_experts(specs: dict[str, ModelSpec]) -> None:
-    for name, block in (("mixtral", "MixtralSparseMoeBlock"), ("qwen3_moe", "Qwen3MoeSparseMoeBlock")):
-        spec = specs[name]
-        assert spec.moe is not None
-        assert (spec.moe.experts, spec.moe.active, spec.moe.block) == (4, 2, block)
-        assert spec.active_elements == spec.elements - spec.elements_of("expert") // 2
-    assert specs["llama"].moe is None
-    assert specs["llama"].active_elements == specs["llama"].elements
+    bloom = transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4)
+    assert describe(bloom).attentions == ("eager",)
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        (CONFIGS["mixtral"], (4, 2, "MixtralSparseMoeBlock")),
+        (CONFIGS["qwen3_moe"], (4, 2, "Qwen3MoeSparseMoeBlock")),
         # A shared expert is passed by every token: it counts as a layer.
         (transformers.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=16), (4, 2, "Qwen2MoeSparseMoeBlock")),
         (transformers.SwitchTransformersConfig(**T5, num_experts=4), (4, 1, "SwitchTransformersSparseMLP")),
@@ -161,16 +153,18 @@ def test_mixture_of_experts(specs: dict[str, ModelSpec]) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
 )
-def test_mixture_of_experts_of_other_shapes(config: PretrainedConfig, expected: tuple[int, int, str]) -> None:
+def test_mixture_of_experts(config: PretrainedConfig, expected: tuple[int, int, str]) -> None:
     spec = describe(config)
-    assert spec.moe is not None
     assert (spec.moe.experts, spec.moe.active, spec.moe.block) == expected
+    idle = spec.elements_of("expert") * (1 - spec.moe.active / spec.moe.experts)
+    assert spec.active_elements == spec.elements - idle
     assert not any("shared" in p.name for p in spec.parameters if p.role == "expert")
 
 
 @pytest.mark.parametrize(
     "config",
     [
+        CONFIGS["llama"],
         transformers.MixtralConfig(**SMALL, num_local_experts=1, num_experts_per_tok=1),
         transformers.Qwen3MoeConfig(**{**MOE, "num_experts": 0}),
         # Doge names 16,384 experts and routes only where `is_moe` says so.
@@ -178,7 +172,7 @@ def test_mixture_of_experts_of_other_shapes(config: PretrainedConfig, expected: 
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_a_dense_model_with_the_fields_of_a_mixture(config: PretrainedConfig) -> None:
+def test_a_dense_model_also_with_the_fields_of_a_mixture(config: PretrainedConfig) -> None:
     spec = describe(config)
     assert spec.moe is None
     assert spec.elements_of("expert") == spec.elements_of("router") == 0
@@ -186,8 +180,6 @@ def test_a_dense_model_with_the_fields_of_a_mixture(config: PretrainedConfig) ->
 
 
 def test_large_models_are_described_without_memory() -> None:
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
     llama = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
     small = transformers.LlamaConfig(
         **llama, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
@@ -298,9 +290,6 @@ def test_weights_that_cannot_be_read(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"lacks 1 of the .* the first {first.name}"):
         require_weights(spec)
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    with pytest.raises(ModelError, match="a safetensors file in the same folder"):
-        require_weights(spec)
     index.write_text("{")
     with pytest.raises(ModelError, match="is not a safetensors index"):
         require_weights(spec)
@@ -403,7 +392,7 @@ def test_bad_configs(config: str | dict[str, Any], says: str, tmp_path: Path) ->
 
 
 def test_a_native_class_needs_no_remote_code(tmp_path: Path) -> None:
-    """Many repositories keep their old `auto_map` beside an architecture that transformers now has."""
+    """Many repositories keep an old `auto_map` with an architecture that transformers now has."""
     CONFIGS["llama"].save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(

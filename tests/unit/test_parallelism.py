@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from toolkit import StrategyError
 from toolkit.config.parallelism import ORDER, Parallelism, resolve_parallelism
 from toolkit.config.strategy import SHARDINGS, Strategy
 
@@ -61,17 +60,3 @@ def test_what_is_not_fixed_is_data_parallel(word: str) -> None:
         **dict.fromkeys((*ORDER, "ep"), 1),
         **dict(zip(("dp_replicate", "dp_shard"), expected, strict=True)),
     }
-
-
-@pytest.mark.parametrize(
-    ("fields", "ranks", "said"),
-    [
-        ({}, 2, "sharding 'none' is one process; got 2 ranks"),
-        ({"sharding": "ddp"}, 1, "sharding 'ddp' needs at least 2 ranks; got 1"),
-        ({"sharding": "hsdp", "dp_replicate": 2}, 3, "needs groups of at least 2 ranks each; got 3 ranks"),
-        ({"sharding": "hsdp", "dp_replicate": 4}, 4, "needs groups of at least 2 ranks each; got 4 ranks"),
-    ],
-)
-def test_a_number_of_ranks_that_cannot_be_divided_is_refused(fields: dict[str, object], ranks: int, said: str) -> None:
-    with pytest.raises(StrategyError, match=said):
-        resolve_parallelism(Strategy(**fields), ranks)  # type: ignore[arg-type]

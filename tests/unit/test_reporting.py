@@ -35,9 +35,9 @@ def finished(tmp_path: Path) -> folder.Folder:
 
 
 def test_a_finished_run_is_told_whole(finished: folder.Folder) -> None:
-    found = tk.report(finished.path)
-    text = str(found)
-    assert found.status == "finished"
+    result = tk.report(finished.path)
+    text = str(result)
+    assert result.status == "finished"
     for line in (
         r"status +finished",
         r"steps +20 of 20",
@@ -70,13 +70,13 @@ def test_the_command_asks_for_the_same(finished: folder.Folder) -> None:
 
 
 def test_a_report_as_json(finished: folder.Folder) -> None:
-    found = json.loads(tk.report(finished.path).to_json())
-    assert found["loss"] == {"first": 7.9, "last": 6.0, "lowest": 6.0, "lowest_step": 20}
-    assert (found["steps"], found["tokens"], found["seconds"], found["step_seconds"]) == (20, 40_000, 25.0, 1.0)
-    assert found["tokens_per_second"] == 2_000
-    assert found["evaluations"] == [{"step": 10, "loss": 7.5}, {"step": 20, "loss": 6.5}]
-    assert found["measured"]["peak_bytes"] + 5 * 2**20 == found["forecast"]["device"]["peak_bytes"]
-    assert [one["step"] for one in found["checkpoints"]] == [10, 20]
+    result = json.loads(tk.report(finished.path).to_json())
+    assert result["loss"] == {"first": 7.9, "last": 6.0, "lowest": 6.0, "lowest_step": 20}
+    assert (result["steps"], result["tokens"], result["seconds"], result["step_seconds"]) == (20, 40_000, 25.0, 1.0)
+    assert result["tokens_per_second"] == 2_000
+    assert result["evaluations"] == [{"step": 10, "loss": 7.5}, {"step": 20, "loss": 6.5}]
+    assert result["measured"]["peak_bytes"] + 5 * 2**20 == result["forecast"]["device"]["peak_bytes"]
+    assert [one["step"] for one in result["checkpoints"]] == [10, 20]
 
 
 def test_a_page_stands_alone_and_can_be_read_by_ear(finished: folder.Folder) -> None:
@@ -87,17 +87,17 @@ def test_a_page_stands_alone_and_can_be_read_by_ear(finished: folder.Folder) -> 
     assert [tag for tag in tags if re.fullmatch(r"h\d", tag)] == ["h1", *["h2"] * tags.count("h2")]
     assert {"main", "header", "footer", "title"} <= set(tags)
     assert not {"script", "link", "img", "iframe"} & set(tags)
-    addresses = {value for _, found in page.tags for name, value in found.items() if name in ("href", "src", "action")}
+    addresses = {value for _, marks in page.tags for name, value in marks.items() if name in ("href", "src", "action")}
     assert addresses == set()
     assert set(re.findall(r"https?://[^\"'\s<]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "@import" not in text
     assert "url(" not in text
-    assert not [name for _, found in page.tags for name in found if name.startswith("on")]
+    assert not [name for _, marks in page.tags for name in marks if name.startswith("on")]
     assert tags.count("table") == tags.count("caption") > 10
-    assert {found.get("scope") for tag, found in page.tags if tag == "th"} == {"col", "row"}
-    ids = [found["id"] for _, found in page.tags if "id" in found]
+    assert {marks.get("scope") for tag, marks in page.tags if tag == "th"} == {"col", "row"}
+    ids = [marks["id"] for _, marks in page.tags if "id" in marks]
     assert ids == []
-    assert [found["role"] for tag, found in page.tags if tag == "svg"] == ["img"] * 4
+    assert [marks["role"] for tag, marks in page.tags if tag == "svg"] == ["img"] * 4
     assert "prefers-color-scheme: dark" in text
 
 
@@ -118,8 +118,8 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
     attempts = [{"strategy": runs.about()["strategy"], "ranks": 2, "started": timestamp()}]
     known = {"target": OWN, "train_config": {}, "run_config": {}, "forecast": None, "attempts": attempts}
     run = runs.write(tmp_path / "run", lines, found=runs.about(**known))
-    found = tk.report(run.path)
-    text = str(found)
+    result = tk.report(run.path)
+    text = str(result)
     for line in (
         r"steps +3",
         r"loss +1\.000 → 0\.250",
@@ -129,9 +129,9 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
         r"It failed. Your own code continues from what it saved: `toolkit resume \S+` runs it again\.",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), line
-    assert found.to_dict()["tokens_per_second"] == 200
-    Page(found.page())
-    words = found.run.command.split(maxsplit=1)[1]
+    assert result.to_dict()["tokens_per_second"] == 200
+    Page(result.page())
+    words = result.run.command.split(maxsplit=1)[1]
     flags = cli.build_parser().parse_args(shlex.split(words))
     assert (flags.target, flags.arguments) == (OWN["name"], OWN["arguments"])
 
@@ -145,7 +145,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
-    """Every checkpoint, evaluation and step of it is in the files beside."""
+    """Every checkpoint, evaluation and step of it is in the run's files."""
     lines: list[dict[str, Any]] = []
     for step in range(1, 10_001):
         lines.append(runs.event(step, loss=8 - step / 2000 + step % 13 / 100))
@@ -153,11 +153,11 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
             lines.append({"step": step, "attempt": 0, "eval_loss": 8 - step / 2000})
     run = runs.write(tmp_path / "run", [])
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = tk.report(run.path)
-    assert len(found.page().encode()) < 100_000
-    assert len(found._repr_html_().encode()) < 100_000
-    assert "12 of 10,000; all are in events.jsonl." in str(found)
-    assert "12 of 500; all are in events.jsonl." in str(found)
+    result = tk.report(run.path)
+    assert len(result.page().encode()) < 100_000
+    assert len(result._repr_html_().encode()) < 100_000
+    assert "12 of 10,000; all are in events.jsonl." in str(result)
+    assert "12 of 500; all are in events.jsonl." in str(result)
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     with runs.another(run.path), Beat(run.beat(0), 0) as beat:
         beat.note("begin", step=4)
         with beat.listening():
-            found = tk.report(run.path)
-            assert found.status == "running"
-            assert "It goes on. Rank 0 was in step 4." in str(found)
+            result = tk.report(run.path)
+            assert result.status == "running"
+            assert "It goes on. Rank 0 was in step 4." in str(result)
     assert tk.report(run.path).status != "running"
 
 
@@ -178,22 +178,22 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     run = runs.write(tmp_path / "run", STEPS[:3])
     then = resume_hint(run)
     run.record_end("stopped", f"stopped by SIGTERM. {then}")
-    found = tk.report(run.path)
-    assert found.status == "stopped"
-    assert f"\n\nStopped by SIGTERM. {then}\n\n" in str(found)
-    assert "A finished run has the memory of each rank in memory.json" in str(found)
-    assert "parameters" in found.page()  # the forecast, from run.json
+    result = tk.report(run.path)
+    assert result.status == "stopped"
+    assert f"\n\nStopped by SIGTERM. {then}\n\n" in str(result)
+    assert "A finished run has the memory of each rank in memory.json" in str(result)
+    assert "parameters" in result.page()  # the forecast, from run.json
 
 
 def test_a_run_that_failed_says_the_ranks_last_words(tmp_path: Path) -> None:
     words = "rank 1 ended with RuntimeError: it broke. Its last lines (logs/rank-1.log):\n    Traceback <b>\n    RuntimeError"
     run = runs.write(tmp_path / "run", STEPS[:3])
     run.record_end("failed", words)
-    found = tk.report(run.path)
-    assert found.status == "failed"
-    assert f"`toolkit resume {run.path}` starts again from step 0." in str(found)
-    assert "    rank 1 ended with RuntimeError: it broke." in str(found)
-    assert words in "".join(Page(found.page()).words)
+    result = tk.report(run.path)
+    assert result.status == "failed"
+    assert f"`toolkit resume {run.path}` starts again from step 0." in str(result)
+    assert "    rank 1 ended with RuntimeError: it broke." in str(result)
+    assert words in "".join(Page(result.page()).words)
 
 
 def test_a_run_without_a_supervisor(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_run_without_a_supervisor(tmp_path: Path) -> None:
         pass
     assert tk.report(run.path).status == "stopped"
     run.record_error(1, ValueError("too large"))
-    found = tk.report(run.path)
-    assert (found.status, found.run.words) == ("failed", "Rank 1 ended with ValueError: too large")
+    result = tk.report(run.path)
+    assert (result.status, result.run.words) == ("failed", "Rank 1 ended with ValueError: too large")
 
 
 def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None:
@@ -215,15 +215,15 @@ def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None
     later = runs.about()
     later["attempts"].append({**later["attempts"][0], "started": "2099-01-01T00:00:00+0000"})
     atomic_io.write_json(run.run_json, later)
-    found = tk.report(run.path)
-    assert "an old failure" not in str(found)
-    assert found.run.measured is None
+    result = tk.report(run.path)
+    assert "an old failure" not in str(result)
+    assert result.run.measured is None
 
 
 @pytest.mark.parametrize("reason", ["the memory window was switched off (--no-memory-window)", None])
 def test_a_run_that_measured_nothing_or_was_not_forecast(tmp_path: Path, reason: str | None) -> None:
-    found = runs.about(finished=timestamp(), forecast=None)
-    run = runs.write(tmp_path / "run", STEPS, found=found, memory=runs.memory(reason=reason, forecast=False))
+    about = runs.about(finished=timestamp(), forecast=None)
+    run = runs.write(tmp_path / "run", STEPS, found=about, memory=runs.memory(reason=reason, forecast=False))
     text = str(tk.report(run.path))
     if reason:
         assert f"There is neither: no trace; {reason}." in text
@@ -247,11 +247,11 @@ def test_a_run_before_its_first_step(tmp_path: Path) -> None:
 def test_a_loss_that_was_not_finite(tmp_path: Path) -> None:
     """JSON says null of it; the curve has a gap."""
     lines = [*STEPS[:3], {**runs.event(4), "loss": float("nan"), "skipped": True}, *STEPS[4:6]]
-    found = tk.report(runs.write(tmp_path / "run", lines).path)
-    assert re.search(r"^ +4 +not finite ", str(found), re.MULTILINE)
-    assert "In 1 step(s) fp16 overflowed, and they were skipped." in str(found)
-    assert json.loads(found.to_json())["skipped"] == 1
-    Page(found.page())
+    result = tk.report(runs.write(tmp_path / "run", lines).path)
+    assert re.search(r"^ +4 +not finite ", str(result), re.MULTILINE)
+    assert "In 1 step(s) fp16 overflowed, and they were skipped." in str(result)
+    assert json.loads(result.to_json())["skipped"] == 1
+    Page(result.page())
 
 
 @pytest.mark.parametrize(
@@ -283,9 +283,9 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Though it stands in the files themselves, which another's toolkit may have written."""
     secret = "hunter2 <or> 'more'"
     token = "hf_" + "a1B2" * 8
-    found = runs.about(RunConfig(model=f"https://user:{token}@place/model", data=f"{secret}/data.jsonl"))
-    run = runs.write(tmp_path / "run", STEPS[:3], found=found)
-    run.run_json.write_text(json.dumps(found))
+    about = runs.about(RunConfig(model=f"https://user:{token}@place/model", data=f"{secret}/data.jsonl"))
+    run = runs.write(tmp_path / "run", STEPS[:3], found=about)
+    run.run_json.write_text(json.dumps(about))
     run.end.write_text(json.dumps({"how": "failed", "attempt": 1, "message": f"Bearer {token} {secret}"}))
     monkeypatch.setenv("MY_PASSWORD", secret)
     report = tk.report(run.path)
@@ -298,9 +298,9 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
-    found = runs.about()
-    found["run_config"]["flavour"] = "sweet"
-    text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=found).path))
+    about = runs.about()
+    about["run_config"]["flavour"] = "sweet"
+    text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=about).path))
     assert "--flavour sweet" in text
     assert "This version cannot resume it: RunConfig has no field 'flavour'." in text
     assert re.search(r"^flavour +sweet$", text, re.MULTILINE)
@@ -320,7 +320,7 @@ def test_the_verb_writes_the_page(finished: folder.Folder, tmp_path: Path, capsy
 
 
 def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Written after success and failure, if the run had begun; what is in its way is said, no more."""
+    """Written after success and failure, if the run had begun. An obstacle is one line, and no failure."""
     with reported(tmp_path / "none"):
         pass
     run = runs.write(tmp_path / "run", STEPS[:3])
@@ -337,12 +337,3 @@ def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pyte
     with reported(run.path):
         pass
     assert f"toolkit: no report of {run.path}: " in capsys.readouterr().err
-
-
-def test_how_the_export_was_checked_is_shown(tmp_path: Path) -> None:
-    note = "The saved bytes are the trained ones, but logits differ by 6.4e-03 relative; up to 1e-05 is usual."
-    export = {"folder": "runs/one/export", "logits_error": 6.4e-3, "notes": [note]}
-    runs.write(tmp_path / "run", [runs.event(1)], found=runs.about(export=export, finished=timestamp()))
-    shown = str(tk.report(tmp_path / "run"))
-    assert note in " ".join(shown.split())
-    assert "6.4e-03 relative" in shown

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import runs
-from programs import environment, python, start, until
+import tiny
+import torch
+from programs import ROOT, environment, holds, python, start, until
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerFast
 
 from toolkit import cli
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.config.flags import from_dict
-from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
 from toolkit.core import atomic_io
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
@@ -31,11 +33,11 @@ from toolkit.data.encoder import Encoder
 from toolkit.data.files import Document
 from toolkit.models import describe, local_weights, require_weights
 from toolkit.models.remote_code import digest_of
+from toolkit.models.tokenizer import load_tokenizer
 from toolkit.run_folder import folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import merge_config
 
-ROOT = Path(__file__).parents[2]
 SECRET = "swordfish-4711"
 HUB = "hf_" + "aB3" * 12
 
@@ -157,7 +159,7 @@ def test_what_a_rank_prints_is_redacted_and_its_last_words_are_kept(tmp_path: Pa
     """Ended by SIGKILL, in the middle of a line; rank 0's reader is gone before."""
     log = tmp_path / "rank.log"
     with start("-c", SPEAK, log, rank, how, env=environment(HF_TOKEN=SECRET), text=False) as rank_process:
-        until(partial(_holds, log, b"bar 2"))  # a bar is there at once, without a newline
+        until(partial(holds, log, "bar 2"))  # a bar is there at once, without a newline
         os.kill(int(Path(f"{log}.pid").read_text()), signal.SIGKILL)
         out, err = rank_process.communicate(timeout=30)
     kept = log.read_bytes()
@@ -181,13 +183,11 @@ def test_a_closed_reader_or_a_full_disk_stops_no_rank(tmp_path: Path) -> None:
     """What cannot be written in one place is written in the other."""
     log = tmp_path / "log"
     with start("-c", COPY, log, stdin=subprocess.PIPE, text=False) as passing:
-        assert passing.stdin is not None
-        assert passing.stdout is not None
         passing.stdout.close()
         for number in range(3):
             passing.stdin.write(b"line %d\n" % number)
             passing.stdin.flush()
-            until(partial(_holds, log, b"line %d\n" % number))
+            until(partial(holds, log, f"line {number}\n"))
     assert passing.returncode == 0
     done = python("-c", COPY, "/dev/full", input="line\n", code=0)
     assert (done.stdout, done.stderr) == ("line\n", "")
@@ -197,10 +197,6 @@ def test_a_line_without_end_passes_whole() -> None:
     text = "x" * 3_000_000 + SECRET + " y" * 1000
     done = python("-c", COPY, input=text, env=environment(A_TOKEN=SECRET), code=0)
     assert done.stdout == text.replace(SECRET, "[redacted]")
-
-
-def _holds(log: Path, words: bytes) -> bool:
-    return log.exists() and words in log.read_bytes()
 
 
 # A model's own code ----------------------------------------------------------------------------------------------------
@@ -231,20 +227,9 @@ AUTO_MAP = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose classes are its own, with weights, tokenizer and data."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
+    """A model with classes of its own, weights, a tokenizer and data."""
     root = tmp_path_factory.mktemp("made")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with torch.random.fork_rng(devices=[]):
-        LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape)).save_pretrained(root / "mine")
-    words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(60))])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(root / "mine")
+    tiny.llama(root / "mine", num_hidden_layers=1)
     _change(root / "mine" / "config.json", model_type="mine", architectures=["Mine"], auto_map=AUTO_MAP)
     (root / "mine" / "configuration_mine.py").write_text(CONFIGURATION)
     (root / "mine" / "modeling_mine.py").write_text(MODELING)
@@ -329,9 +314,7 @@ def test_code_that_is_a_link_or_missing_is_refused(mine: Path, canary: Path, tmp
 
 
 def test_a_tokenizers_own_code_is_refused_with_the_flag(mine: Path, canary: Path) -> None:
-    """Beside a model that transformers has itself."""
-    from toolkit.models.tokenizer import load_tokenizer
-
+    """With a model that transformers has itself."""
     _change(mine / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     for path in mine.glob("*mine.py"):
         path.unlink()
@@ -470,8 +453,6 @@ def test_no_config_brings_a_compiled_kernel(where: str, tmp_path: Path) -> None:
 
 def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
     """transformers runs it in Jinja's sandbox."""
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(made / "mine")
     wanted = f"__import__('pathlib').Path('{tmp_path}/canary').touch()"
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
@@ -491,9 +472,6 @@ def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
 
 
 def _weights(path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"a": torch.zeros(2)}, path)
 
@@ -608,6 +586,7 @@ def test_a_link_inside_a_run_is_none_of_that(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"ranks": "2"}, "ranks is 2, expected int"),
+        ({"ranks": "1\ntoolkit: all is well"}, r"ranks is 1\\ntoolkit: all is well, expected int"),
         ({"ranks": True}, "ranks is True, expected int"),
         ({"ranks": 0}, "ranks is 0, expected 1 to"),
         ({"run_config": []}, "run_config is list, expected dict"),
@@ -634,18 +613,6 @@ def test_a_strangers_run_json_says_no_more_than_flags_could(changes: dict[str, A
 
     with pytest.raises((RunError, StrategyError), match=says):
         read()
-
-
-def test_what_is_given_again_is_taken() -> None:
-    was = {
-        "strategy": {},
-        "train_config": {},
-        "ranks": 1,
-        "run_config": {"trust_remote_code": "a" * 40, "data": "[redacted]"},
-    }
-    run_config, train_config, _ = merge_config(was, {"trust_remote_code": "b" * 40, "data": "x"}, {}, {}, 1)
-    assert run_config == RunConfig(trust_remote_code="b" * 40, data="x")
-    assert train_config == TrainConfig()
 
 
 def test_every_promise_names_tests_that_exist() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.checkpoints.layout import Region, WriteItem
-from toolkit.checkpoints.manifest import FORMAT, Manifest
+from toolkit.checkpoints.manifest import Manifest
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.errors import CheckpointError
@@ -111,11 +112,6 @@ def test_every_flat_range_is_few_boxes_in_order(shape: tuple[int, ...]) -> None:
         assert torch.cat([*flat, numbers.new_empty(0)]).tolist() == list(range(start, end))
 
 
-def test_a_flat_range_of_a_box_that_begins_elsewhere() -> None:
-    boxes = [box for box, _ in flat_boxes(((10, 3), (100, 4)), 2, 7)]
-    assert boxes == [((10, 1), (102, 2)), ((11, 1), (100, 4)), ((12, 1), (100, 1))]
-
-
 # Copies ----------------------------------------------------------------------------------------------------------------
 
 
@@ -142,12 +138,12 @@ def test_copies_between_any_two_shards() -> None:
             assert sum(view.numel() for _, view in parts(shard)) == shard.tensor.numel()
         copy(parts(source), parts(target))
         expected, got = torch.zeros(shape), torch.zeros(shape)
-        held = sum((mask(shape, box) for box, _ in parts(source)), torch.zeros(shape))
+        stored = sum((mask(shape, box) for box, _ in parts(source)), torch.zeros(shape))
         wanted = sum((mask(shape, box) for box, _ in parts(target)), torch.zeros(shape))
-        expected = whole * held * wanted
+        expected = whole * stored * wanted
         copy(parts(target), [(whole_box(shape), got)])
         assert torch.equal(got, expected)
-        assert sum(view.numel() for view, _ in overlaps(parts(source), parts(target))) == int((held * wanted).sum())
+        assert sum(view.numel() for view, _ in overlaps(parts(source), parts(target))) == int((stored * wanted).sum())
 
 
 def test_empty_and_expanded_tensors() -> None:
@@ -171,15 +167,6 @@ def test_a_packed_matrix_is_two_boxes() -> None:
 # Files -----------------------------------------------------------------------------------------------------------------
 
 
-def manifest(about: dict[str, Any], ranks: int) -> Manifest:
-    files = {f"rank-{rank:05d}.safetensors": {"sha256": "0", "bytes": 1} for rank in range(ranks)}
-    return Manifest(
-        format=FORMAT, step=1, parallelism=vars(Parallelism(dp_shard=ranks)), global_batch=1, strategy={}, train_config={},
-        counters={}, schedule={},
-        tensors=about, identity={}, versions={}, written="", files=files,
-    )  # fmt: skip
-
-
 def write(folder: Path, ranks: Sequence[Sequence[Shard]]) -> Manifest:
     """Save each rank's shards as a checkpoint's files."""
     folder.mkdir()
@@ -189,7 +176,9 @@ def write(folder: Path, ranks: Sequence[Sequence[Shard]]) -> Manifest:
         save_file(tensors, folder / f"rank-{rank:05d}.safetensors")
     first = ranks[0][0]
     about = {"shape": list(first.shape), "dtype": str(first.tensor.dtype).removeprefix("torch.")}
-    return manifest({first.name: {first.kind: about}}, len(ranks))
+    files = {f"rank-{rank:05d}.safetensors": {"sha256": "0", "bytes": 1} for rank in range(len(ranks))}
+    parallelism = vars(Parallelism(dp_shard=len(ranks)))
+    return runs.manifest(parallelism=parallelism, tensors={first.name: {first.kind: about}}, files=files)
 
 
 def columns(whole: torch.Tensor, count: int) -> list[list[Shard]]:
@@ -276,7 +265,7 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_of_crumbs_is_refused_before_anything_is_compared(tmp_path: Path) -> None:
-    """Boxes of single elements would leave holes whose number grows with each of them."""
+    """Boxes of single elements would leave more holes with each of them."""
     whole = torch.randn(130, 130)
     crumbs = [sharded(whole, ((row, 1), (2 * row, 1))) for row in range(65)]
     about = write(tmp_path / "crumbs", [crumbs])
@@ -288,7 +277,9 @@ def test_a_file_of_crumbs_is_refused_before_anything_is_compared(tmp_path: Path)
 
 
 def test_a_tensor_that_nobody_stored_takes_no_memory() -> None:
-    stored = StoredTensors(Path("x"), manifest({"a": {"weight": {"shape": [2**59], "dtype": "float32"}}}, 1), {})
+    stored = StoredTensors(
+        Path("x"), runs.manifest(tensors={"a": {"weight": {"shape": [2**59], "dtype": "float32"}}}), {}
+    )
     with pytest.raises(CheckpointError, match=r"lacks weight of a from \[0\] on"):
         stored.whole("a")
 

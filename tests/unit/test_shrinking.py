@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.cli.parser import build_parser
 from toolkit.config.flags import given
@@ -28,16 +29,12 @@ BEAT = Heartbeat(
 
 
 def too_much() -> BaseException:
-    import torch
-
     with pytest.raises(RuntimeError) as found:
         torch.empty(2**60, dtype=torch.uint8)
     return found.value
 
 
 def test_what_torch_and_python_and_the_system_raise_is_recognised() -> None:
-    import torch
-
     wrapped = RuntimeError("a step failed")
     wrapped.__cause__ = too_much()
     on_a_device = torch.OutOfMemoryError(
@@ -120,7 +117,7 @@ def test_what_is_advised_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert f"`toolkit resume '{path}' --micro-batch 2 --accumulation 2`" in advice(folder, BEAT)
         run_of(path, {"sharding": "hsdp", "dp_replicate": 2, "precision": "bf16"}, micro_batch=1)
         assert advice(folder, BEAT).endswith("--sharding fsdp`.")
-        run_of(path, {"sharding": "fsdp"}, micro_batch=1)  # whose offload does not exist on CPU ranks
+        run_of(path, {"sharding": "fsdp"}, micro_batch=1)  # CPU ranks have no offload of it
         assert "`toolkit train … --adapter lora`" in advice(folder, BEAT)
         run_of(path, {"sharding": "fsdp", "adapter": "qlora"}, micro_batch=1)
         assert "--seq-len" in advice(folder, BEAT)

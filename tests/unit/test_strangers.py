@@ -34,7 +34,9 @@ from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
 from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
+from toolkit.exporters.model_card import finish_export
 from toolkit.exporters.publication import atomic_dir
+from toolkit.exporters.results import Checked
 from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import failure
 from toolkit.launcher.processes import supervises
@@ -51,7 +53,6 @@ code = cli.main(sys.argv[1:])
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # `ru_maxrss` is the parent's, too
 print(code, int(peak.split()[1]) // 1024)
 """
-SCRIPT = {"kind": "script", "name": "", "arguments": [], "sha256": ""}
 
 
 @pytest.fixture
@@ -70,11 +71,6 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     assert process.poll() is None, "it was ended"
     process.kill()
     process.wait()
-
-
-def own_run(path: Path, **changes: Any) -> folder.Folder:
-    """A stopped run of code of somebody's own."""
-    return runs.write(path, [], found=runs.about(train_config={}, run_config={}, **changes))
 
 
 # A run's target --------------------------------------------------------------------------------------------------------
@@ -104,7 +100,7 @@ def test_a_folder_alone_runs_no_code(
     target: dict[str, Any], said: str, way: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = f"open({str(here / 'ran')!r}, 'w')"
-    run = own_run(here / "run", target=SCRIPT | target | {"name": target["name"].format(run=here / "run")})
+    run = runs.own(here / "run", target | {"name": target["name"].format(run=here / "run")})
     (run.path / "evil.py").write_text(ran)
     (run.logs / "function.pkl").write_bytes(pickle.dumps(([], pickle.dumps((print, (), {})))))
     if way == "python":
@@ -120,9 +116,8 @@ def test_a_folder_alone_runs_no_code(
 def test_what_was_launched_here_goes_on_and_what_changed_does_not(here: Path) -> None:
     script = here / "mine.py"
     script.write_text("pass")
-    run = own_run(here / "run", target=SCRIPT | {"name": str(script)})
+    run = runs.own(here / "run", {"name": str(script)})
     target = target_of(folder.read_run_json(run.path))
-    assert target is not None
     with pytest.raises(
         RunError, match=r"--target [^ ]+mine\.py`\), or read .*mine\.py and add --trust-target [0-9a-f]{64}\."
     ):
@@ -149,7 +144,7 @@ def test_looking_for_a_module_runs_none(here: Path, monkeypatch: pytest.MonkeyPa
     (here / "evil/inner.py").touch()
     monkeypatch.syspath_prepend(here)
     with pytest.raises(RunError, match=r"would run the module 'evil\.inner'"):
-        check_target(own_run(here / "run"), Target(kind="module", name="evil.inner"), None)
+        check_target(runs.own(here / "run"), Target(kind="module", name="evil.inner"), None)
     assert not (here / "ran").exists()
 
 
@@ -166,7 +161,6 @@ def locked(run: folder.Folder, by: dict[str, Any]) -> Iterator[Path]:
         "sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", hold, str(lock)], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
         yield lock
         other.communicate("")
@@ -266,11 +260,6 @@ def test_what_came_into_a_new_run_stays_when_it_goes(here: Path) -> None:
         (run.logs / "notes.txt").write_text("mine")
         run.discard()
     assert (here / "run/logs/notes.txt").read_text() == "mine"
-    with folder.enter(here / "other") as run:
-        run.logs.mkdir()
-        run.log(0).write_text("ours")
-        run.discard()
-    assert not (here / "other").exists()
 
 
 def test_results_replace_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +334,7 @@ def test_links_in_a_circle_and_homes_of_nobody(here: Path, capsys: pytest.Captur
 
 
 def test_hidden_folders_of_a_model_are_not_looked_at(here: Path) -> None:
-    """As of a project whose root is the model's folder."""
+    """As where the model's folder is the root of a project."""
     (here / ".venv").mkdir()
     (here / ".venv/python").symlink_to(sys.executable)
     (here / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32}))
@@ -498,7 +487,7 @@ def test_a_full_disk_is_one_sentence(full: Path) -> None:
 
 # JSON ------------------------------------------------------------------------------------------------------------------
 
-NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"', "1e400", "[4]", "-1"]
+NUMBERS = ["4.0", "Infinity", "-Infinity", "NaN", "1" + "0" * 4000, "true", '"4"', "1e400", "[4]", "-1", "[" * 100_000]
 
 
 @pytest.mark.parametrize("value", NUMBERS)
@@ -535,7 +524,7 @@ def test_a_manifests_tensors_have_shapes_and_dtypes(about: Any, here: Path) -> N
     assert read_manifest(here) == runs.manifest()
 
 
-@pytest.mark.parametrize("value", [*NUMBERS, "{}", "[" * 100_000, "null"])
+@pytest.mark.parametrize("value", [*NUMBERS, "{}", "null"])
 @pytest.mark.parametrize(
     "field", ["ranks", "parallelism", "attempts", "train_config", "strategy", "started", "forecast"]
 )
@@ -593,13 +582,6 @@ def test_what_is_too_large_takes_little_memory(file: str, words: list[str], here
     assert code in (0, 2)
     assert "Traceback" not in done.stderr
     assert mib < 512
-
-
-def test_one_value_is_one_line(here: Path) -> None:
-    run = runs.write(here / "run", [])
-    run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), "ranks": "1\ntoolkit: all is well"}))
-    with pytest.raises(RunError, match=r"ranks is 1\\ntoolkit: all is well, expected int"):
-        folder.read_run_json(run.path)
 
 
 @pytest.mark.parametrize(
@@ -676,9 +658,6 @@ def test_no_text_takes_the_redactor_long(part: str) -> None:
 
 
 def test_no_cell_ends_a_cards_block(here: Path) -> None:
-    from toolkit.exporters.model_card import finish_export
-    from toolkit.exporters.results import Checked
-
     rows = {"data": "```\n# A heading of a stranger's\n<script>"}
     checked = Checked(what="model", tensors={}, error=None)
     finish_export(here, describe(), checked, trained="none", rows=rows, folder=here)

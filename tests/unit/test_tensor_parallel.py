@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from programs import python
+from transformers import MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -59,13 +60,11 @@ print(made.peak_bytes)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 that two ranks cannot split evenly, as a config alone."""
-    from transformers import Qwen3Config
-
-    made = tmp_path_factory.mktemp("qwen3")
+    folder = tmp_path_factory.mktemp("qwen3")
     config = Qwen3Config(vocab_size=257, intermediate_size=175, head_dim=16, tie_word_embeddings=True, **SHAPE)
     config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(made)
-    return made
+    config.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +115,6 @@ def test_models_without_a_plain_plan_are_refused(spec: ModelSpec, change: dict[s
 
 
 def test_mixtures_are_refused() -> None:
-    from transformers import MixtralConfig
-
     mixtral = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
     with pytest.raises(StrategyError, match="only dense models"):
         job_of(mixtral)
@@ -131,8 +128,8 @@ def test_ranks_of_a_group_hold_the_whole_model_once(spec: ModelSpec) -> None:
     whole = {parameter.name: parameter.elements for parameter in spec.parameters}
     for parameter in spec.parameters:
         parts = [local_shape(parameter, spec.tp_plan, 2, rank) for rank in (0, 1)]
-        held = sum(dataclasses.replace(parameter, shape=shape).elements for shape in parts)
-        assert held == whole[parameter.name] * (2 if "norm" in parameter.name else 1), parameter.name
+        elements = sum(dataclasses.replace(parameter, shape=shape).elements for shape in parts)
+        assert elements == whole[parameter.name] * (2 if "norm" in parameter.name else 1), parameter.name
     job = job_of(spec)
     assert local_job(job).parallelism.ranks == 2
     assert list(engine_of(job.strategy).simulated_ranks(job)) == [0, 1]

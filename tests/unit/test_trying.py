@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from toolkit import Strategy, StrategyError, TrainConfig, profile_steps
@@ -73,8 +74,6 @@ def test_a_sharding_that_needs_processes_is_refused() -> None:
 
 
 def test_the_highest_of_a_piece_of_work() -> None:
-    import torch
-
     held = torch.ones(MiB, dtype=torch.uint8)
 
     def work() -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn.attention.varlen import varlen_attn
+from transformers import modeling_flash_attention_utils as flash
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import ATTENTIONS
@@ -47,7 +49,6 @@ def test_documents_are_joined_only_where_their_bounds_reach_the_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers' own dispatch to flash attention, over a kernel in plain torch."""
-    from transformers import modeling_flash_attention_utils as flash
 
     def by_bounds(q: Any, k: Any, v: Any, cu_seqlens_q: Any, **_: Any) -> Any:
         return varlen.reference(q, k, v, cu_seqlens_q, scale=None, window_size=(-1, 0))
@@ -122,18 +123,9 @@ def test_a_gpu_takes_it_where_no_flash_package_is() -> None:
     assert resolve(Strategy(), TrainConfig(seq_len=32), spec, 1, hardware("cpu").device).strategy.attention == "sdpa"
 
 
-def test_torch_has_the_kernel_with_what_is_handed_to_it() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    names = set(inspect.signature(varlen_attn).parameters)
-    assert {"scale", "window_size", "enable_gqa", "cu_seq_q", "max_q"} <= names
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_it_gives_the_logits_and_gradients_of_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel, which is CUDA's alone, is replaced by its reference; its signature takes what it is called with."""
-    from torch.nn.attention.varlen import varlen_attn
-
     calls: list[Any] = []
 
     def kernel(*arguments: Any, **options: Any) -> torch.Tensor:

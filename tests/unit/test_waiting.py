@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore
 
 from toolkit.engines.timeouts import handlers, pg_timeout, ticking, wait_for
 
@@ -24,8 +25,6 @@ def test_without_a_timeout_torch_decides() -> None:
 
 def test_a_rank_waits_as_long_as_rank_0_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here twice its time limit, and no longer than that limit without one."""
-    from torch.distributed import HashStore
-
     monkeypatch.setattr("toolkit.engines.timeouts.EVERY", 0.02)
     store = HashStore()
 
