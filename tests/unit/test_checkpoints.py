@@ -27,9 +27,8 @@ from toolkit.checkpoints import (
     restore,
     validate,
 )
-from toolkit.checkpoints.background_writer import BackgroundWriter
 from toolkit.checkpoints.manifest import Manifest
-from toolkit.checkpoints.rank_files import await_ranks, sign_of_life
+from toolkit.checkpoints.rank_files import BackgroundWriter, await_ranks, sign_of_life
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
 

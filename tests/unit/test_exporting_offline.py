@@ -21,11 +21,10 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
 from toolkit.engines.adapters import keep_packing
 from toolkit.exporters import export, model_files, offline, save
-from toolkit.exporters.publication import atomic_dir
-from toolkit.exporters.sources import opened_source
+from toolkit.exporters.folders import atomic_dir, opened_source
 from toolkit.exporters.state_dict import full_state
 from toolkit.models import describe
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import load_tokenizer
 from toolkit.training.loop import train
 
 STEPS = 2
@@ -592,7 +591,7 @@ def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from toolkit.exporters.publication import atomic_dir
+from toolkit.exporters.folders import atomic_dir
 left = [int(sys.argv[2])]
 def hook(event, arguments):
     if event == "os.rename":

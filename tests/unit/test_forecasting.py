@@ -22,8 +22,8 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
-from toolkit.forecasting import cuda_autocast, memory
-from toolkit.forecasting.cuda_autocast import cuda_casts
+from toolkit.forecasting import fake_kernels, memory
+from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.segments import split_segments
 from toolkit.forecasting.traces import trace_of
@@ -91,11 +91,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.forecasting import tracing, truncation
+    from toolkit.forecasting import traced_model, tracing
 
     spec = describe(config(family, 8))
     spread = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
-    monkeypatch.setattr(truncation, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
+    monkeypatch.setattr(traced_model, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
     deep = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
     assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)
@@ -206,8 +206,8 @@ def test_cuda_casts_are_those_of_torch() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     for macro, ours in (
-        ("AT_FORALL_FP32(_)", cuda_autocast.WIDE.split()),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", cuda_autocast.SUMS.split()),
+        ("AT_FORALL_FP32(_)", fake_kernels.WIDE.split()),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", fake_kernels.SUMS.split()),
     ):
         block = text[text.index(f"#define {macro}") :]
         found = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])

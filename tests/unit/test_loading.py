@@ -19,8 +19,8 @@ from toolkit.devices.machine import Device
 from toolkit.engines.adapters import adapt, check_quantized, require_libraries, unquantized_share
 from toolkit.engines.job import Job, resolve
 from toolkit.models import ModelSpec, describe, embedded_config
-from toolkit.models.embedded import embedded_checkpoint
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import load_tokenizer
+from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training.loading import load
 from toolkit.training.setup import accelerator as make
 

@@ -330,7 +330,7 @@ def test_code_that_is_a_link_or_missing_is_refused(mine: Path, canary: Path, tmp
 
 def test_a_tokenizers_own_code_is_refused_with_the_flag(mine: Path, canary: Path) -> None:
     """Beside a model that transformers has itself."""
-    from toolkit.models.tokenizer import load_tokenizer
+    from toolkit.models.hf_loading import load_tokenizer
 
     _change(mine / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], auto_map=None)
     for path in mine.glob("*mine.py"):

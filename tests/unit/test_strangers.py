@@ -34,7 +34,7 @@ from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
 from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
-from toolkit.exporters.publication import atomic_dir
+from toolkit.exporters.folders import atomic_dir
 from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import failure
 from toolkit.launcher.processes import supervises
@@ -676,8 +676,7 @@ def test_no_text_takes_the_redactor_long(part: str) -> None:
 
 
 def test_no_cell_ends_a_cards_block(here: Path) -> None:
-    from toolkit.exporters.model_card import finish_export
-    from toolkit.exporters.results import Checked
+    from toolkit.exporters.results import Checked, finish_export
 
     rows = {"data": "```\n# A heading of a stranger's\n<script>"}
     checked = Checked(what="model", tensors={}, error=None)

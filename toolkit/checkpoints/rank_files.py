@@ -1,14 +1,18 @@
-"""A rank's files in a checkpoint that has no name yet: its tensors, and notes by which rank 0 sees how far it is."""
+"""A rank's part of a checkpoint: the thread that writes it, the random generators, and notes by which rank 0 sees how far it is."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import random
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from toolkit.core.errors import CheckpointError
@@ -17,6 +21,97 @@ from toolkit.engines.timeouts import ticking
 
 if TYPE_CHECKING:
     import torch
+
+_ALIVE = 1.0
+"""Seconds after which it is looked whether the thread still lives."""
+
+
+class BackgroundWriter:
+    """A thread that does one piece of work after another, and ends with its owner or the process.
+
+    There before the first: a thread that is started where memory has run out never says that it could not.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._raised: list[BaseException] = []
+        shared = (self._work, self._idle, self._raised)
+        self._thread = threading.Thread(target=_serve, args=shared, name="toolkit-checkpoint", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._work.put, None)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Start work on the thread. The previous work must be done.
+
+        Raises:
+            RuntimeError: where the thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that writes checkpoints has ended: the rank's log has the error.")
+        self._idle.clear()
+        try:
+            self._work.put(work)
+        except BaseException:
+            self._idle.set()
+            raise
+
+    def wait(self) -> None:
+        """Wait until the work is done, and raise its error."""
+        while not self._idle.wait(_ALIVE) and self._thread.is_alive():
+            pass
+        if self._raised:
+            raise self._raised.pop()
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event, raised: list[BaseException]) -> None:
+    try:
+        while (work := queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                raised.append(error)
+            del work  # its owner could not end while this thread holds it
+            idle.set()
+    finally:
+        idle.set()
+
+
+def read_generators() -> dict[str, torch.Tensor]:
+    """Return the generator states of Python, numpy, torch and this rank's CUDA device."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert (version, kind) == (3, "MT19937"), "the generators' states are of another kind than is written here"
+    states = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys, np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def write_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Set the states of `read_generators`. A CUDA state is skipped without a device."""
+    import numpy as np
+    import torch
+
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss, cached = states["numpy_rest"].tolist()
+    keys = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    torch.set_rng_state(states["torch"].clone())
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"].clone())
+
 
 _POLL = 0.02
 

@@ -19,12 +19,8 @@ from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import on_main
-from toolkit.exporters.adapters import write_adapter
-from toolkit.exporters.engine_weights import EngineWeights, is_adapter
-from toolkit.exporters.model_card import finish_export, rows_of
-from toolkit.exporters.model_files import ModelFiles, skeleton
-from toolkit.exporters.publication import atomic_dir
-from toolkit.exporters.reload import reopen
+from toolkit.exporters.folders import atomic_dir
+from toolkit.exporters.model_files import ModelFiles, skeleton, write_adapter
 from toolkit.exporters.results import (
     NO_ROOM,
     OTHER_KERNELS,
@@ -33,11 +29,13 @@ from toolkit.exporters.results import (
     Checked,
     Export,
     SavedTensor,
+    finish_export,
     not_compared,
+    rows_of,
     tolerance_note,
 )
-from toolkit.exporters.state_dict import full_state
-from toolkit.exporters.verification import check_attention, check_files, relative_error
+from toolkit.exporters.state_dict import EngineWeights, full_state, is_adapter
+from toolkit.exporters.verification import check_attention, check_files, relative_error, reopen
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import quiet_bars
 from toolkit.models.varlen import BOUNDS, document_bounds

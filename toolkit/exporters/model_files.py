@@ -18,8 +18,8 @@ from toolkit.core.errors import RunError
 from toolkit.core.units import dtype_name
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec, copy_code, copy_processor
+from toolkit.models.files import SAFETENSORS_DTYPES
 from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, without_engine
-from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -239,3 +239,12 @@ def _batches(groups: list[list[str]], metas: Mapping[str, torch.Tensor]) -> list
         batches[-1] += group
         room -= size
     return batches
+
+
+def write_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, SavedTensor]:
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. Return the tensors in the file."""
+    from peft import get_peft_model_state_dict
+
+    model.save_pretrained(folder, state_dict=dict(state))
+    saved = get_peft_model_state_dict(model, state_dict=dict(state))
+    return {name: SavedTensor.of(tensor) for name, tensor in saved.items()}

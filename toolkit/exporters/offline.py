@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.checkpoints import identify
 from toolkit.checkpoints.identity import check_same
 from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.config.flags import from_dict
+from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
-from toolkit.core.units import BYTES_OF, format_bytes
-from toolkit.exporters.adapters import job_of, merged, with_adapter, write_adapter
-from toolkit.exporters.model_card import finish_export, manifest_rows
-from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs
-from toolkit.exporters.publication import atomic_dir, check_target
-from toolkit.exporters.reload import read_base, reopen_adapter
-from toolkit.exporters.results import NO_ROOM, TOLERANCE, Checked, Export, SavedTensor, tolerance_note
-from toolkit.exporters.sources import Source, opened_source
+from toolkit.core.units import BYTES_OF, dtype_name, format_bytes
+from toolkit.devices.machine import hardware
+from toolkit.engines.adapters import adapt, quantized_modules
+from toolkit.engines.experts import unpack_experts
+from toolkit.engines.job import Job
+from toolkit.exporters.folders import Source, atomic_dir, check_target, opened_source
+from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs, write_adapter
+from toolkit.exporters.results import (
+    NO_ROOM,
+    TOLERANCE,
+    Checked,
+    Export,
+    SavedTensor,
+    finish_export,
+    manifest_rows,
+    tolerance_note,
+)
 from toolkit.exporters.state_dict import full_state
-from toolkit.exporters.verification import check_files, compare_whole, fits, logits, logits_of, relative_error
+from toolkit.exporters.verification import (
+    check_attention,
+    check_files,
+    compare_whole,
+    fits,
+    logits,
+    logits_of,
+    read_base,
+    relative_error,
+    reopen_adapter,
+)
 from toolkit.models import ModelSpec, describe, require_weights
-from toolkit.models.hf_loading import LONG, quiet_bars
-from toolkit.models.hub import cached
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.files import cached
+from toolkit.models.hf_loading import LONG, load_tokenizer, quiet_bars
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -212,3 +237,77 @@ def _write(
     tokenizer.save_pretrained(draft)
     check_files(draft, files.written)
     return entries, files.written
+
+
+def job_of(source: Source, spec: ModelSpec) -> Job:
+    """Return the checkpoint's job as one process on this host, without its engine and attention kernel."""
+    assert source.manifest is not None
+    was = source.manifest.strategy
+    fields = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
+    return Job(
+        strategy=Strategy(**fields, attention=check_attention(spec)),
+        train_config=from_dict(TrainConfig, source.manifest.train_config),
+        spec=spec,
+        parallelism=Parallelism(),
+        device=hardware().device,
+    )
+
+
+def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:
+    """Put the checkpoint's adapter on the base. It computes in fp32, as PEFT lets a loaded adapter do.
+
+    Args:
+        base: from `read_base`, or a skeleton.
+        job: of the adapter.
+        source: the checkpoint.
+        dtype: torch's name of the one to round the adapter to first, or None.
+
+    Raises:
+        RunError: where its tensors are not this adapter's.
+    """
+    import torch
+
+    model = adapt(job, base)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    weights = source.weights
+    if {name: tuple(p.shape) for name, p in trainable.items()} != weights.shapes:
+        raise RunError(f"{source.path} holds another adapter than {job.strategy.adapter} on this model puts there.")
+    for name, parameter in trainable.items():
+        if parameter.device.type != "meta":
+            tensor = weights.tensor(name)
+            parameter.data = (tensor.to(getattr(torch, dtype)) if dtype else tensor).float()
+    return cast("PeftModel", model.eval())
+
+
+def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Weights:
+    """Return the base's weights with the adapter merged by PEFT. Takes the model apart.
+
+    Args:
+        model: from `with_adapter`; a quantized base is dequantized first, for it is over that that it was trained.
+        job: of the adapter.
+        source: the checkpoint.
+        dtype: torch's name of the one that they will be saved in: where it is fp32, they are merged in that.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    base = model.unload()
+    assert job.spec is not None
+    # transformers quantizes the transpose of such a module's weight.
+    turned = {
+        f"{name}.weight"
+        for name in quantized_modules(base)
+        if issubclass(getattr(base.get_submodule(name), "source_cls", object), Conv1D)
+    }
+    if job.strategy.quantized:
+        unpack_experts(base)
+        base = base.dequantize(getattr(torch, job.compute_dtype))
+    if dtype == "float32":
+        base = base.float()
+    gc.collect()
+    whole = with_adapter(base, job, source, None).merge_and_unload(safe_merge=True)
+    # What text does not pass is taken from its source: the base's may have gone through 4 bits.
+    trained = {name: p.detach() for name, p in whole.named_parameters() if job.spec.trains(name)}
+    tensors = {name: tensor.T if name in turned else tensor for name, tensor in trained.items()}
+    entries = {name: Entry(tuple(t.shape), dtype_name(t.dtype), t.cpu, source=name) for name, t in tensors.items()}
+    return Weights("merged model", entries)

@@ -1,20 +1,27 @@
-"""A finished run from its folder: settings, measurements, and the audit."""
+"""A finished run from its folder: settings, measurements and audit; and the correction of forecasts by it."""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import RunError
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Device, Hardware
+from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
+from toolkit.forecasting.timing import Timing
 from toolkit.run_folder.run_json import open_finished_run
+
+if TYPE_CHECKING:
+    from toolkit.forecasting.result import Forecast
 
 MATTER = (
     *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
@@ -84,3 +91,71 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
     device = plain(values["device"])
     card = device["card"] and GPUSpec(**plain(device["card"]))
     return Hardware(**{**plain(values), "device": Device(**{**device, "card": card})})
+
+
+F = TypeVar("F", bound="Forecast")
+
+WINDOW = 3
+"""Steps that the memory window slows, and that allocate first; they do not count for speed if there are others."""
+
+
+def calibrated(forecast: F, path: Path) -> F:
+    """Correct a forecast by a finished run: more bytes become workspace, fewer come off the largest part.
+
+    Args:
+        forecast: of any request on that kind of device.
+        path: the run's folder, with `memory.json`, `events.jsonl` and `run.json`.
+
+    Raises:
+        RunError: for a folder without a finished run, for a run that measured nothing or was not forecast, and for one on
+            another kind of device.
+    """
+    with open_finished_run(path) as (_, memory, steps):
+        expected, measured = memory["forecast"], memory["measured"]
+        if not expected or not measured:
+            why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
+            raise RunError(f"Cannot calibrate with {path}: {why}. Name a run that has both in its memory.json.")
+        if not steps:
+            raise RunError(
+                f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run."
+            )
+        _check_device(forecast, expected["hardware"]["device"], path)
+        more = measured["peak_bytes"] - expected["device"]["peak_bytes"]
+        fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
+        reserved, device = fullest.get("reserved_bytes"), fullest.get("device_bytes")
+        context = dict(forecast.context)
+        if reserved:
+            context[FRAGMENTATION] = round((forecast.peak_bytes + more) * (reserved / fullest["peak_bytes"] - 1))
+        if reserved and device and forecast.ranks > 1:
+            context[COMMUNICATION] = max(0, device - reserved - context[CONTEXT])
+        elif reserved and device:
+            context[CONTEXT] = device - reserved
+        seconds = [event["seconds"] for event in steps]
+        took = statistics.median(seconds[WINDOW:] or seconds)
+        speed = expected["operations"] / took
+        slower = took / expected["step_seconds"] if expected["step_seconds"] else None
+    peak = forecast.peak_bytes + more
+    part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
+    timing = forecast.timing
+    step_seconds = timing.step_seconds * slower if timing and slower else forecast.operations / speed
+    mfu = timing.mfu * timing.step_seconds / step_seconds if timing and timing.mfu is not None else None
+    tokens = forecast.job.global_batch * forecast.train_config.seq_len
+    return dataclasses.replace(
+        forecast,
+        peak_bytes=peak,
+        parts={**forecast.parts, part: forecast.parts[part] + more},
+        phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
+        context=context,
+        reserved_bytes=peak + context[FRAGMENTATION] if reserved else None,
+        timing=Timing(step_seconds=step_seconds, tokens_per_second=tokens / step_seconds, mfu=mfu),
+        change=None,
+        changed_bytes=None,
+        unknown=(f"Corrected by {path}: {more:+,} bytes, {speed:.3g} operations/s a rank.",),
+    )
+
+
+def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> None:
+    """Compare devices by kind and memory: the catalog may have corrected a card's speeds since."""
+    own = forecast.hardware.device
+    if (own.kind, own.card and own.card.gib) != (device["kind"], device["card"] and device["card"]["gib"]):
+        raise RunError(f"{path} ran on another kind of device than {own.name}. Name a run on that kind.")

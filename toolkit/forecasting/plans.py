@@ -20,9 +20,8 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
-from toolkit.forecasting.candidates import Candidate
 from toolkit.forecasting.reasons import why_faster
-from toolkit.forecasting.search import FIELDS, Search, find_alternatives
+from toolkit.forecasting.search import FIELDS, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
 
 UNCERTAIN = 3

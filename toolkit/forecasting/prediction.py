@@ -19,9 +19,8 @@ from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
-from toolkit.forecasting.context import SOURCES, context_memory
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time

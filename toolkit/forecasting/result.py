@@ -18,7 +18,7 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
-from toolkit.forecasting.calibration import calibrated
+from toolkit.forecasting.finished_run import calibrated
 from toolkit.forecasting.timing import Timing
 
 

@@ -17,7 +17,7 @@ from toolkit.core.cache import cache_file, keep
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.engines.traces import LayerStack, Trace, TraceConfig
 from toolkit.models import ModelSpec
-from toolkit.models.hub import first_line
+from toolkit.models.files import first_line
 
 EXACT = 3
 """Batches up to this one are traced; larger ones follow from two traces, since sizes are linear in the batch."""

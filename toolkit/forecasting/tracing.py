@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
-from toolkit.forecasting.adapter_traces import add_traced_adapter, pack
 from toolkit.forecasting.fake_kernels import patched
-from toolkit.forecasting.truncation import truncate_layers
+from toolkit.forecasting.traced_model import add_traced_adapter, pack, truncate_layers
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, freeze
 

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.run_config import EMBEDDED
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError
-from toolkit.models.experts import Routed, mixture, module_lists, routed_blocks, unadapted_names
-from toolkit.models.hub import first_line
+from toolkit.models.files import first_line
 from toolkit.models.remote_code import check_links
 from toolkit.models.resolution import check_generates, check_known, config_text, locate, read_config
 from toolkit.models.spec import ModelSpec, Parameter, recall, remember
-from toolkit.models.text_part import check_text_part, class_with_text, frozen_modules
+from toolkit.models.structure import (
+    Routed,
+    check_text_part,
+    class_with_text,
+    frozen_modules,
+    mixture,
+    module_lists,
+    routed_blocks,
+    unadapted_names,
+)
 
 if TYPE_CHECKING:
     from torch import nn

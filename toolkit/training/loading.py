@@ -24,8 +24,7 @@ from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars, without_engine
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import LONG, auto_class, freeze, load_tokenizer, quiet_bars, without_engine
 from toolkit.models.varlen import register_varlen
 from toolkit.training.streamed_weights import StreamedWeights
 

@@ -1,6 +1,151 @@
 """Checkpoints that this toolkit did not write: DeepSpeed's and Accelerate's, read without running a byte of them."""
 
-from toolkit.checkpoints.importers.detection import open_foreign
-from toolkit.checkpoints.importers.weights import Entry, Weights, safetensors_entries
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from toolkit.checkpoints.importers.dcp import METADATA, open_dcp
+from toolkit.checkpoints.importers.restricted_unpickler import load
+from toolkit.checkpoints.importers.weights import (
+    Entry,
+    Weights,
+    as_weights,
+    checked,
+    ensure_inside,
+    list_files,
+    require,
+    safetensors_entries,
+    wrap_errors,
+)
+from toolkit.checkpoints.importers.zero import is_zero, open_zero
+from toolkit.core.errors import CheckpointError
+from toolkit.core.units import dtype_name
 
 __all__ = ["Entry", "Weights", "open_foreign", "safetensors_entries"]
+
+_FSDP = "pytorch_model_fsdp.bin"
+
+_NAMES = (_FSDP, "model.safetensors", "pytorch_model.bin")
+"""In the order in which they are looked for."""
+
+_WHOLE = frozenset(_NAMES) | {f"{name}.index.json" for name in _NAMES}
+"""What marks a folder that holds a whole state dict."""
+
+
+_OTHERS = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_[1-9]\d*(?:\.safetensors|\.bin)?")
+"""What Accelerate calls a second model."""
+
+_RANKS = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
+_OPTIMIZER = re.compile(r"optimizer_\d+")
+
+
+def open_foreign(folder: Path) -> Weights | None:
+    """Open a model's weights in a checkpoint of another library; return None for an unknown format.
+
+    Known are DeepSpeed's ZeRO-1, 2 and 3 (`save_checkpoint`, and `accelerator.save_state` over it), FSDP's sharded and
+    full state dicts, any folder of torch.distributed.checkpoint, and whole models as safetensors or `.bin`; in the folder
+    itself, or one level down. No pickle is read but through `toolkit.checkpoints.importers.restricted_unpickler`.
+
+    Raises:
+        CheckpointError: for a checkpoint that is known and cannot be taken: not whole, several models or steps, a name or
+            a symbolic link that leads out of the folder, or a pickle that asks for more than the list allows.
+    """
+    if not folder.is_dir():
+        return None
+    opens = _opener(folder, folder)
+    if opens is not None:
+        return opens()
+    below = (path for path in sorted(folder.iterdir()) if path.is_dir() and not _OPTIMIZER.fullmatch(path.name))
+    openers = {path: opens for path in below if (opens := _opener(path, folder)) is not None}
+    if len(openers) > 1:
+        names = ", ".join(path.name for path in list(openers)[:4])
+        raise CheckpointError(f"{folder} holds several checkpoints or models: {names}. Give the one that you want.")
+    return next((opens() for opens in openers.values()), None)
+
+
+def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
+    """Return the function that opens a folder, chosen by file names. Other files are read only for a checkpoint."""
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    split = next((name for name in names if _RANKS.fullmatch(name)), None)
+    if not (names & {"latest", METADATA, *_WHOLE} or is_zero(names) or split):
+        return None
+    files = {name: path for name, path in list_files(ensure_inside(folder, root), root).items() if path.is_file()}
+    if "latest" in files:
+        return partial(open_zero, _latest_folder(folder, files["latest"]), root)
+    if is_zero(files):
+        return partial(open_zero, folder, root)
+    if METADATA in files:
+        return partial(open_dcp, folder, root)
+    if split:
+        raise CheckpointError(
+            f"{folder / split} is one rank's part, without a record of how the parts fit: expected SHARDED_STATE_DICT "
+            "through torch.distributed.checkpoint, or FULL_STATE_DICT. Save it again as one of these."
+        )
+    others = [name for name in files if _OTHERS.fullmatch(name)]
+    if others:
+        raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give a folder with one.")
+    name = next(name for name in _NAMES if name in files or f"{name}.index.json" in files)
+    paths = [files[name]] if name in files else _indexed(files[f"{name}.index.json"], files)
+    return partial(_open_whole, folder, paths)
+
+
+def _latest_folder(folder: Path, pointer: Path) -> Path:
+    """Return the folder that DeepSpeed's `latest` names."""
+    with wrap_errors(f"{pointer} does not name a folder"), pointer.open(encoding="utf-8") as file:
+        tag = file.read(1024).strip()
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    if tag not in names:
+        raise CheckpointError(
+            f"{pointer} names {tag!r}: expected a folder next to it, written by DeepSpeed's save_checkpoint. "
+            "Copy that folder there, or give it itself."
+        )
+    others = sorted(name for name in names if _OTHERS.fullmatch(name))
+    if others:
+        raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give the folder of one.")
+    return folder / tag
+
+
+def _indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
+    """Return the files that a Hugging Face index names, in order.
+
+    Raises:
+        CheckpointError: for an invalid index, one that names a file in another folder, and a missing file.
+    """
+    with wrap_errors(f"{index} is not an index of weights"):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}: expected the name of a file in the same folder.")
+    require(names, files, index.parent)
+    return [files[name] for name in names]
+
+
+def _open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
+    """Open the tensors of these files. `.bin` files are mapped and read on demand.
+
+    Raises:
+        CheckpointError: for a file that is cut short, and for a pickle that holds more than the list allows.
+    """
+    entries: dict[str, Entry] = {}
+    for path in paths:
+        with wrap_errors(f"{path} cannot be read"):
+            entries |= safetensors_entries(path) if path.suffix == ".safetensors" else _pickled(path)
+    form = "safetensors" if paths[0].suffix == ".safetensors" else "pickled state dict"
+    count = f"{len(paths)} file{'s' * (len(paths) != 1)}"
+    kind = "FSDP's full state dict" if paths[0].name == _FSDP else f"whole model ({form}, {count})"
+    return as_weights(kind, folder, entries)
+
+
+def _pickled(path: Path) -> dict[str, Entry]:
+    import torch
+
+    entries: dict[str, Entry] = {}
+    for name, tensor in dict(load(path)).items():
+        if isinstance(name, str) and isinstance(tensor, torch.Tensor):  # extra states of modules are no weights
+            plain = checked(name, tensor)
+            entries[name] = Entry(tuple(plain.shape), dtype_name(plain.dtype), plain.cpu)
+    return entries

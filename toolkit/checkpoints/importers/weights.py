@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import CheckpointError
-from toolkit.models.weights import SAFETENSORS_DTYPES
+from toolkit.models.files import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
