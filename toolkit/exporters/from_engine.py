@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,9 @@ from toolkit.exporters.results import (
     Export,
     SavedTensor,
     finish_export,
+    logits_notes,
     not_compared,
     rows_of,
-    tolerance_note,
 )
 from toolkit.exporters.state_dict import EngineWeights, full_state, is_adapter
 from toolkit.exporters.verification import check_attention, check_files, relative_error, reopen
@@ -54,47 +54,32 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     Returns:
         On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
     """
-    accelerator, engine = prepared.accelerator, EngineWeights(prepared)
-    writing = _write_adapter if is_adapter(accelerator.unwrap_model(prepared.model)) else _write_model
-    with contextlib.ExitStack() as stack:
-        draft: list[Path] = []  # rank 0's
-        on_main(accelerator, lambda: draft.append(stack.enter_context(atomic_dir(folder, replace=True))))
-        written = writing(prepared, engine, draft)
-
-        def finish() -> None:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(draft[0])
-            stack.close()
-
-        on_main(accelerator, finish)
+    engine, written = EngineWeights(prepared), dict[str, SavedTensor]()
+    with contextlib.closing(_write(prepared, engine.weights, tokenizer, folder, written)) as steps:
+        while (names := on_main(prepared.accelerator, lambda: next(steps, None))) is not None:
+            engine.gather(names)
     return written
 
 
-def _write_adapter(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
-    module, names = prepared.accelerator.unwrap_model(prepared.model), list(engine.weights.entries)
-    engine.gather(names)
-    written: dict[str, SavedTensor] = {}
-
-    def write() -> None:
-        written.update(write_adapter(module, {name: engine.weights.tensor(name) for name in names}, draft[0]))
-
-    on_main(prepared.accelerator, write)
-    return written
-
-
-def _write_model(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
-    files: list[ModelFiles] = []  # rank 0's
-
-    def begin() -> list[list[str]]:
-        with quiet_bars(True, shown=False):
-            files.append(_planned_files(prepared, engine.weights))
-        files[0].create(draft[0], prepared.job.spec)
-        return [files[0].trained_names(group) for group in files[0].groups]
-
-    for number, names in enumerate(on_main(prepared.accelerator, begin)):
-        engine.gather(names)
-        on_main(prepared.accelerator, lambda number=number: files[0].write(files[0].groups[number]))  # type: ignore[misc]
-    return files[0].written if files else {}
+def _write(
+    prepared: Prepared, weights: Weights, tokenizer: Any, folder: Path, written: dict[str, SavedTensor]
+) -> Generator[list[str]]:
+    """Write the files on rank 0. Yield the names of the next tensors, which all ranks gather before rank 0 goes on."""
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    with atomic_dir(folder, replace=True) as draft:
+        if is_adapter(module):
+            yield list(weights.entries)
+            written |= write_adapter(module, {name: weights.tensor(name) for name in weights.entries}, draft)
+        else:
+            with quiet_bars(True, shown=False):
+                files = _planned_files(prepared, weights)
+            files.create(draft, prepared.job.spec)
+            for group in files.groups:
+                yield files.trained_names(group)
+                files.write(group)
+            written |= files.written
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
 
 
 LOADED = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."
@@ -201,12 +186,12 @@ def _compare(
         return None, (not_compared(problem, folder, opened=lacks),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == trained_on:
-        return error, tolerance_note(error, limit)
+        return error, logits_notes(error, limit)
     how = (
         f"Logits were compared on the {place.type} with {attention}; the model was trained on the {trained_on} with "
         f"{prepared.job.strategy.attention}."
     )
-    return error, (how, *tolerance_note(error, OTHER_KERNELS * limit))
+    return error, (how, *logits_notes(error, OTHER_KERNELS * limit))
 
 
 def _device_for_check(job: Job, spec: ModelSpec, device: torch.device) -> torch.device | None:

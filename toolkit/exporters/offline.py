@@ -28,14 +28,13 @@ from toolkit.engines.job import Job
 from toolkit.exporters.folders import Source, atomic_dir, check_target, opened_source
 from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs, write_adapter
 from toolkit.exporters.results import (
-    NO_ROOM,
     TOLERANCE,
     Checked,
     Export,
     SavedTensor,
     finish_export,
+    logits_notes,
     manifest_rows,
-    tolerance_note,
 )
 from toolkit.exporters.state_dict import full_state
 from toolkit.exporters.verification import (
@@ -164,12 +163,7 @@ def _whole(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> C
     if dtype != own:
         notes.append(f"Saved in {dtype}; the checkpoint holds {own}. Logits were compared in {dtype}.")
     error = compare_whole(spec, entries, draft, dtype)
-    return Checked(what="model", error=error, tensors=tensors, notes=(*notes, *_logits_notes(error, TOLERANCE[dtype])))
-
-
-def _logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
-    """Return notes about the logits of an export with correct bytes: a difference is a warning only."""
-    return (NO_ROOM,) if error is None else tolerance_note(error, limit)
+    return Checked(what="model", error=error, tensors=tensors, notes=(*notes, *logits_notes(error, TOLERANCE[dtype])))
 
 
 def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> Checked:
@@ -217,7 +211,7 @@ def _adapter(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) ->
     error = None
     if expected is not None:
         error = relative_error(logits(reopen_adapter(model.unload(), draft), spec), expected)
-    notes = _logits_notes(error, TOLERANCE[job.compute_dtype])
+    notes = logits_notes(error, TOLERANCE[job.compute_dtype])
     return Checked(what="adapter", error=error, tensors=tensors, notes=notes)
 
 

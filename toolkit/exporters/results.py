@@ -115,8 +115,10 @@ def not_compared(problem: Exception, folder: Path, *, opened: bool) -> str:
     )
 
 
-def tolerance_note(error: float, limit: float) -> tuple[str, ...]:
-    """Return a note for a model with correct bytes whose logits differ more than usual."""
+def logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
+    """Return a note for correct bytes with logits that were not compared, or that differ more than usual."""
+    if error is None:
+        return (NO_ROOM,)
     if error <= limit:
         return ()
     return (

@@ -17,7 +17,7 @@ from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
 from toolkit.engines.states import SEND_CHUNK
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import auto_class, disk_tensors, without_engine
+from toolkit.models.hf_loading import disk_tensors, read_pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -225,8 +225,5 @@ class _BaseWeights:
 
     @functools.cached_property
     def _state(self) -> Mapping[str, torch.Tensor]:
-        with without_engine():
-            read = auto_class(self.spec).from_pretrained
-            model = read(self.spec.source, trust_remote_code=self.spec.runs_code, use_safetensors=True)
-        state: Mapping[str, torch.Tensor] = model.state_dict()
+        state: Mapping[str, torch.Tensor] = read_pretrained(self.spec, self.spec.source).state_dict()
         return state

@@ -19,7 +19,7 @@ from toolkit.engines.experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, without_engine
+from toolkit.models.hf_loading import auto_class, read_pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -67,15 +67,10 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
     """
     import torch
 
-    with without_engine():
-        model, info = auto_class(spec).from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-            trust_remote_code=spec.runs_code,
-            attn_implementation=ATTENTIONS[attention].transformers,
-            use_safetensors=True,
-        )
+    kernel = ATTENTIONS[attention].transformers
+    model, info = read_pretrained(
+        spec, folder, dtype=getattr(torch, dtype), output_loading_info=True, attn_implementation=kernel
+    )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             raise RunError(f"{what.replace('_', ' ')}: {', '.join(map(str, list(info[what])[:3]))}")
@@ -95,16 +90,14 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
     import torch
 
     assert job.spec is not None
-    with without_engine():
-        base = auto_class(job.spec).from_pretrained(
-            job.spec.source,
-            trust_remote_code=job.spec.runs_code,
-            dtype=getattr(torch, job.compute_dtype),
-            quantization_config=quantization(job),
-            device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
-            attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
-            use_safetensors=True,
-        )
+    base = read_pretrained(
+        job.spec,
+        job.spec.source,
+        dtype=getattr(torch, job.compute_dtype),
+        quantization_config=quantization(job),
+        device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
+        attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
+    )
     if job.strategy.adapter == "qlora":
         pack_experts(base, job.spec, getattr(torch, job.compute_dtype))
     keep_packing(base)

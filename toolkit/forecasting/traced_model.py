@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.adapters import add_adapter, import_bitsandbytes
 from toolkit.engines.experts import mark_experts
 from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
-from toolkit.engines.traces import Adapter, LayerStack
+from toolkit.engines.traces import Adapter, LayerStack, TraceConfig
 from toolkit.models import ModelSpec
 from toolkit.models.structure import module_lists
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -143,3 +145,83 @@ def _replace(model: PreTrainedModel, name: str, bits: int) -> None:
     (packed.out_features, packed.in_features), packed.bias = weight.shape, plain.bias
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, packed)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank holds, or a plain tensor itself."""
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
+
+
+@contextmanager
+def fake_mesh(config: TraceConfig) -> Iterator[Any]:
+    """Yield the mesh of one tensor-parallel rank over a fake process group, which is this process's default group meanwhile.
+
+    Yields None for a model on one rank.
+    """
+    if config.tp == 1:
+        yield None
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=config.tp_rank, world_size=config.tp)
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its keys do not name the rank
+    try:
+        yield init_device_mesh("cpu", (config.tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def distribute(model: Any, mesh: Any) -> None:
+    """Apply transformers' tensor-parallel plan, as `from_pretrained` does before it reads weights.
+
+    Tied weights get parameters of their own until they are tied again: a plan finds a shared parameter by one name only.
+    """
+    import torch
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from toolkit.engines.mesh.loading import register_summed
+
+    register_summed()
+    known: set[int] = set()
+    for module, name, parameter in _parameters(model):
+        if id(parameter) in known:
+            copy = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+            module._parameters[name] = copy
+        known.add(id(parameter))
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+    apply_tensor_parallelism(model, mesh, plan)
+
+
+def allocate(model: Any, *, sharded: bool) -> None:
+    """Replace tensors on the meta device by fake ones; of a sharded DTensor, the local part."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not sharded:
+        model.to_empty(device="cpu")
+        return
+    for module, name, parameter in _parameters(model):
+        tensor: Any = torch.empty(local(parameter).shape, dtype=parameter.dtype)
+        if isinstance(parameter, DTensor):
+            shape, stride = parameter.shape, parameter.stride()
+            mesh, placements = parameter.device_mesh, parameter.placements
+            tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+        module._parameters[name] = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _parameters(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each module with the names and values of its own parameters; a shared one comes once for each module."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module, name, parameter

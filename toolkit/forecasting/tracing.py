@@ -19,7 +19,15 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
 from toolkit.forecasting.fake_kernels import patched
-from toolkit.forecasting.traced_model import add_traced_adapter, pack, truncate_layers
+from toolkit.forecasting.traced_model import (
+    add_traced_adapter,
+    allocate,
+    distribute,
+    fake_mesh,
+    local,
+    pack,
+    truncate_layers,
+)
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, freeze
 
@@ -48,64 +56,36 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     """Trace one forward and backward of the shallow model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _without_warnings(), _split(config) as parts:
+    from toolkit.forecasting.tracker import Tracker
+
+    with _without_warnings(), fake_mesh(config) as mesh:
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         # In this order, PEFT lets embeddings require gradients under activation checkpointing.
         outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
-        parts.distribute(model)
+        if mesh is not None:
+            distribute(model, mesh)
         outer.train()
         ends = _ends(outer, model)
-        tracker = parts.tracker(ends[2], device=config.device)
+        tracker = Tracker(ends[2], device=config.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            parts.allocate(model)
+            allocate(model, sharded=mesh is not None)
             model.tie_weights()
             if config.adapter is not None:
                 pack(model)
             inputs = _inputs(spec, config, batch, seq_len)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))
-            if config.tp > 1:  # what DTensor's sharding propagation computes once, it keeps
+            if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
                 with patched(config):
-                    _step(model, inputs, spec, config, parts.tracker(None, device=config.device))
+                    _step(model, inputs, spec, config, Tracker(device=config.device))
                 model.zero_grad()
             _watch(model, stacks, tracker)
             with patched(config), tracker:
                 _step(model, inputs, spec, config, tracker)
     return Trace(stacks=stacks, events=tuple(_fold_events(tracker.recorded())), ends=ends)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, or a plain tensor itself."""
-    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local_tensor
-
-
-class _Whole:
-    """A model on one rank. `tensor_parallel.Split` has the same functions."""
-
-    def tracker(self, head: str | None, *, device: str) -> Tracker:
-        from toolkit.forecasting.tracker import Tracker
-
-        return Tracker(head, device=device)
-
-    def distribute(self, model: Any) -> None:
-        """Leave the model unchanged."""
-
-    def allocate(self, model: Any) -> None:
-        """Replace tensors on the meta device by fake ones."""
-        model.to_empty(device="cpu")
-
-
-def _split(config: TraceConfig) -> contextlib.AbstractContextManager[Any]:
-    """Return how a model is divided among ranks."""
-    if config.tp == 1:
-        return contextlib.nullcontext(_Whole())
-    from toolkit.forecasting.tensor_parallel import split
-
-    return split(config)
 
 
 def _fold_events(events: list[Event]) -> Iterator[Event]:

@@ -10,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -18,6 +20,9 @@ from toolkit.core.units import dtype_name, round_up
 from toolkit.engines.traces import LOGITS, Event
 
 aten = torch.ops.aten
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 """Operators that read and write no byte, and that torch does not call views."""
@@ -73,6 +78,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append((what, size, name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # they unwrap themselves first; the tensors inside count
+        if func is WAIT:  # its fake kernel makes another tensor, the real one returns its argument
+            return args[0]
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         # Under autocast the head casts its weight before it makes logits.
@@ -81,9 +90,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._count_storage(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
-        if scratch:
-            self.events += [("+", scratch, ""), ("-", scratch, "")]
+        # gloo gathers into a buffer of its own.
+        gathered = output.untyped_storage().nbytes() if self._device == "cpu" and func is GATHER else 0
         self._count(func, args, kwargs, output, scratch)
+        for size in filter(None, (scratch, gathered)):
+            self.events += [("+", size, ""), ("-", size, "")]
         return output
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, scratch: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import ModelError
@@ -28,6 +29,14 @@ def auto_class(spec: ModelSpec) -> Any:
     if not spec.runs_code and class_with_text(spec.config) == spec.architecture:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
+
+
+def read_pretrained(spec: ModelSpec, folder: str | Path | None, **options: Any) -> Any:
+    """Read a model's weights from safetensors, whole, on this rank alone; `options` go to `from_pretrained`."""
+    with without_engine():
+        return auto_class(spec).from_pretrained(
+            folder, trust_remote_code=spec.runs_code, use_safetensors=True, **options
+        )
 
 
 def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
