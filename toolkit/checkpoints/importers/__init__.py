@@ -15,7 +15,6 @@ from toolkit.checkpoints.importers.weights import (
     Weights,
     as_weights,
     checked,
-    ensure_inside,
     list_files,
     require,
     safetensors_entries,
@@ -73,13 +72,14 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
     split = next((name for name in names if _RANKS.fullmatch(name)), None)
     if not (names & {"latest", METADATA, *_WHOLE} or is_zero(names) or split):
         return None
-    files = {name: path for name, path in list_files(ensure_inside(folder, root), root).items() if path.is_file()}
+    files = list_files(folder, root)
     if "latest" in files:
-        return partial(open_zero, _latest_folder(folder, files["latest"]), root)
+        step = _latest_folder(folder, files["latest"])
+        return partial(open_zero, step, list_files(step, root))
     if is_zero(files):
-        return partial(open_zero, folder, root)
+        return partial(open_zero, folder, files)
     if METADATA in files:
-        return partial(open_dcp, folder, root)
+        return partial(open_dcp, folder, files)
     if split:
         raise CheckpointError(
             f"{folder / split} is one rank's part, without a record of how the parts fit: expected SHARDED_STATE_DICT "

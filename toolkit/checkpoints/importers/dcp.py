@@ -18,8 +18,6 @@ from toolkit.checkpoints.importers.weights import (
     Entry,
     Weights,
     as_weights,
-    ensure_inside,
-    list_files,
     require,
     wrap_errors,
 )
@@ -45,28 +43,27 @@ _MODEL = "model"
 """The level of a state dict under which Accelerate, and most users of DCP, put the model."""
 
 
-def open_dcp(folder: Path, root: Path) -> Weights:
+def open_dcp(folder: Path, files: Mapping[str, Path]) -> Weights:
     """Open a folder with `.metadata` and `.distcp` files: only the model's tensors, under their own names.
 
     Raises:
         CheckpointError: for pickles that hold more than the list allows, names that leave the folder, files that are
             missing or cut short, and tensors of which a part is nowhere.
     """
-    list_files(folder, root)
-    raw = load_metadata(folder / METADATA)
+    raw = load_metadata(files[METADATA])
     with wrap_errors(f"{folder / METADATA} is not the metadata of a DCP checkpoint"):
         everything = _state(raw, "Metadata")
         names = _model_names(everything["state_dict_metadata"], everything["planner_data"])
         tensors = {key: _tensor(everything["state_dict_metadata"][key]) for key in names}
         places = _places(everything["storage_data"], tensors)
-        files = _checked_files(folder, root, places.values())
+        count = _check_files(folder, files, places.values())
         for key, stored in tensors.items():
             _check_covered(folder, key, stored)
     entries = {}
     for key, stored in tensors.items():
         read = partial(_read, folder, key, stored, places)
         entries[names[key]] = Entry(tuple(stored.size), dtype_name(stored.properties.dtype), read)
-    kind = f"sharded checkpoint (torch.distributed.checkpoint, {len(files)} file{'s' * (len(files) != 1)})"
+    kind = f"sharded checkpoint (torch.distributed.checkpoint, {count} file{'s' * (count != 1)})"
     return as_weights(kind, folder, entries)
 
 
@@ -154,24 +151,23 @@ def _checked_type(kind: type[T], value: Any) -> T:
     return value
 
 
-def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> list[str]:
-    """Return the files of the model; each lies in the folder and has the length that the metadata states."""
+def _check_files(folder: Path, files: Mapping[str, Path], places: Iterable[_StorageInfo]) -> int:
+    """Check that each file of the model lies in the folder and has the stated length. Return their number."""
     ends: dict[str, int] = {}
     for place in places:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name in ends:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).name != name:
             raise CheckpointError(
                 f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file next to it. "
                 "Nothing was read."
             )
-        ensure_inside(folder / name, root)
-    require(sorted(ends), {name: folder / name for name in ends}, folder)
+    require(sorted(ends), files, folder)
     for name, end in ends.items():
-        size = (folder / name).stat().st_size
+        size = files[name].stat().st_size
         if size < end:
-            raise CheckpointError(f"{folder / name} is cut short: {size:,} bytes, expected {end:,}. Copy it again.")
-    return sorted(ends)
+            raise CheckpointError(f"{files[name]} is cut short: {size:,} bytes, expected {end:,}. Copy it again.")
+    return len(ends)
 
 
 def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> None:

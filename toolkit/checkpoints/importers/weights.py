@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import CheckpointError
-from toolkit.models.files import SAFETENSORS_DTYPES
+from toolkit.models.files import SAFETENSORS_DTYPES, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -129,27 +129,17 @@ def list_files(folder: Path, root: Path) -> dict[str, Path]:
     """Return the files of a folder by name.
 
     Raises:
-        CheckpointError: for a symbolic link that leads out of `root`.
+        CheckpointError: for a folder or an entry that is a symbolic link out of `root`.
     """
-    files = {path.name: path for path in sorted(folder.iterdir())}
-    for path in files.values():
-        ensure_inside(path, root)
-    return files
-
-
-def ensure_inside(path: Path, root: Path) -> Path:
-    """Return the path if it stays in `root` when every symbolic link is followed.
-
-    Raises:
-        CheckpointError: where it does not.
-    """
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(root)):
-        raise CheckpointError(
-            f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only what lies in it. "
-            "Copy the file there, if it belongs to it."
-        )
-    return path
+    paths, inside = sorted(folder.iterdir()), os.path.realpath(root)
+    for path in (folder, *paths):
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(inside):
+            raise CheckpointError(
+                f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only what lies in it. "
+                "Copy the file there, if it belongs to it."
+            )
+    return {path.name: path for path in paths if path.is_file()}
 
 
 def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
@@ -158,8 +148,7 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
     Raises:
         CheckpointError: naming the first that are not.
     """
-    missing = [name for name in names if name not in files or not files[name].is_file()]
-    if missing:
+    if missing := [name for name in names if name not in files]:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(names)} files: {_first_names(missing)}. "
             "Copy them there, or take another checkpoint."
@@ -178,8 +167,8 @@ def wrap_errors(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        first = (str(error).strip() or "no message").splitlines()[0]
-        raise CheckpointError(f"{what}: {type(error).__name__}: {first}. Copy it again, or take another.") from None
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{what}: {text}. Copy it again, or take another.") from None
 
 
 def _first_names(names: list[str]) -> str:

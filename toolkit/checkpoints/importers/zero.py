@@ -18,7 +18,6 @@ from toolkit.checkpoints.importers.weights import (
     Weights,
     as_weights,
     checked,
-    list_files,
     require,
     wrap_errors,
 )
@@ -40,7 +39,7 @@ def is_zero(names: Iterable[str]) -> bool:
     return any(_ANY.fullmatch(name) for name in names)
 
 
-def open_zero(folder: Path, root: Path) -> Weights:
+def open_zero(folder: Path, files: Mapping[str, Path]) -> Weights:
     """Open the checkpoint of one step: `mp_rank_00_model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`, ….
 
     Trained parameters are fp32 masters, frozen ones and buffers what the engine held.
@@ -51,7 +50,6 @@ def open_zero(folder: Path, root: Path) -> Weights:
     """
     import torch
 
-    files = list_files(folder, root)
     states = _optimizer_states(folder, files)
     with wrap_errors(f"{folder} is not laid out as a ZeRO checkpoint"):
         flats = [_flat_groups(state) for state in states]
@@ -124,14 +122,6 @@ def _elements(row: _Row) -> int:
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return every rank's optimizer state, in the order of ranks."""
     matches = [match for match in map(_OPTIMIZER.fullmatch, files) if match]
-    usual = {match[0] for match in matches} | {name for name in files if _MODEL.fullmatch(name)}
-    strange = [name for name in files if _ANY.fullmatch(name) and name not in usual]
-    doubled = len({int(match["rank"]) for match in matches}) < len(matches)
-    if strange or doubled:
-        raise CheckpointError(
-            f"{folder} holds {strange[0] if strange else 'two optimizer files of one rank'}: expected one file a rank of "
-            "pure data parallelism. Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
-        )
     if not matches:
         raise CheckpointError(
             f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt: a rank's file, with the fp32 weights, is missing, "
@@ -139,6 +129,12 @@ def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str,
         )
     names = [f"{matches[0]['prefix']}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(matches) + 1)]
     require(names[:-1], files, folder)
+    strange = [name for name in files if _ANY.fullmatch(name) and not _MODEL.fullmatch(name) and name not in names]
+    if strange:
+        raise CheckpointError(
+            f"{folder} holds {strange[0]}: expected one file a rank of pure data parallelism. "
+            "Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
+        )
     states = []
     for name in names[:-1]:
         with wrap_errors(f"{files[name]} is not an optimizer state of ZeRO"):
