@@ -82,29 +82,20 @@ class Plan(Result):
             "model": self.model,
             "hardware": dataclasses.asdict(self.hardware),
             "global_batch": self.global_batch,
-            "ranked": [candidate.to_dict() for candidate in self.ranked],
-            "rejected": [candidate.to_dict() for candidate in self.rejected],
-            "alternatives": [
-                {
-                    "change": dict(candidate.change),
-                    "global_batch": candidate.forecast.job.global_batch,
-                    **candidate.to_dict(),
-                }
-                for candidate in self.alternatives
-                if candidate.forecast is not None
-            ],
+            **{
+                name: [candidate.to_dict() for candidate in getattr(self, name)]
+                for name in ("ranked", "rejected", "alternatives")
+            },
         }
 
     def headline(self) -> str:
         """Return the best strategy, why, and its command; or that nothing fits."""
         if not self.ranked:
-            sentences = [f"Nothing fits a global batch of {self.global_batch} on {self.hardware.label}."]
-            closest = min(self.rejected, key=lambda one: one.shortfall, default=None)
+            text = f"Nothing fits a global batch of {self.global_batch} on {self.hardware.label}."
+            closest = min(self.rejected, key=lambda candidate: candidate.shortfall, default=None)
             if closest is not None and closest.forecast is not None:
-                sentences.append(
-                    "The closest, {sharding} with offload {offload}: ".format(**closest.cells) + closest.reason
-                )
-            return " ".join([*sentences, *(["The changes below fit."] if self.alternatives else [])])
+                text += " The closest, {sharding} with offload {offload}: ".format(**closest.cells) + closest.reason
+            return f"{text} The changes below fit." if self.alternatives else text
         forecast = self.best.forecast
         assert forecast is not None, "what is ranked has a forecast"
         words = "{sharding}, offload {offload}, recompute {recompute}, batch {batch}".format(**self.best.cells)
@@ -162,9 +153,8 @@ class Plan(Result):
         }
         sentences = []
         for what, candidate in best.items():
-            machine = candidate.forecast.hardware.label if candidate.forecast else ""
-            figures = "{hours} hours, {cost}".format(**candidate.cells)
-            sentences.append(f"Best by {what}: {candidate.strategy.sharding} on {machine}, {figures}.")
+            cells = {**candidate.cells, "machine": candidate.forecast.hardware.label if candidate.forecast else ""}
+            sentences.append(f"Best by {what}: " + "{sharding} on {machine}, {hours} hours, {cost}.".format(**cells))
         return [" ".join(sentences)]
 
     def _reasons_table(self) -> Table:
@@ -253,9 +243,7 @@ def plan(
         tokens=tokens,
         price=price,
     )
-    _check_request(search, vary)
-    if base.quantized:
-        check_quantized(spec, base.adapter, allow_unquantized)
+    _check_request(search, vary, allow_unquantized)
     ranked, rejected = search.run()
     return Plan(
         model=spec.name,
@@ -270,7 +258,7 @@ def plan(
     )
 
 
-def _check_request(search: Search, vary: Collection[str]) -> None:
+def _check_request(search: Search, vary: Collection[str], allow_unquantized: bool) -> None:
     global_batch, data = search.global_batch, search.data_ranks
     if global_batch < 1 or global_batch % data:
         raise StrategyError(
@@ -282,5 +270,7 @@ def _check_request(search: Search, vary: Collection[str]) -> None:
             raise ToolkitError(f"{name} {value}: expected a number above 0.")
     if search.price is not None and search.tokens is None:
         raise ToolkitError("price: expected the tokens of the training too. Add --tokens, such as --tokens 2e9.")
+    if search.strategy.quantized:
+        check_quantized(search.spec, search.strategy.adapter, allow_unquantized)
     if unknown := set(vary) - set(FIELDS):
         raise ToolkitError(f"vary {', '.join(sorted(unknown))}: expected some of {', '.join(FIELDS)}.")

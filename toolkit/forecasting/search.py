@@ -111,8 +111,10 @@ class Candidate:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecast's JSON, hours, cost and the reason."""
+        """Return the forecast's JSON, hours, cost, the reason, and the change of the request."""
         return {
+            "change": dict(self.change),
+            "global_batch": self.forecast.job.global_batch if self.forecast else None,
             "strategy": dataclasses.asdict(self.strategy),
             "train_config": dataclasses.asdict(self.train_config),
             "forecast": self.forecast.to_dict() if self.forecast else None,
