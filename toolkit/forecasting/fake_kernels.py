@@ -22,21 +22,19 @@ BLOCK = 64
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Stand-ins are the process's: of two threads the first to leave would take them from the other."""
+"""Replaced kernels belong to the process: two threads must not replace and restore them at once."""
 
 
 @contextmanager
 def patched(config: TraceConfig) -> Iterator[None]:
-    """Replace kernels for fake tensors only; real ones, as of a thread that trains meanwhile, take the usual kernels.
+    """Replace kernels for fake tensors only. Real tensors, as of a thread that trains, keep the usual kernels.
 
-    A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
-    GPU that choice is made here. `grouped_mm` has no fake kernel in fp32, and that of bitsandbytes' product tells nothing of
-    what it makes inside.
+    - `scaled_dot_product_attention`: a fake tensor is on the CPU, so torch would choose the CPU's kernel.
+    - `grouped_mm` has no fake kernel in fp32.
+    - bitsandbytes' fake products do not show their temporary tensors.
+    - `find_packed_sequence_indices` needs values: the configuration knows whether rows hold several documents.
 
-    Whether rows hold several documents is a question of their values, which transformers answers with yes where there
-    are none: the configuration says it.
-
-    A mode for torch functions would be off in what activation checkpointing recomputes.
+    A mode for torch functions would be off while activation checkpointing recomputes.
     """
     from torch.nn import functional
     from transformers import masking_utils
@@ -82,7 +80,7 @@ def _fake_operator(module: Any, name: str, ours: Callable[..., Any]) -> Iterator
 def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor) -> Any:
     """Use transformers' own operator, which can be traced, and keep what torch's kernel keeps.
 
-    A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`): of frozen experts no input is kept.
+    A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`), so frozen experts save no input.
     """
     import torch
 
@@ -93,7 +91,7 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(other)  # of packed experts it is made for this forward
+            ctx.save_for_backward(other)  # packed experts are dequantized for this forward
             return cast("torch.Tensor", product(matrix, other, offs))
 
         @staticmethod
@@ -117,9 +115,9 @@ def _attention(
 ) -> Any:
     """Follow torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
 
-    Flash attention takes half precision without a mask, from compute capability 8.0 on; the memory-efficient kernel what has
-    a mask or is fp32, but no grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta
-    kernels say. cuDNN's, which torch may prefer on Hopper and Blackwell, is taken to keep as much; nobody has measured it here.
+    Flash attention runs in half precision without a mask, from compute capability 8.0 on. The memory-efficient kernel runs with
+    a mask or in fp32, without grouped heads. Otherwise scores are computed and saved. torch's own meta kernels show the bytes.
+    cuDNN's kernel, which torch may prefer on Hopper and Blackwell, is assumed to save as much; it was not measured here.
     """
     import torch
     from torch.nn import functional
@@ -199,7 +197,7 @@ WIDE = (
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm "
     "logsumexp dist cdist cosine_similarity"
 )
-"""ATen/autocast_mode.h `AT_FORALL_FP32`, of it what stands in models' forwards: arguments are cast to fp32."""
+"""Operators of ATen/autocast_mode.h `AT_FORALL_FP32` in models' forwards: arguments are cast to fp32."""
 
 SUMS = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
 """`AT_FORALL_FP32_SET_OPT_DTYPE`: computed in fp32 where the call names no dtype."""
@@ -258,7 +256,7 @@ def _sum(operator: Any) -> Callable[..., Any]:
 
 
 def _is_fake(value: Any) -> bool:
-    """Return whether a value is fake: a thread that trains meanwhile keeps its own casts."""
+    """Return whether a value is fake. A thread that trains keeps its own casts."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)

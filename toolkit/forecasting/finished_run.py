@@ -42,13 +42,13 @@ class FinishedRun:
     hardware: Hardware | None
     """The run's machine; None for a run without a forecast."""
     checkpoints: bool
-    """Whether it wrote any."""
+    """Whether it wrote checkpoints."""
     phases: Mapping[str, int] | None
     """Phase → the highest bytes of a rank; None where it measured nothing."""
     why: str
     """Why it measured nothing."""
     dtypes: Mapping[str, str]
-    """The ledger of its first rank's audit."""
+    """The dtypes of its first rank's audit."""
 
     def differences(self, strategy: Strategy, train_config: TrainConfig, ranks: int) -> list[str]:
         """Describe the differences between the run and these values."""
@@ -63,7 +63,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
     """Read run.json and memory.json of a run's folder.
 
     Raises:
-        RunError: where there is no run, or none that came to its end.
+        RunError: for a folder without a finished run.
     """
     path = Path(run)
     with open_finished_run(path) as (about, memory, _):
@@ -77,7 +77,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
             hardware=_hardware(forecast["hardware"]) if forecast else None,
             checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
             phases=measured["phases"] if measured else None,
-            why=memory["reason"] or "it does not say why",
+            why=memory["reason"] or "no reason is recorded",
             dtypes=memory["audits"][0]["measured"]["dtypes"],
         )
 
@@ -96,11 +96,11 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
 F = TypeVar("F", bound="Forecast")
 
 WINDOW = 3
-"""Steps that the memory window slows, and that allocate first; they do not count for speed if there are others."""
+"""First steps, which the memory window slows; they count for speed only in runs without other steps."""
 
 
 def calibrated(forecast: F, path: Path) -> F:
-    """Correct a forecast by a finished run: more bytes become workspace, fewer come off the largest part.
+    """Correct a forecast by a finished run. Additional bytes count as workspace; missing ones shrink the largest part.
 
     Args:
         forecast: of any request on that kind of device.
@@ -155,7 +155,7 @@ def calibrated(forecast: F, path: Path) -> F:
 
 
 def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> None:
-    """Compare devices by kind and memory: the catalog may have corrected a card's speeds since."""
+    """Refuse a device of another kind or memory. Speeds are not compared: a later catalog may correct them."""
     own = forecast.hardware.device
     if (own.kind, own.card and own.card.gib) != (device["kind"], device["card"] and device["card"]["gib"]):
         raise RunError(f"{path} ran on another kind of device than {own.name}. Name a run on that kind.")

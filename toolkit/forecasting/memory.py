@@ -32,7 +32,7 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     Args:
         job: with a spec.
         masked: whether attention gets a mask: rows that hold several documents, or padding.
-        others: where it has to be traced, trace it for the other engines too: whoever asks of one asks of them next.
+        others: trace the other engines' configurations too, if this one is not cached: users compare engines.
 
     Raises:
         MissingLibrary: for an adapter that cannot be traced without its library.
@@ -70,10 +70,9 @@ def whole_step(job: Job, trace: Trace) -> list[Segment]:
 
 
 def fused_peak(job: Job, trace: Trace) -> int:
-    """Return the peak with a fused loss, which computes logits in chunks and never holds them whole.
+    """Return the peak with a fused loss, which computes logits in chunks: Liger (Hsu et al. 2024), CCE (Wijmans et al. 2024).
 
-    Liger (Hsu et al. 2024), cut cross-entropy (Wijmans et al. 2024). At least so much: a chunk is not in it. The toolkit trains
-    without one.
+    It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
     """
     bare = _without_logits(trace)
     return replay(job, bare, whole_step(job, bare), checkpoints=True).peak
@@ -99,14 +98,14 @@ def replay(
     checkpoints: bool,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
-    """Simulate what the fullest rank holds, from its start to the saved result.
+    """Simulate the memory of the fullest rank, from its start to the saved result.
 
     Args:
         job: with a spec.
         trace: of its model.
         step: from `whole_step`.
         checkpoints: whether any are written.
-        kind: of ledger: one that keeps the highest moments alone, or `LedgerHistory`.
+        kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
     engine = engine_of(job.strategy)
     ledgers = []
@@ -124,10 +123,10 @@ def replay(
 
 
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
-    """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
+    """Simulate a checkpoint's snapshot on every rank, and the export on rank 0.
 
-    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host. What other ranks hold is sent in pieces of
-    at most `SEND_CHUNK` bytes.
+    A model is written tensor by tensor, an adapter at once. On a GPU both go to the host. Other ranks send their shards in pieces
+    of at most `SEND_CHUNK` bytes.
     """
     ledger.enter("save")
     each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
@@ -165,10 +164,10 @@ is context and one communicator. The number of communicators multiplies them (is
 """
 
 SHARE = 0.03
-"""Of the peak, what lies free in the allocator's segments and fits no request.
+"""Share of the peak that lies free in the allocator's segments and fits no request.
 
 benchmarks/published_oom.json: 1.1% in the median of thirteen messages, below 3% in ten of them. Before it fails, the allocator
-frees its cache (c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`): a process with room to spare tells nothing.
+frees its cache (c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`), so only processes without free memory show it.
 """
 
 
@@ -181,7 +180,7 @@ SOURCES = {
 
 
 def context_memory(job: Job, peak: int) -> Mapping[str, int]:
-    """Return the bytes that a rank takes of its GPU besides the allocator's `peak`, by term; nothing on CPU ranks."""
+    """Return the GPU memory of a rank outside the allocator's `peak`, by term; nothing on CPU ranks."""
     if job.device.kind != "cuda":
         return {}
     major = (job.device.capability or (9, 0))[0]

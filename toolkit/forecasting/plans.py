@@ -25,10 +25,10 @@ from toolkit.forecasting.search import FIELDS, Candidate, Search, find_alternati
 from toolkit.models import ModelSpec, describe
 
 UNCERTAIN = 3
-"""The number of best candidates whose uncertainties are printed."""
+"""Number of best candidates with printed uncertainties."""
 
 SHOWN, REASONS = 10, 5
-"""Ranked candidates, and reasons of rejections, that are printed unless all are wanted."""
+"""Numbers of ranked candidates, and of reasons for rejections, that are printed without --all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class Candidate:
     train_config: TrainConfig
     forecast: Forecast | None
     reason: str = ""
-    """Why it is rejected, in a sentence; empty where it is not."""
+    """Why it is rejected, in a sentence; else empty."""
     change: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the plan's request that it changes, and their new values; `hardware`: the machine's name."""
     tokens: float | None = None
@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def reason_group(self) -> str:
-        """The reason without the figures of this candidate: those with an equal one are rejected together."""
+        """The reason without the figures of this candidate, to group rejections."""
         forecast = self.forecast
         if forecast is None:
             return re.sub(r"\b(accumulation|got|than|micro_batch) \d+", r"\1 n", self.reason)
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def shortfall(self) -> tuple[float, int]:
-        """The largest need, of a rank or a node's host: as a share of what there is, and its bytes; infinite without a forecast."""
+        """The largest need, of a rank or a node's host: its share of the limit, and its bytes; infinite without a forecast."""
         forecast = self.forecast
         if forecast is None:
             return math.inf, 0
@@ -125,13 +125,13 @@ class Candidate:
 
 
 def rank_key(candidate: Candidate) -> tuple[float, int]:
-    """Order candidates that fit: the fastest first, then the one that needs least."""
+    """Return the sort key of candidates that fit: by speed, then by memory."""
     assert candidate.forecast is not None, "what fits has a forecast"
     return -(candidate.forecast.tokens_per_second or 0.0), candidate.forecast.needed_bytes
 
 
 def rejection(forecast: Forecast) -> str:
-    """Return why a plan leaves a forecast out, in a sentence; empty where it does not."""
+    """Return why a plan rejects a forecast, in a sentence; else an empty string."""
     if not forecast.fits:
         return forecast.reason
     if forecast.needed_bytes > MARGIN * forecast.limit_bytes:
@@ -144,12 +144,12 @@ FIELDS = ("adapter", "precision", "seq_len", "hardware")
 """The fields that an alternative changes, in this order."""
 
 MOST_DEVICES, DEVICES_OF_A_NODE = 512, 8
-"""Devices of the largest machine that is suggested, and of the nodes that it is made of."""
+"""Devices of the largest suggested machine, and of each of its nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A question for a plan: a model, a machine, a global batch, and the fields that stay as they are."""
+    """The request of a plan: a model, a machine, a global batch, and the fixed fields."""
 
     spec: ModelSpec
     strategy: Strategy
@@ -176,11 +176,11 @@ class Search:
                 candidate = self._candidate(strategy, train_config)
                 (rejected if candidate.reason else ranked).append(candidate)
                 if candidate.forecast is not None and candidate.reason:
-                    break  # a larger micro-batch takes more still
+                    break  # a larger micro-batch needs more
         return sorted(ranked, key=rank_key), rejected
 
     def fastest_smallest(self) -> Candidate | None:
-        """Return the fastest that fits of those with the smallest micro-batch and activation checkpointing, if one does."""
+        """Return the fastest candidate that fits with the smallest micro-batch and activation checkpointing, if there is one."""
         train_config = next(_micro_batches(self.train_config, self.global_batch // self.data_ranks))
         ranked = []
         for strategy in self._strategies(("full",) if self.spec.checkpointed else ("none",)):
@@ -212,10 +212,10 @@ class Search:
                             dp_replicate=self.machine.nodes if sharding.hybrid else 1,
                         )
                     except StrategyError:
-                        continue  # no engine can do it, whatever the model: it is no candidate
+                        continue  # no engine runs this combination
 
     def _candidate(self, strategy: Strategy, train_config: TrainConfig, quick: bool = False) -> Candidate:
-        """Forecast one. `quick`: without a trace where what stays on the device is too much already."""
+        """Forecast one candidate. `quick`: skip the trace if parameters and optimizer alone do not fit."""
         forecast, machine = None, self.machine
         try:
             job = resolve(strategy, train_config, self.spec, machine.ranks, machine.device)
@@ -243,7 +243,7 @@ def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfi
 
 
 def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Candidate]:
-    """Yield, for each value of these fields, the fastest candidate that fits. Sequences and machines: the first that does."""
+    """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits."""
     finished: set[str] = set()
     for name, change, request in _requests(search):
         candidate = request.fastest_smallest() if name in fields and name not in finished else None
@@ -254,7 +254,7 @@ def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Itera
 
 
 def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
-    """Yield the changed field, the whole change, and the search with it; not what no engine or model can do."""
+    """Yield the changed field, the whole change, and the search with it, for changes that engine and model support."""
     machine, on_cpu = search.machine, search.machine.device.kind == "cpu"
     possible = list(training_changes(search.strategy, search.train_config, on_cpu=on_cpu))
     for name in FIELDS:
@@ -273,7 +273,7 @@ def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
 
 
 def _twice(machine: Hardware) -> Hardware:
-    """Return a machine with twice the devices: in a node up to eight, with as much more host memory; then twice the nodes."""
+    """Return a machine with twice the devices and host memory a node; from eight devices on, with twice the nodes."""
     if machine.count >= DEVICES_OF_A_NODE:
         return dataclasses.replace(machine, nodes=2 * machine.nodes)
     return dataclasses.replace(

@@ -12,7 +12,7 @@ from toolkit.engines.traces import LOGITS, WHOLE, Event, LayerStack, Segment, Tr
 
 @dataclass(frozen=True)
 class _Span:
-    """A layer's forward or backward, or what lies outside of the layers."""
+    """Events of a layer's forward or backward, or those outside of the layers."""
 
     backward: bool
     layer: str
@@ -27,7 +27,7 @@ def split_segments(
     Args:
         trace: of a shallow model.
         block: bytes that the allocator rounds every storage up to.
-        is_boundary: says of an event, and of whom it tells, whether segments have to end there: the fewer, the faster a replay.
+        is_boundary: takes an event and its module's name, and returns whether a segment ends there. Fewer segments replay faster.
     """
     layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.indices))}
     rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
@@ -44,8 +44,8 @@ def split_segments(
 def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple[str, int], int]:
     """Return how often a layer's storage of a size counts where it is freed outside the layers.
 
-    What every layer leaves behind is as much as there are layers; what only the last but one does, as its output that a loop's
-    variable keeps, is there once. The first layer tells the two apart.
+    A storage that every layer leaves behind counts once a layer. A storage of the repeated layer alone counts once, such as an
+    output that a loop's variable holds. The first layer leaves only storages of the former kind.
     """
     freed = {(name, size) for span in outside for what, size, name in span.events if what == "-" and name}
     return {

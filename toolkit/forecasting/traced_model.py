@@ -61,15 +61,15 @@ QUANTIZED = {"qlora": 4, "qlora8": 8}
 
 
 def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
-    """Replace what is quantized and put the adapter on, in place, on the meta device.
+    """Replace quantized modules by bitsandbytes' and add the adapter, in place, on the meta device.
 
     Returns:
-        PEFT's model around the one that was given.
+        PEFT's model around the given one.
     """
     import torch
 
     if adapter.kind in QUANTIZED:
-        setattr(model, f"is_loaded_in_{QUANTIZED[adapter.kind]}bit", True)  # PEFT asks
+        setattr(model, f"is_loaded_in_{QUANTIZED[adapter.kind]}bit", True)  # read by PEFT
         for name in _kept_names(stacks, quantizable(spec)):
             _replace(model, name, QUANTIZED[adapter.kind])
         if adapter.kind == "qlora":
@@ -87,7 +87,7 @@ def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spe
 def pack(model: PreTrainedModel) -> None:
     """Give each quantized module its packed weight: 4 bits in storage elements of the dtype that it had, 8 bits with scales.
 
-    A parameter of torch's own, since a fake tensor takes no subclass. A 4-bit one is asked for its `quant_state` alone.
+    It is a plain parameter, since fake tensors have no subclasses. Of a 4-bit weight only `quant_state` is read.
     """
     import torch
 
@@ -110,12 +110,12 @@ def pack(model: PreTrainedModel) -> None:
         if kind == "Linear8bitLt":
             state: Any = module.state
             state.CB, state.SCB = packed.data, torch.empty(shape[0])
-            module.register_buffer("scales", state.SCB)  # it exists before the step
+            module.register_buffer("scales", state.SCB)  # a buffer exists before the step
         module.weight = packed
 
 
 def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
-    """Yield the names that the shallow model has, in its spelling."""
+    """Yield the names of parameters that the shallow model has, with its layer numbers."""
     for name in names:
         stack = next((candidate for candidate in stacks if name.startswith(f"{candidate.name}.")), None)
         if stack is None:

@@ -37,7 +37,7 @@ def trace_of(
     Raises:
         ModelError: for a model that cannot be traced.
 
-    A batch of one takes other paths than a larger one (contiguity, broadcasting), so it is traced itself.
+    A batch of one takes other code paths than a larger one (contiguity, broadcasting), so it has a trace of its own.
     """
     configs = (config, *others)
     if batch > EXACT:
@@ -59,7 +59,7 @@ def _trace_with_cache(
     }
     missing = [batch for batch in batches if batch not in stored]
     if missing:
-        if configs[0].tp > 1:  # a child process costs more than the traces that a plan asks for next
+        if configs[0].tp > 1:  # starting a child costs more than tracing the other batches of a plan, too
             missing = sorted({*missing, *range(1, EXACT + 1)})
         traced = _trace_batches(spec, configs, missing, seq_len)
         for config, traces in zip(configs, traced, strict=True):

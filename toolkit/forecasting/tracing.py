@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 def trace_all(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[list[Trace]]:
-    """Trace each batch under each configuration. Others than the first are left out where they cannot be traced."""
+    """Trace each batch under each configuration. Of all but the first, failed traces are left out."""
     own, *others = configs
     traces = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
     for config in others:
         try:
             traces.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
-        except Exception:  # a request for this configuration alone shows the error
+        except Exception:  # a later request for this configuration raises the error
             traces.append([])
     return traces
 
@@ -63,7 +63,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        # In this order, PEFT lets embeddings require gradients under activation checkpointing.
+        # The adapter comes second, so that PEFT lets embeddings require gradients under activation checkpointing.
         outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
         if mesh is not None:
             distribute(model, mesh)
@@ -89,7 +89,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
 
 
 def _fold_events(events: list[Event]) -> Iterator[Event]:
-    """Nest events of modules that begin at one tensor: outer ones begin first and end last."""
+    """Nest events of modules that begin at the same tensor: outer modules begin first and end last."""
     for what, together in itertools.groupby(events, key=lambda event: event[0]):
         if what in ("back in", "back out"):
             yield from sorted(together, key=lambda event: event[2].count("."), reverse=what == "back out")
@@ -111,12 +111,14 @@ def _build(spec: ModelSpec, config: TraceConfig) -> Any:
     from transformers import AutoConfig
 
     values = copy.deepcopy(spec.config)
-    made = AutoConfig.for_model(values.pop("model_type"), **values)
-    made.use_cache = False
+    model_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model_config.use_cache = False
     kernel = ATTENTIONS[config.attention]
     word = "sdpa" if kernel.joins_rows else kernel.transformers
     with torch.device("meta"):
-        model = auto_class(spec).from_config(made, dtype=getattr(torch, config.weights), attn_implementation=word)
+        model = auto_class(spec).from_config(
+            model_config, dtype=getattr(torch, config.weights), attn_implementation=word
+        )
     freeze(model, spec)
     return model
 
@@ -127,7 +129,7 @@ def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> d
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
     if config.masked:
-        # A model of several parts is padded, never packed.
+        # Rows of a model with several parts are padded, never packed.
         names.append("attention_mask" if spec.kind == "seq2seq" or spec.frozen else "position_ids")
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
@@ -161,32 +163,32 @@ def _to_wide(value: Any) -> Any:
 
 
 def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> None:
-    """Mark both ends of each module, also of those without parameters, and complete gradients.
+    """Record the start and the end of each module, and each complete gradient.
 
-    DeepSpeed fetches ahead as each begins, and FSDP2 gathers the head before OLMo's last norm, which owns nothing.
+    Modules without parameters count too: DeepSpeed prefetches when they begin, and FSDP2 gathers OLMo's head before a norm.
     """
 
-    def grown(name: str) -> Any:
+    def on_gradient(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             size = local(parameter.grad).untyped_storage().nbytes()
-            parameter.grad = None  # from here on it is the engine's
-            tracker.say("gradient", size, name)
+            parameter.grad = None  # the engine frees it
+            tracker.record("gradient", size, name)
 
         return hook
 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(grown(name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(on_gradient(name))  # type: ignore[no-untyped-call]
     layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.indices))}
     for name, module in model.named_modules():
         _watch_module(module, name, name in layers, tracker)
 
 
 def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -> None:
-    """Mark a module. Its backward ends with the inputs' gradient; the next one begins only then, as in engines.
+    """Record a module's events. Its backward ends with the gradient of its inputs, before the next one begins, as in engines.
 
-    Both are said at one tensor where a module's input is another's output: a tensor's own hooks run before its node's.
+    Where a module's input is another's output, a tensor's own hooks run before its node's.
     """
 
     def mark(what: str) -> Any:
@@ -202,7 +204,7 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
         tensor = _first_trainable(output)
         if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(mark("back in"))
-        elif tensor is not None:  # what PEFT lets need a gradient is a leaf
+        elif tensor is not None:  # under PEFT, embeddings return a leaf
             tensor.register_hook(mark("back in"))  # type: ignore[no-untyped-call]
 
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -231,7 +233,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def main() -> None:
-    """Trace an adapter in a child process: peft is imported only here before a launch."""
+    """Trace in a child process, the only one that imports peft before a launch."""
     spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
         traces = trace_all(spec, configs, batches, seq_len)

@@ -25,38 +25,38 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operators that read and write no byte, and that torch does not call views."""
+"""Operators other than views that read and write no byte."""
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every storage that is made while it is active, and when it goes."""
+    """Records every storage that is allocated while it is active, and its release."""
 
     def __init__(self, head: str | None = None, *, device: str = "cpu") -> None:
-        """Start to track. `head`: the module that makes the logits; `device`: the kernels' device, `cpu` or `cuda`."""
+        """Start empty. `head`: the module that computes the logits; `device`: the kernels' device, `cpu` or `cuda`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._head = head
         self._at_logits = False
         self.events: list[Event] = []
         self.layer = ""
-        """The layer whose forward or backward runs."""
+        """The layer in its forward or backward."""
         self._work: Counter[tuple[str, str]] = Counter()
         self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        """Storages; true of those that were there before."""
+        """Storage → whether it existed before."""
         self._numbers = itertools.count()
         self._alive: dict[int, Any] = {}
-        self._made: dict[int, int] = {}
-        """Place of a `-` in the events → number of the storage that went."""
+        self._released: dict[int, int] = {}
+        """Index of a `-` in the events → number of the released storage."""
 
     def recorded(self) -> list[Event]:
-        """Return the events; storages that are freed at once are in the order of their allocation.
+        """Return the events, with storages that are freed together in the order of their allocation.
 
-        Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
+        Autocast frees its cast weights in the order of their addresses, which differ from trace to trace.
         """
         order: list[int] = []
-        for freed, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
+        for freed, places in itertools.groupby(range(len(self.events)), key=self._released.__contains__):
             run = list(places)
-            order += sorted(run, key=self._made.__getitem__) if freed else run
+            order += sorted(run, key=self._released.__getitem__) if freed else run
         return [self.events[place] for place in order]
 
     def know(self, tensor: torch.Tensor) -> None:
@@ -65,13 +65,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
         """Record an event without a size; a layer's event names the layer that runs next."""
-        self.say(what, 0, name)
+        self.record(what, 0, name)
         if name and name == self._head:
             self._at_logits = what in ("in", "out")
         if layer and (what.endswith("in") or name == self.layer):
             self.layer = name if what.endswith("in") else ""
 
-    def say(self, what: str, size: int, name: str) -> None:
+    def record(self, what: str, size: int, name: str) -> None:
         """Record an event, after the operations since the previous one."""
         self.events += ((kind, amount, dtype) for (kind, dtype), amount in self._work.items())
         self._work.clear()
@@ -99,7 +99,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, scratch: int) -> None:
         """Count operations as torch does (matrix products, convolutions, attention), else bytes read and written."""
-        # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
+        # Queries of a fake tensor (`prim::device`) are dispatched too, and are no kernels.
         if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
             return
         self._work["calls", ""] += 1
@@ -121,12 +121,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layer = self.layer
         self.events.append(("+", size, part))
 
-        def gone(_: Any) -> None:
+        def on_release(_: Any) -> None:
             del self._alive[key]
-            self._made[len(self.events)] = key
+            self._released[len(self.events)] = key
             self.events.append(("-", size, part or ("" if self.layer else layer)))
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, on_release)
 
 
 @lru_cache
@@ -176,4 +176,4 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
-"""Bytes that CUDA's kernels take for themselves while they run, which no fake tensor shows."""
+"""Operator → temporary bytes of its CUDA kernel, which no fake tensor shows."""
