@@ -585,7 +585,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path) ->
     done = in_namespace(IN_USE, tmp_path)
     assert "LEFT ['step-00000002', 'step-00000001'] [1, 2]" in done.stdout
     assert "step-00000001 cannot be removed" in done.stderr
-    assert "Remove it yourself" in done.stderr
+    assert "Remove it by hand" in done.stderr
 
 
 def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:

@@ -242,7 +242,9 @@ def test_the_experts_implementation_is_named() -> None:
     found = forecast(
         describe(config("mixtral", 2)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=64)
     )
-    assert any("Experts, computed by grouped_mm, are assumed to be evenly loaded" in sentence for sentence in found.unknown)
+    assert any(
+        "Experts, computed by grouped_mm, are assumed to be evenly loaded" in sentence for sentence in found.unknown
+    )
 
 
 def test_the_zero_papers_figure() -> None:

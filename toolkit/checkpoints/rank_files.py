@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 _ALIVE = 1.0
-"""Seconds after which it is looked whether the thread still lives."""
+"""Seconds between two checks of the thread."""
 
 
 class BackgroundWriter:
-    """A thread that does one piece of work after another, and ends with its owner or the process.
+    """A thread that runs one function after another, and ends with its owner or the process.
 
-    There before the first: a thread that is started where memory has run out never says that it could not.
+    It starts before the first save, since a start without free memory fails silently.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class BackgroundWriter:
         weakref.finalize(self, self._work.put, None)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Start work on the thread. The previous work must be done.
+        """Start `work` on the thread. The previous work must have ended.
 
         Raises:
-            RuntimeError: where the thread has ended.
+            RuntimeError: if the thread has ended.
         """
         if not self._thread.is_alive():
             raise RuntimeError("the thread that writes checkpoints has ended: the rank's log has the error.")
@@ -58,7 +58,7 @@ class BackgroundWriter:
             raise
 
     def wait(self) -> None:
-        """Wait until the work is done, and raise its error."""
+        """Wait for the current work, and raise its error."""
         while not self._idle.wait(_ALIVE) and self._thread.is_alive():
             pass
         if self._raised:
@@ -72,7 +72,7 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event,
                 work()
             except BaseException as error:
                 raised.append(error)
-            del work  # its owner could not end while this thread holds it
+            del work  # it refers to the owner, which could not end otherwise
             idle.set()
     finally:
         idle.set()
@@ -99,7 +99,7 @@ def read_generators() -> dict[str, torch.Tensor]:
 
 
 def write_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the states of `read_generators`. A CUDA state is skipped without a device."""
+    """Set the states of `read_generators`. Without a device, a CUDA state is skipped."""
     import numpy as np
     import torch
 
@@ -116,12 +116,12 @@ def write_generators(states: Mapping[str, torch.Tensor]) -> None:
 _POLL = 0.02
 
 LESS_ROOM = (
-    "Complete checkpoints there are as they were. Make room, lower --keep, or choose another disk with --run-dir."
+    "Complete checkpoints there are unchanged. Make room, lower --keep, or choose another disk with --run-dir."
 )
 
 
 def check_space(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) -> None:
-    """Refuse to begin what does not fit on the disk.
+    """Refuse to write more than the disk has free.
 
     Raises:
         CheckpointError: with the bytes that are needed and free.
@@ -140,30 +140,30 @@ def no_room_error(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) ->
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error of ours or of safetensors' writer says that the disk is full."""
+    """Return whether an error of Python's or safetensors' writer means a full disk."""
     number = getattr(error, "errno", None)
     return number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "StorageFull" in str(error)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file out of the tensors' own memory: only tensors with strides of their own are copied."""
+    """Write a safetensors file from the tensors' own memory; only tensors that are not contiguous are copied."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it the owner's alone
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
 
 
 def note(partial: Path, rank: int, kind: str) -> Path:
-    """Return a rank's note.
+    """Return the path of a rank's note.
 
-    `alive` grows while it works; `written`: its file no longer needs the engine's memory; `json`: its file is on the disk,
-    with its hash; `failed`: the reason.
+    `alive` grows while the rank works. `written`: its file no longer needs the engine's memory. `json`: its file is on the
+    disk, with its hash. `failed`: the reason.
     """
     return partial / f"rank-{rank:05d}.{kind}"
 
 
 def write_note(path: Path, text: str) -> None:
-    """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
+    """Write a note whole, as the rank's last write: rank 0 renames the folder after the last note."""
     draft = path.with_suffix(".tmp")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
@@ -171,7 +171,7 @@ def write_note(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def sign_of_life(partial: Path, rank: int) -> Iterator[None]:
-    """Let a file grow while this rank works: flushing and hashing take long and change no other file."""
+    """Let a file grow while this rank works. Flushing and hashing take long and change no other file."""
     path = note(partial, rank, "alive")
     with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
         yield
@@ -179,10 +179,10 @@ def sign_of_life(partial: Path, rank: int) -> Iterator[None]:
 
 
 def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None:
-    """Wait until every rank has left a note of this kind, as long as any file in the folder grows: a slow disk is no hung rank.
+    """Wait for a note of this kind from every rank, as long as any file in the folder grows: a slow disk is no hung rank.
 
     Raises:
-        CheckpointError: where a rank could not write, or nothing grows for `patience` seconds.
+        CheckpointError: if a rank could not write, or nothing grows for `patience` seconds.
     """
     before, since = -1, time.monotonic()
     while missing := [rank for rank in ranks if not note(partial, rank, kind).exists()]:
@@ -190,7 +190,7 @@ def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None
             if (failed := note(partial, rank, "failed")).exists():
                 raise CheckpointError(f"rank {rank} could not write its part of {partial}: {failed.read_text()}")
         size = 0
-        with contextlib.suppress(OSError):  # a file may be gone by now
+        with contextlib.suppress(OSError):  # another rank may remove a file
             size = sum(file.stat().st_size for file in partial.iterdir())
         if size != before:
             before, since = size, time.monotonic()
