@@ -344,8 +344,8 @@ def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("train_config", "said"),
     [
-        ({"seed": 7}, "seed 0, and here it is 7"),
-        ({"micro_batch": 2}, "global batch 4, and here it is 2"),
+        ({"seed": 7}, "seed 0, not 7"),
+        ({"micro_batch": 2}, "global batch 4, not 2"),
         ({"steps": 1}, "has done 2 already. Give --steps 2 or more"),
     ],
 )

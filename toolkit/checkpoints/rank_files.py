@@ -115,9 +115,7 @@ def write_generators(states: Mapping[str, torch.Tensor]) -> None:
 
 _POLL = 0.02
 
-LESS_ROOM = (
-    "Complete checkpoints there are unchanged. Make room, lower --keep, or choose another disk with --run-dir."
-)
+LESS_ROOM = "Complete checkpoints there are unchanged. Make room, lower --keep, or choose another disk with --run-dir."
 
 
 def check_space(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) -> None:

@@ -38,9 +38,9 @@ class Source:
     path: Path
     weights: Weights
     manifest: Manifest | None
-    """None where it is no checkpoint of ours."""
+    """None for another library's checkpoint."""
     skipped: tuple[str, ...] = ()
-    """A sentence for every newer checkpoint that could not be taken."""
+    """A sentence for each newer checkpoint that is invalid."""
 
     @property
     def adapter(self) -> str:
@@ -53,7 +53,7 @@ def opened_source(path: Path) -> Iterator[Source]:
     """Open a run's newest sound checkpoint, one checkpoint, or a folder of DeepSpeed's or Accelerate's.
 
     Raises:
-        RunError: for a folder without any; for a checkpoint whose hashes do not hold (`CheckpointError`).
+        RunError: for a folder without a checkpoint, and for a damaged checkpoint (`CheckpointError`).
     """
     if not path.is_dir():
         raise RunError(f"{path}: no such folder. Name a run's folder, or a checkpoint in it.")
@@ -92,7 +92,7 @@ def _trained_weights(stored: StoredTensors) -> Weights:
 
 
 def _check_manifest(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest with a valid sha256 that lacks fields for an export."""
+    """Refuse a crafted manifest without the fields that an export needs."""
     wrong = [
         f"{part} has no {name}"
         for part, names in _REQUIRED.items()
@@ -138,13 +138,13 @@ def _foreign(path: Path) -> Source:
     weights = open_foreign(path)
     if weights is None:
         raise RunError(
-            f"{path} holds nothing that can be exported: no run of ours (run.json), no checkpoint of ours ({NAME}), "
-            "and no folder of DeepSpeed's or Accelerate's. Give one of these."
+            f"{path} holds nothing to export: expected a run (run.json), a checkpoint ({NAME}), or a folder of "
+            "DeepSpeed's or Accelerate's. Give one of these."
         )
     if any(".lora_" in name for name in weights.shapes):
         raise RunError(
-            f"{path} ({weights.kind}) holds an adapter in a folder that does not say which one: rank, alpha and base are "
-            "missing. Adapters are exported from this toolkit's own checkpoints."
+            f"{path} ({weights.kind}) holds an adapter without its rank, alpha and base. "
+            "Export adapters from the toolkit's own checkpoints."
         )
     return Source(path=path, weights=weights, manifest=None)
 
@@ -153,7 +153,7 @@ def check_target(folder: Path, source: Path) -> None:
     """Refuse a folder with files in it, or among the checkpoints. Writes nothing.
 
     Raises:
-        RunError: with what is there.
+        RunError: naming the obstacle.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file: expected a new or an empty folder. Choose another with -o.")
@@ -176,18 +176,18 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a draft folder that becomes `folder` on success and is removed on an error.
 
     Args:
-        folder: a new or an empty one; its parents are made.
-        replace: take the place of what is there, once the draft is whole. Killed between the two names, the next call
-            finds what was there as `.NAME.old`, and gives it its name back.
+        folder: a new or an empty one; its parents are created.
+        replace: replace an existing folder by the finished draft. After a kill between the two renames, the next call
+            restores the old folder from `.NAME.old`.
 
     Raises:
-        RunError: where it cannot be made, or something has come into its place.
+        RunError: if the folder cannot be created, or a new file took its place.
     """
     final = folder.absolute()
     old = final.with_name(f".{final.name}.old")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        if replace:  # in a run's folder: what lies there is the run's
+        if replace:  # the run owns everything in its folder
             _restore_old(old, final)
             for unfinished in final.parent.glob(f".{final.name}.*.partial"):
                 shutil.rmtree(unfinished, ignore_errors=True)

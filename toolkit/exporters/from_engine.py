@@ -47,12 +47,11 @@ if TYPE_CHECKING:
 def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTensor]:
     """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format. A collective.
 
-    Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers and writes one tensor at a time; no
-    rank holds more than its shards and the largest tensor. The files appear in `folder` whole or not at all; what was
-    there before is replaced by them.
+    Weights keep their training dtype: fp32 masters in float32. Rank 0 gathers and writes one tensor at a time. No rank holds
+    more than its shards and the largest tensor. The files replace an existing `folder` once they are complete.
 
     Returns:
-        On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
+        On rank 0 the fingerprints of all tensors in the files, for `verify`; nothing on other ranks.
     """
     engine, written = EngineWeights(prepared), dict[str, SavedTensor]()
     with contextlib.closing(_write(prepared, engine.weights, tokenizer, folder, written)) as steps:
@@ -108,8 +107,8 @@ def verify(
 ) -> Export | None:
     """Compare the saved files with the trained model; rank 0 gets the result, the others None. A collective.
 
-    The bytes decide. Where they are right and the folder does not open in transformers or PEFT, the result warns and says
-    why. Where only the logits of the reopened model differ, the result says by how much. What passes gets its model card.
+    Wrong bytes are an error. With right bytes, the result has a warning if the folder does not open in transformers or PEFT,
+    and a note if the logits of the reopened model differ. The files get their model card.
 
     Args:
         prepared: the trained model.
@@ -119,13 +118,13 @@ def verify(
         about: more rows of the model card: data, versions.
 
     Raises:
-        RunError: for files whose bytes are not the trained model's, and for an opened model that lacks keys, has keys too
-            many, or whose tied weights came untied.
+        RunError: for files with other bytes than the trained model's, and for a reopened model with missing or unknown keys,
+            or with tied weights that came untied.
     """
     accelerator = prepared.accelerator
     if prepared.job.spec is None:
         raise RunError(
-            "the model was not read by `toolkit.load`, so there is nothing to compare its export with. "
+            "the model was not read by `toolkit.load`, so its export cannot be compared. "
             "Make the Accelerator with a spec: `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
     probe: dict[str, Any] = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items() if name not in BOUNDS}
@@ -160,10 +159,10 @@ def _compare(
 ) -> tuple[float | None, tuple[str, ...]]:
     """Return the logits' error on rank 0, and notes about the comparison.
 
-    They are computed on rank 0's device where the model fits there a second time, else on the host.
+    Logits are computed on rank 0's device if the model fits there a second time, else on the host.
 
     Raises:
-        RunError: for an opened model that lacks keys, has keys too many, or whose tied weights came untied.
+        RunError: for a reopened model with missing or unknown keys, or with tied weights that came untied.
     """
     job, spec, trained_on = prepared.job, prepared.job.spec, prepared.accelerator.device.type
     assert spec is not None
@@ -195,7 +194,7 @@ def _compare(
 
 
 def _device_for_check(job: Job, spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Return a device with memory for a second model and a fifth to spare; it is read on the host first."""
+    """Return a device with memory for a second model and a fifth to spare. The host reads the model first."""
     import torch
 
     needed = 1.2 * (1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]) * spec.elements
@@ -218,7 +217,7 @@ def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor
     autocast = engine_of(job.strategy).autocast_dtype(job) is not None
     compute = getattr(torch, job.compute_dtype)
     if half and not autocast:
-        # Parameters alone: no engine casts buffers, and rotary frequencies in half precision turn into other angles.
+        # Parameters only: no engine casts buffers, and rotary frequencies in half precision give other angles.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(compute)
     device = next(model.parameters()).device.type

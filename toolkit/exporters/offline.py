@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "bf16", "fp16")
 
 INT8 = 5e-2
-"""`TOLERANCE` for a model on an 8-bit base, whose forward rounds activations, too (Dettmers et al. 2022)."""
+"""`TOLERANCE` over an 8-bit base: its forward rounds activations, too (Dettmers et al. 2022)."""
 
 
 def export(
@@ -73,11 +73,11 @@ def export(
     """Export a checkpoint as Hugging Face files, open them again, and compare them with the checkpoint.
 
     A whole model becomes safetensors with config and tokenizer, an adapter PEFT's files. `folder` appears complete and checked,
-    or not at all. Writing needs memory for the largest tensor, checking for one whole model. Without memory for that, the
-    result notes that the logits were not compared.
+    or not at all. Writing needs memory for the largest tensor. The comparison of logits needs memory for one whole model, and is
+    left out with a note otherwise.
 
     Args:
-        source: a run (its newest sound checkpoint), a checkpoint, or a folder of DeepSpeed's or Accelerate's with `model`.
+        source: a run (its newest valid checkpoint), a checkpoint, or a folder of DeepSpeed's or Accelerate's with `model`.
         folder: a new or an empty one.
         merge: merge an adapter into its base, which then is in memory once.
         dtype: `fp32`, `bf16` or `fp16`; by default the checkpoint's own, and the base's if merged.
@@ -85,8 +85,8 @@ def export(
         trust_remote_code: as in `describe`.
 
     Raises:
-        RunError: where there is nothing to export, no place for it, or the written bytes are wrong.
-        CheckpointError: for a checkpoint that is damaged, or of another model or base.
+        RunError: for a source without a checkpoint, an unusable folder, or wrong bytes in the written files.
+        CheckpointError: for a damaged checkpoint, or one of another model or base.
         ModelError: for a model or tokenizer that cannot be read.
     """
     source, folder = expand_user(source), expand_user(folder)
@@ -114,8 +114,8 @@ def _trained_model_spec(source: Source, model: str | None, trust: str | None) ->
     name = model or identity.get("source") or identity.get("model") or own
     if name is None:
         raise RunError(
-            f"{source.path} ({source.weights.kind}) does not say of what model it is. Name the folder or Hub id of the model "
-            "that was trained from, for its config and tokenizer, with --model."
+            f"{source.path} ({source.weights.kind}) does not name its model. Add --model with the folder or Hub id of the "
+            "base model, for its config and tokenizer."
         )
     here = name if model or name == EMBEDDED or os.path.exists(expand_user(name)) else _cached_folder(source, name)
     try:
@@ -123,8 +123,8 @@ def _trained_model_spec(source: Source, model: str | None, trust: str | None) ->
     except ModelError as error:
         if model or Path(name).exists():
             raise
-        raise ModelError(f"{error} Or say where the model is now with --model.") from error
-    if spec.source is None:  # a config and a tokenizer are enough, where all weights are in the checkpoint
+        raise ModelError(f"{error} Or name the model's present place with --model.") from error
+    if spec.source is None:  # the checkpoint has all weights, so config and tokenizer are enough
         if name == EMBEDDED:
             raise ModelError("model 'embedded' has no folder yet: `toolkit.data.embedded_model()` makes and names it.")
         path = expand_user(here)
@@ -140,16 +140,16 @@ def _trained_model_spec(source: Source, model: str | None, trust: str | None) ->
 
 
 def _cached_folder(source: Source, name: str) -> str:
-    """Return the cached folder of a Hub model in a manifest. The manifest may be crafted: nothing is downloaded.
+    """Return the cached folder of a manifest's Hub model. A crafted manifest must not start a download.
 
     Raises:
-        ModelError: where it is not in the cache.
+        ModelError: for a model that is not in the cache.
     """
     path = cached(name)
     if path is None:
         raise ModelError(
-            f"{source.path} was trained from model {name!r}, which is not on this machine, and nothing is downloaded because a "
-            f"checkpoint names it. Add --model {shlex.quote(name)} to fetch it from the Hub, or --model FOLDER."
+            f"{source.path} was trained from model {name!r}, which is not on this machine. A name in a checkpoint starts no "
+            f"download. Add --model {shlex.quote(name)} to fetch it from the Hub, or --model FOLDER."
         )
     return str(path)
 
@@ -181,16 +181,15 @@ def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> 
     del model
     error = relative_error(logits_of(spec, draft, dtype)[0], expected)
     limit = INT8 if source.adapter == "qlora8" else TOLERANCE[by_width[0]]
-    if not error <= limit:  # merging makes other weights: logits alone can say whether they are the right ones
+    if not error <= limit:  # merged weights are new, so only logits can check them
         raise RunError(
-            f"the export of {source.path} was removed, for it differs from the trained model: its logits differ by "
-            f"{error:.1e} relative, more than {limit:.0e}."
+            f"the export of {source.path} was removed: its logits differ from the trained model's by {error:.1e} relative, "
+            f"expected at most {limit:.0e}."
         )
     notes = [f"The {source.adapter} adapter is merged into its base by PEFT, in {dtype}."]
     if bits := {"qlora": "4-bit (nf4)", "qlora8": "8-bit"}.get(source.adapter):
         notes.append(
-            f"The base is the {bits} one that the adapter was trained over, dequantized: its weights are not those of the "
-            "model that was trained from."
+            f"The base is the adapter's {bits} base, dequantized: its weights differ from those of the original model."
         )
     return Checked(what="merged model", error=error, tensors=tensors, notes=tuple(notes))
 
@@ -248,16 +247,16 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
 
 
 def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:
-    """Put the checkpoint's adapter on the base. It computes in fp32, as PEFT lets a loaded adapter do.
+    """Put the checkpoint's adapter on the base. It computes in fp32, as adapters that PEFT loads.
 
     Args:
         base: from `read_base`, or a skeleton.
         job: of the adapter.
         source: the checkpoint.
-        dtype: torch's name of the one to round the adapter to first, or None.
+        dtype: torch's name of a dtype to round the adapter to first, or None.
 
     Raises:
-        RunError: where its tensors are not this adapter's.
+        RunError: for a checkpoint of another adapter.
     """
     import torch
 
@@ -277,10 +276,10 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Weights:
     """Return the base's weights with the adapter merged by PEFT. Takes the model apart.
 
     Args:
-        model: from `with_adapter`; a quantized base is dequantized first, for it is over that that it was trained.
+        model: from `with_adapter`. A quantized base is dequantized first, since the adapter was trained over it.
         job: of the adapter.
         source: the checkpoint.
-        dtype: torch's name of the one that they will be saved in: where it is fp32, they are merged in that.
+        dtype: torch's name of the saved dtype. With fp32, the merge computes in fp32.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -300,7 +299,7 @@ def merged(model: PeftModel, job: Job, source: Source, dtype: str) -> Weights:
         base = base.float()
     gc.collect()
     whole = with_adapter(base, job, source, None).merge_and_unload(safe_merge=True)
-    # What text does not pass is taken from its source: the base's may have gone through 4 bits.
+    # Frozen parts come from the model's source, since the base may hold them in 4 bits.
     trained = {name: p.detach() for name, p in whole.named_parameters() if job.spec.trains(name)}
     tensors = {name: tensor.T if name in turned else tensor for name, tensor in trained.items()}
     entries = {name: Entry(tuple(t.shape), dtype_name(t.dtype), t.cpu, source=name) for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""`Export`: the saved files, how they were checked, and the model card that says both."""
+"""`Export`: the saved files and the checks of them, and their model card."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
 
 OTHER_KERNELS = 10
-"""Times the tolerance, where the saved model computes on another device or with another attention kernel."""
+"""Factor of the tolerance on another device or with another attention kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,15 @@ class Export(Result):
     size_bytes: int
     """Of the safetensors files."""
     logits_error: float | None
-    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None where they were not compared: `notes` say why."""
+    """‖saved − trained‖ / ‖trained‖ of the logits on a probe batch; None without a comparison, with the reason in `notes`."""
     load: str
     """The Python that loads it."""
     checkpoint: str | None = None
-    """The folder that it was made from; None where a running engine held it."""
+    """The exported checkpoint; None for the export of a running engine."""
     step: int | None = None
-    """Of the checkpoint, where that says it."""
+    """Step of the checkpoint, if known."""
     notes: tuple[str, ...] = ()
-    """What was skipped or converted, and how logits were compared, a sentence each."""
+    """Skipped checkpoints, conversions, and the comparison of logits, a sentence each."""
 
     def tables(self) -> list[Table]:
         what = "adapter" if self.adapter else "model"
@@ -75,7 +75,7 @@ BITS = {
     "qlora": "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True)",
     "qlora8": "BitsAndBytesConfig(load_in_8bit=True)",
 }
-"""How the base of an adapter was quantized: over other weights the adapter is another model."""
+"""Adapter → quantization of its base. Over other weights the adapter is another model."""
 
 
 def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -> str:
@@ -84,8 +84,8 @@ def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -
     Args:
         spec: of the model.
         base: where the base's weights are.
-        folder: what was saved.
-        adapter: as in Strategy, where an adapter was saved; `none` for a whole model.
+        folder: the saved files.
+        adapter: as in Strategy; `none` for a whole model.
     """
     auto = auto_class(spec).__name__
     if adapter == "none":
@@ -129,7 +129,7 @@ def logits_notes(error: float | None, limit: float) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor on the disk, or as it has to be there."""
+    """Fingerprint of a saved tensor, expected or on the disk."""
 
     dtype: str
     """torch's name."""
@@ -144,7 +144,7 @@ class SavedTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
-        """Return the fingerprint of `tensor`, on any device."""
+        """Return the fingerprint of a tensor on any device."""
         import torch
 
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -153,7 +153,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Written files, compared with the trained model."""
+    """Written files and their comparison with the trained model."""
 
     what: str
     """`model`, `adapter` or `merged model`."""
@@ -173,12 +173,12 @@ def finish_export(
     The card names no path of this machine.
 
     Args:
-        draft: where the files are now.
-        spec: of the model that was trained.
+        draft: the files' folder until they are published.
+        spec: of the trained model.
         checked: the files.
-        trained: the adapter that was trained, as in Strategy.
-        rows: what it was trained with; those that are None are left out.
-        folder: where the files will be.
+        trained: the trained adapter, as in Strategy.
+        rows: settings of the training; rows with None are left out.
+        folder: the files' final folder.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 def is_adapter(module: Any) -> bool:
-    """Return whether PEFT put an adapter on the model, by this package or by the user."""
+    """Return whether the model has a PEFT adapter, the toolkit's or the user's."""
     return hasattr(module, "peft_config")
 
 
 class EngineWeights:
     """Tensors of a running model by canonical name: masters where an engine keeps them, else parameters; and buffers.
 
-    Of an adapter what is trained; of a model that `load` read what its source does not freeze; of a user's own everything.
+    Of an adapter these are the trained tensors, of a model from `load` all but frozen parts, of a user's own model all.
     """
 
     def __init__(self, prepared: Prepared) -> None:
-        """Exchange which rank holds which regions. A collective."""
+        """Exchange the regions of all ranks. A collective."""
         import torch
         from accelerate.utils import gather_object
 
@@ -81,10 +81,10 @@ class EngineWeights:
         """Rank 0 alone can read them, after `gather`."""
 
     def gather(self, names: Sequence[str]) -> None:
-        """Put these tensors together in rank 0's host memory, in place of those gathered before. A collective.
+        """Gather these whole tensors in rank 0's host memory, and drop those gathered before. A collective.
 
-        Equal regions (replicas) are sent once. A broadcast of `SEND_CHUNK` bytes at most on the main group needs no new
-        communicator, and no memory beside the tensor that grows with it.
+        Equal regions (replicas) are sent once. Broadcasts of at most `SEND_CHUNK` bytes on the main group need no new
+        communicator, and no buffer that grows with the tensor.
         """
         import torch
 
@@ -100,7 +100,7 @@ class EngineWeights:
                 self._whole[name] = whole
 
     def _send(self, region: Region, owner: int, index: int) -> Iterator[Shard]:
-        """Send a region from `owner` to all ranks, and yield it there in parts. Rank 0's own are yielded there alone."""
+        """Send a region from `owner` to all ranks, and yield it there in parts. Rank 0's own regions are not sent."""
         import torch
         import torch.distributed as dist
 
@@ -126,22 +126,22 @@ NAME_MODEL = "Name the model that was trained with --model."
 
 
 def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: str = NAME_MODEL) -> dict[str, Entry]:
-    """Return every tensor of a model: trained ones from `weights`, what training left alone from the model's source.
+    """Return every tensor of a model: trained ones from `weights`, untrained ones from the model's source.
 
     Args:
         weights: the trained weights.
         model: the skeleton.
         spec: of the model.
-        fix: ends the sentence about tensors of another model.
+        fix: last sentence of the error about tensors of another model.
 
     Raises:
-        RunError: where `weights` lack a tensor, hold one of another shape, or one that the model does not know.
-        ModelError: where what is not trained has to be read from the model's source, and that has it not.
+        RunError: if `weights` lack a tensor, or hold one with another shape or an unknown name.
+        ModelError: if the model's source lacks an untrained tensor.
     """
     base = _BaseWeights(spec, model)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     tied = {group[0]: group for group in spec.tied}
-    # Buffers of a script's own, which the model does not know, are left out.
+    # Unknown buffers, say of a script, are left out.
     unknown = weights.entries.keys() - parameters.keys() - buffers.keys()
     wrong = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
     entries: dict[str, Entry] = {}
@@ -166,7 +166,7 @@ def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: s
 
 
 def _unrounded(entry: Entry, base: _BaseWeights, name: str) -> Entry:
-    """Return the base's own tensor, in its dtype, where `entry` is only that tensor rounded; else `entry` in that dtype."""
+    """Return the base's own tensor if `entry` is that tensor rounded; else `entry` in the base's dtype."""
     try:
         own = base.entry(name)
     except ModelError:  # a config and a tokenizer are enough of a source
@@ -187,14 +187,14 @@ class _BaseWeights:
     """The base model's buffers and untrained weights, which no checkpoint holds."""
 
     def __init__(self, spec: ModelSpec, model: PreTrainedModel) -> None:
-        """Take the spec, and a skeleton that knows how the files call its tensors."""
+        """Take the spec, and a skeleton that knows the tensors' names in the files."""
         self.spec, self._model = spec, model
 
     def entry(self, name: str) -> Entry:
-        """Return a tensor in its file; where the file holds it in another form, transformers reads the whole model once.
+        """Return a tensor from its file. For a tensor in another form, transformers reads the whole model once.
 
         Raises:
-            ModelError: where the source has no weights, or lacks this one.
+            ModelError: if the source has no weights, or lacks this one.
         """
         if (place := self._place(name)) is not None:
             return dataclasses.replace(self._stored[place], trained=False)
@@ -209,7 +209,7 @@ class _BaseWeights:
         return {name: entry for path in paths for name, entry in safetensors_entries(path).items()}
 
     def _place(self, name: str) -> str | None:
-        """Return the tensor's name in the files, if these hold it as it is."""
+        """Return the tensor's name in the files, if they hold it in the model's form."""
         import torch
 
         if name in self._stored:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def reopen(job: Job, folder: Path) -> Any:
     """Reopen the model in `folder` on the host, in evaluation mode; an adapter on its base, read (and quantized) again.
 
-    An adapter is in the dtype it was trained in, so that its logits can be compared. PEFT would read it in fp32.
+    An adapter has its training dtype, for comparable logits. PEFT would read it in fp32.
 
     Raises:
-        RunError: for keys that are missing or that the model does not know.
+        RunError: for missing and unknown keys.
     """
     assert job.spec is not None
     if job.strategy.adapter == "none":
@@ -41,7 +41,7 @@ def reopen(job: Job, folder: Path) -> Any:
     model = reopen_adapter(read_base(job), folder)
     storage = getattr(torch, kept_dtype(job))
     for name, parameter in model.named_parameters():
-        if "lora_" in name:  # PEFT's names of all that LoRA and DoRA add
+        if "lora_" in name:  # in PEFT's names of all LoRA and DoRA parameters
             parameter.data = parameter.data.to(storage)
     return model
 
@@ -62,8 +62,7 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
     """Reopen a whole model in `folder`, in evaluation mode, on the host.
 
     Raises:
-        RunError: for keys that are missing or that the model does not know, and for tied parameters that no longer share
-            one tensor.
+        RunError: for missing and unknown keys, and for tied parameters that no longer share one tensor.
     """
     import torch
 
@@ -85,7 +84,7 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
 
     Args:
         job: of the adapter.
-        on_host: quantized on the host, even where there is a GPU to do it on.
+        on_host: quantize on the host, also on a machine with a GPU.
     """
     import torch
 
@@ -108,8 +107,7 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """Compare a folder's safetensors files with the expected tensors, byte by byte; one tensor is in memory at a time.
 
     Raises:
-        RunError: for a file that cannot be read, and for tensors that are missing, unknown, empty or different; it names
-            the first three.
+        RunError: for an unreadable file, and for missing, unknown, empty or different tensors, naming the first three.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -128,7 +126,7 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
 
 
 def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
-    """Return what is wrong with one tensor. Non-finite values are right if the bytes are equal."""
+    """Return the faults of one tensor. Non-finite values are no fault if the bytes are equal."""
     import torch
 
     saved = SavedTensor.of(tensor)
@@ -150,7 +148,7 @@ def compare_whole(spec: ModelSpec, entries: Mapping[str, Entry], folder: Path, d
     One model is in memory at a time.
 
     Raises:
-        RunError: for a model that does not open whole, or whose tied weights came untied.
+        RunError: for missing keys, and for tied weights that came untied.
     """
     import torch
     from accelerate import init_empty_weights
@@ -181,7 +179,7 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
     """Return a saved model's logits on the probe, and the dtypes in which transformers opens it.
 
     Raises:
-        RunError: for a model that does not open whole, or whose tied weights came untied.
+        RunError: for missing keys, and for tied weights that came untied.
     """
     model = reopen_whole(spec, folder, dtype=dtype, attention=check_attention(spec))
     expected = {parameter.name: parameter.shape for parameter in spec.parameters}
@@ -210,7 +208,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_attention(spec: ModelSpec) -> str:
-    """Return a kernel that needs no GPU."""
+    """Return an attention kernel that runs without a GPU."""
     return "sdpa" if "sdpa" in spec.attentions else "eager"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that this toolkit did not write: DeepSpeed's and Accelerate's, read without running a byte of them."""
+"""`open_foreign`: checkpoints of DeepSpeed, FSDP and Accelerate, read without running code from them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["Entry", "Weights", "open_foreign", "safetensors_entries"]
 _FSDP = "pytorch_model_fsdp.bin"
 
 _NAMES = (_FSDP, "model.safetensors", "pytorch_model.bin")
-"""In the order in which they are looked for."""
+"""In the order of the search."""
 
 _WHOLE = frozenset(_NAMES) | {f"{name}.index.json" for name in _NAMES}
-"""What marks a folder that holds a whole state dict."""
+"""Files of a folder with a whole state dict."""
 
 
 _OTHERS = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_[1-9]\d*(?:\.safetensors|\.bin)?")
-"""What Accelerate calls a second model."""
+"""Accelerate's names of a second model."""
 
 _RANKS = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
 _OPTIMIZER = re.compile(r"optimizer_\d+")
@@ -47,11 +47,11 @@ def open_foreign(folder: Path) -> Weights | None:
 
     Known are DeepSpeed's ZeRO-1, 2 and 3 (`save_checkpoint`, and `accelerator.save_state` over it), FSDP's sharded and
     full state dicts, any folder of torch.distributed.checkpoint, and whole models as safetensors or `.bin`; in the folder
-    itself, or one level down. No pickle is read but through `toolkit.checkpoints.importers.restricted_unpickler`.
+    itself, or one level down. Only `restricted_unpickler` reads pickles.
 
     Raises:
-        CheckpointError: for a checkpoint that is known and cannot be taken: not whole, several models or steps, a name or
-            a symbolic link that leads out of the folder, or a pickle that asks for more than the list allows.
+        CheckpointError: for an incomplete checkpoint, several models or steps, a name or a symbolic link that leads out of
+            the folder, and a pickle with a class that is not on the list.
     """
     if not folder.is_dir():
         return None
@@ -67,7 +67,7 @@ def open_foreign(folder: Path) -> Weights | None:
 
 
 def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
-    """Return the function that opens a folder, chosen by file names. Other files are read only for a checkpoint."""
+    """Return the function that opens a folder, chosen by file names; None for an unknown format."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     split = next((name for name in names if _RANKS.fullmatch(name)), None)
     if not (names & {"latest", METADATA, *_WHOLE} or is_zero(names) or split):
@@ -82,7 +82,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
         return partial(open_dcp, folder, files)
     if split:
         raise CheckpointError(
-            f"{folder / split} is one rank's part, without a record of how the parts fit: expected SHARDED_STATE_DICT "
+            f"{folder / split} is one rank's part, without a layout of all parts: expected SHARDED_STATE_DICT "
             "through torch.distributed.checkpoint, or FULL_STATE_DICT. Save it again as one of these."
         )
     others = [name for name in files if _OTHERS.fullmatch(name)]
@@ -128,7 +128,7 @@ def _open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
     """Open the tensors of these files. `.bin` files are mapped and read on demand.
 
     Raises:
-        CheckpointError: for a file that is cut short, and for a pickle that holds more than the list allows.
+        CheckpointError: for a truncated file, and for a pickle with a class that is not on the list.
     """
     entries: dict[str, Entry] = {}
     for path in paths:
@@ -145,7 +145,7 @@ def _pickled(path: Path) -> dict[str, Entry]:
 
     entries: dict[str, Entry] = {}
     for name, tensor in dict(load(path)).items():
-        if isinstance(name, str) and isinstance(tensor, torch.Tensor):  # extra states of modules are no weights
+        if isinstance(name, str) and isinstance(tensor, torch.Tensor):  # modules' extra states are no weights
             plain = checked(name, tensor)
             entries[name] = Entry(tuple(plain.shape), dtype_name(plain.dtype), plain.cpu)
     return entries

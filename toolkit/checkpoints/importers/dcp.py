@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: our own reading of `.metadata`, torch's reading of the tensors that it lists."""
+"""Folders of torch.distributed.checkpoint (DCP): `.metadata` is read without pickle's code, tensors by torch's reader."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 METADATA = ".metadata"
 
 HOLES = 1000
-"""Holes between chunks in their order, at the most: a tensor that several ranks cut has a few."""
+"""The most holes between sorted chunks of a tensor; a sharded tensor has a few."""
 
 _MODEL = "model"
 """The level of a state dict under which Accelerate, and most users of DCP, put the model."""
@@ -47,8 +47,8 @@ def open_dcp(folder: Path, files: Mapping[str, Path]) -> Weights:
     """Open a folder with `.metadata` and `.distcp` files: only the model's tensors, under their own names.
 
     Raises:
-        CheckpointError: for pickles that hold more than the list allows, names that leave the folder, files that are
-            missing or cut short, and tensors of which a part is nowhere.
+        CheckpointError: for pickles with classes that are not on the list, names that leave the folder, missing or truncated
+            files, and tensors with a missing part.
     """
     raw = load_metadata(files[METADATA])
     with wrap_errors(f"{folder / METADATA} is not the metadata of a DCP checkpoint"):
@@ -80,7 +80,7 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
         target = torch.empty(stored.size, dtype=stored.properties.dtype)
         metadata = Metadata(state_dict_metadata={key: stored}, storage_data=mine)
         reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-        # What `dcp.load` does, without its reading of the metadata.
+        # As `dcp.load`, except for the metadata.
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         planner.set_up_planner({key: target}, metadata, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
@@ -107,7 +107,7 @@ def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] |
 
 
 def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]) -> _Places:
-    """Return where each chunk of these tensors lies, as torch's own records with checked values."""
+    """Return file, offset and length of each chunk of these tensors, as torch's own records with checked values."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -173,7 +173,7 @@ def _check_files(folder: Path, files: Mapping[str, Path], places: Iterable[_Stor
 def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> None:
     """Check that every element lies in exactly one chunk: torch's planner leaves the others uninitialized.
 
-    Chunks that cover the whole tensor and have as many elements as it neither overlap nor reach beyond it.
+    Chunks that cover the tensor and have its number of elements neither overlap nor reach beyond it.
     """
     boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in tensor.chunks if 0 not in chunk.sizes]
     possible = all(offset >= 0 and size > 0 for box in boxes for offset, size in box)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+"""Parts of names by torch.compile, FSDP1 and activation checkpointing, at any depth."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Entry:
     dtype: str
     """torch's name. float32 where a checkpoint holds fp32 masters."""
     read: Callable[[], torch.Tensor]
-    """Return it in host memory. It may share memory with a mapped file: copy it first."""
+    """Returns it in host memory, perhaps as a view of a mapped file: copy it before changes."""
     trained: bool = True
-    """False for buffers and frozen parameters: they may be the base's own, in another dtype."""
+    """False for buffers and frozen parameters, which the base may hold in another dtype."""
     source: str | None = None
     """Its name in the trained weights; None for a tensor of the base alone."""
 
@@ -43,7 +43,7 @@ class Weights:
     kind: str
     """A description: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
     entries: Mapping[str, Entry]
-    """Of tied weights one name may be all there is."""
+    """Tied weights may have one name only."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -59,7 +59,7 @@ class Weights:
         """Return a whole, contiguous tensor in host memory.
 
         Raises:
-            CheckpointError: where its bytes cannot be read, or its shape is not the stated one.
+            CheckpointError: for unreadable bytes, or another shape than stated.
         """
         tensor, shape = self.entries[name].read().contiguous(), self.entries[name].shape
         if tuple(tensor.shape) != shape:
@@ -80,8 +80,8 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
     empty = [name for name, entry in entries.items() if 0 in entry.shape]
     if empty:
         raise CheckpointError(
-            f"{folder} ({kind}) holds tensors of size zero: {_first_names(empty)}. They were saved before they were gathered; "
-            "save the checkpoint again with every rank taking part."
+            f"{folder} ({kind}) holds tensors of size zero: {_first_names(empty)}. They were saved before they were gathered. "
+            "Save the checkpoint again on all ranks."
         )
     wrapped = all(name.startswith("module.") for name in entries)
     named: dict[str, Entry] = {}
@@ -94,7 +94,7 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
 
 
 def safetensors_entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file. It is opened again for each that is read."""
+    """Return the tensors of a safetensors file, which is opened again for each read."""
     from safetensors import safe_open
 
     def read(name: str) -> torch.Tensor:
@@ -136,8 +136,8 @@ def list_files(folder: Path, root: Path) -> dict[str, Path]:
         real = Path(os.path.realpath(path))
         if not real.is_relative_to(inside):
             raise CheckpointError(
-                f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only what lies in it. "
-                "Copy the file there, if it belongs to it."
+                f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only its own files. "
+                "Copy the file there, if it belongs to the checkpoint."
             )
     return {path.name: path for path in paths if path.is_file()}
 
@@ -157,11 +157,7 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
 
 @contextmanager
 def wrap_errors(what: str) -> Iterator[None]:
-    """Turn any error that a broken or crafted file causes into one that names the file.
-
-    Raises:
-        CheckpointError: for every exception that is none yet.
-    """
+    """Raise every exception as a CheckpointError that names the file, since crafted files cause any exception."""
     try:
         yield
     except CheckpointError:

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO checkpoints: flat fp32 partitions of every rank, put together one parameter at a time, without DeepSpeed.
+"""DeepSpeed's ZeRO checkpoints: flat fp32 partitions of every rank, joined one parameter at a time, without DeepSpeed.
 
-The layout is that of deepspeed/utils/zero_to_fp32.py, which itself needs DeepSpeed, loads with the whole of pickle, and
-under ZeRO-1 and 2 holds the model twice.
+The layout is that of deepspeed/utils/zero_to_fp32.py, which needs DeepSpeed, unpickles without restriction, and under ZeRO-1
+and 2 holds the model twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANY = re.compile(r".*[_-](?:optim|model)_states\.pt")
 
 
 def is_zero(names: Iterable[str]) -> bool:
-    """Return whether a folder with these files is a ZeRO checkpoint itself, not the folder around it with `latest`."""
+    """Return whether these are the files of a ZeRO checkpoint of one step."""
     return any(_ANY.fullmatch(name) for name in names)
 
 
@@ -46,7 +46,7 @@ def open_zero(folder: Path, files: Mapping[str, Path]) -> Weights:
 
     Raises:
         CheckpointError: for a missing rank's file, by its name; for tensor, pipeline or expert parallelism, and ZeRO-0;
-            for pickles that hold more than the list allows.
+            for pickles with classes that are not on the list.
     """
     import torch
 
@@ -85,7 +85,7 @@ def open_zero(folder: Path, files: Mapping[str, Path]) -> Weights:
 
 
 def _entry(shape: Any, rows: Sequence[_Row], start: int, length: int) -> Entry:
-    """Return a parameter that lies in the same range of each of several rows, one after the other, padded at the end.
+    """Return a parameter that consists of the same range of each of several rows, padded at the end.
 
     Args:
         shape: of the parameter.
@@ -96,7 +96,7 @@ def _entry(shape: Any, rows: Sequence[_Row], start: int, length: int) -> Entry:
     sizes = tuple(int(size) for size in shape)
 
     def read() -> torch.Tensor:
-        """Return it in memory of its own, or a view of the mapped file if it is contiguous there."""
+        """Return a copy, or a view of the mapped file if the parameter is contiguous there."""
         import torch
 
         parts = [part for row in rows for part in _cut(row, start, length)]
@@ -175,7 +175,7 @@ def _stage(model: Mapping[str, Any], state: Mapping[str, Any]) -> int:
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
-    """Return ZeRO-3's frozen parameters, of which each rank has a fragment."""
+    """Return ZeRO-3's frozen parameters from each rank's fragment."""
     tensors = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         rows = [[checked(name, model["frozen_param_fragments"][name]).reshape(-1)] for model in models]
