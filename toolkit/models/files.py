@@ -10,7 +10,7 @@ from toolkit.models.remote_code import COMMIT, check_code, check_inside
 from toolkit.models.spec import ModelSpec
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
-"""Files that a model needs besides its weights: configs and tokenizer."""
+"""Files of a model other than its weights: configs and tokenizer."""
 
 
 def hub_reachable(timeout: float = 3.0) -> bool:
@@ -21,7 +21,7 @@ def hub_reachable(timeout: float = 3.0) -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=timeout)
-    except Exception:  # whatever the HTTP library raises, nothing answered
+    except Exception:  # each HTTP library has exceptions of its own
         return False
     return True
 
@@ -32,7 +32,7 @@ def hub_file(name: str, commit: str | None = None) -> Path:
     With a commit, its folder also has the configs, tokenizer and code of that commit, without weights.
 
     Raises:
-        ModelError: for what is no full commit, and for a repository that is not there, private or gated.
+        ModelError: for an incomplete commit, and for a missing, private or gated repository.
     """
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
@@ -49,7 +49,7 @@ def hub_file(name: str, commit: str | None = None) -> Path:
         errors.LocalEntryNotFoundError: unreachable(name, commit),
         errors.EntryNotFoundError: "has no config.json on the Hub, so it is not a transformers model.",
     }
-    # Asked first: without a network huggingface_hub would retry for 23 s, with a warning each time.
+    # Without a network huggingface_hub would retry for 23 s, with a warning each time.
     offline = not hub_reachable()
     try:
         if commit is None:
@@ -64,7 +64,7 @@ def hub_file(name: str, commit: str | None = None) -> Path:
 
 
 def unreachable(name: str, commit: str | None = None) -> str:
-    """Return what is wrong with a Hub id without network, and the fix."""
+    """Return the error about an uncached Hub id without a network, and its fix."""
     at = f" at commit {commit}" if commit else ""
     return (
         f"is not in the local cache{at} and the Hugging Face Hub cannot be reached: "
@@ -85,7 +85,7 @@ def cached(name: str, commit: str | None = None) -> Path | None:
 
 
 def local_folder(source: str | Path) -> Path | None:
-    """Return a folder itself, or the cached folder of a Hub id."""
+    """Return the folder of a path, or the cached folder of a Hub id."""
     path = expand_user(source)
     return path if path.is_dir() else cached(str(source))
 
@@ -107,8 +107,7 @@ def local_weights(source: str | Path) -> list[Path]:
     """Return the safetensors files of a folder, or of the cached copy of a Hub id; empty without any.
 
     Raises:
-        ModelError: for a folder whose weights are pickles, for one that lacks a file which its index names, and for a
-            file that lies elsewhere.
+        ModelError: for pickled weights, a missing file of the index, and a file outside of the folder.
     """
     folder = local_folder(source)
     if folder is None:
@@ -137,7 +136,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
     """Return a model's complete safetensors files. A Hub id's are downloaded here once, before any rank starts.
 
     Raises:
-        ModelError: where there are none, where they are pickles, where a file is cut short, or an adapter lies beside them.
+        ModelError: for missing, pickled or truncated weights, and for an adapter in the same folder.
     """
     source = spec.source or spec.name
     folder = expand_user(source).is_dir()
@@ -158,7 +157,7 @@ def require_weights(spec: ModelSpec) -> list[Path]:
     if (files[0].parent / "adapter_config.json").is_file():
         raise ModelError(
             f"model {source!r} has an adapter in the folder of its weights (adapter_config.json), which transformers would "
-            "load unasked, from a pickle too. Move the adapter's files into a folder of their own."
+            "load too, even from a pickle. Move the adapter's files into a folder of their own."
         )
     return files
 
@@ -167,7 +166,7 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
     """Copy the model's own code next to its saved weights; the same digest trusts it.
 
     Raises:
-        ModelError: where it is not what was trusted any more.
+        ModelError: for code that changed after it was trusted.
     """
     if not spec.runs_code:
         return
@@ -181,7 +180,7 @@ def copy_code(spec: ModelSpec, folder: Path) -> None:
 
 
 def copy_processor(spec: ModelSpec, folder: Path) -> None:
-    """Copy the files with which the base prepares images and sound, where it has any; text training does not change them."""
+    """Copy the base's processor configs for images and sound, which text training does not change."""
     base = local_folder(spec.source or spec.name)
     for path in sorted(base.glob("*processor_config.json")) if base is not None else ():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -211,7 +210,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not a safetensors index: {first_line(error)}") from None
     for name in names:
-        # An index may be crafted and must not lead out of its folder.
+        # A crafted index must not lead out of its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names {name!r}: expected the name of a safetensors file in the same folder.")
     if missing := [name for name in names if not (folder / name).is_file()]:
@@ -223,7 +222,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 
 def _check_complete(path: Path) -> None:
-    """Refuse a file that is cut short or crafted. The library compares its header with its size."""
+    """Refuse a truncated or crafted file. The library compares its header with its size."""
     from safetensors import SafetensorError, safe_open
 
     try:

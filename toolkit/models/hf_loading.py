@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONG = 500_000_000
-"""Weights from which reading takes long enough to show its progress."""
+"""Number of weights from which reading shows its progress."""
 
 
 def auto_class(spec: ModelSpec) -> Any:
@@ -40,17 +40,17 @@ def read_pretrained(spec: ModelSpec, folder: str | Path | None, **options: Any) 
 
 
 def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Let the parameters outside of the text part need no gradient: without images they get none."""
+    """Freeze the parameters outside of the text part, which get no gradients without images."""
     for name, parameter in model.named_parameters():
         if not spec.trains(name):
             parameter.requires_grad_(False)
 
 
 def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors as a checkpoint's files hold them: transformers' own names and shapes (one expert a tensor, say).
+    """Return tensors with the names and shapes that transformers gives them in files (one expert a tensor, say).
 
     Raises:
-        ValueError: where one is missing that a conversion joins with these.
+        ValueError: if a conversion joins these with a missing tensor.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -59,7 +59,7 @@ def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, A
 
 
 def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in the files of parameters that these hold as they are; others are left out."""
+    """Return the names in the files of all parameters that need no conversion."""
     import torch
 
     probes = {name: torch.empty(1) for name in names}
@@ -72,10 +72,7 @@ def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors in the files whose rows, one below the other, make up a fused parameter.
-
-    Empty where the files hold it in another way.
-    """
+    """Return names and shapes of the files' tensors that make up a fused parameter, row by row; empty for other layouts."""
     import torch
 
     experts, rows, columns = shape
@@ -90,7 +87,7 @@ def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dic
 
 @contextmanager
 def without_engine() -> Iterator[None]:
-    """Read whole, on this rank alone: transformers would partition under ZeRO-3 and read on one rank only under FSDP."""
+    """Read whole models on this rank: transformers would partition under ZeRO-3, and read on one rank only under FSDP."""
     from transformers.integrations import deepspeed
 
     active, fsdp = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -105,7 +102,7 @@ def without_engine() -> Iterator[None]:
 
 @contextmanager
 def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
-    """Silence warnings about missing weights, which are errors here; show progress only for long reads."""
+    """Silence warnings about missing weights, which raise errors here. `shown`: whether bars are shown."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -42,7 +42,7 @@ def embedded_config() -> dict[str, Any]:
 def embedded_checkpoint(folder: Path) -> None:
     """Write the embedded model into a new folder: config.json and model.safetensors, fp32, drawn from seed 0.
 
-    Called before an engine is set up: under ZeRO-3 weights would be drawn otherwise.
+    It runs before any engine is set up, since ZeRO-3 changes the drawn weights.
     """
     import torch
     from safetensors.torch import save_file
@@ -62,10 +62,10 @@ DEEPEST = 2_000
 
 
 def locate(name: str, trust: str | None = None) -> tuple[str | None, Path | None, bool]:
-    """Return the place of a model's weights, its config.json, and whether both are the Hub's; no path: the embedded model.
+    """Return the place of a model's weights, its config.json, and whether both are the Hub's; no path for the embedded model.
 
     Raises:
-        ModelError: for a name that leads nowhere, and for trust in code of the embedded model.
+        ModelError: for an unknown name, and for trust in code of the embedded model.
     """
     if name == EMBEDDED:
         if trust is not None:
@@ -82,13 +82,13 @@ def locate(name: str, trust: str | None = None) -> tuple[str | None, Path | None
             f"model {name!r}: there is no such folder or file. "
             "Give a folder with a config.json, or a Hub id such as Qwen/Qwen3-8B."
         )
-    # The files of a commit, and no others: a folder like any other from here on.
+    # A snapshot of one commit is treated as a folder.
     path = hub_file(name, trust)
     return name if trust is None else str(path.parent), path, True
 
 
 def config_text(path: Path | None) -> bytes | None:
-    """Return a config's text for the cache of specs. One that names own code, or a kernel, is always looked at again."""
+    """Return a config's text for the cache of specs; None for configs with own code or a kernel, which are always checked."""
     if path is None:
         return json.dumps(embedded_config()).encode()
     try:
@@ -107,14 +107,14 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
     if not path.is_file():
         fix = "Give a folder that was saved with save_pretrained, or a Hub id."
         if (path.parent / "adapter_config.json").is_file():
-            fix = "It is an adapter: give the model that it was trained on."
+            fix = "It is an adapter: give its base model."
         raise ModelError(f"model {name!r} has no {path.name}. {fix}")
     try:
         values = read_json(path, finite=False)
         check_fields(values, {})
     except ValueError as error:
         problem = f"{path.name} is not valid JSON ({error})"
-        raise ModelError(f"model {name!r}: {problem}. Copy it again from where the model comes from.") from None
+        raise ModelError(f"model {name!r}: {problem}. Copy it again from the model's source.") from None
     check_kernels(name, values)
     check_depth(name, values)
     own = bool(values.get("auto_map"))
@@ -122,7 +122,7 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
     if trust is None or not own:
         check_known(name, values)
     try:
-        # A file, not a folder: the Hub is not asked. The model's own classes are found by the folder.
+        # With a file, transformers does not query the Hub. The model's own classes need the folder.
         where = path if trust is None else path.parent
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(where), trust_remote_code=trust is not None, local_files_only=True
@@ -133,7 +133,7 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
 
 
 def check_depth(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse a config of more layers than any model has: building them, even without weights, would take all memory.
+    """Refuse a config with more layers than any model has: building them would fill the memory even without weights.
 
     Raises:
         ModelError: naming the field.
@@ -160,7 +160,7 @@ def check_tokenizer_code(spec: ModelSpec) -> None:
 
 
 def is_native(values: Mapping[str, Any]) -> bool:
-    """Return whether transformers itself has the architecture that a config names."""
+    """Return whether transformers has the architecture of a config."""
     import transformers
 
     architecture = _architecture(values)
@@ -175,7 +175,7 @@ def _architecture(values: Mapping[str, Any]) -> str | None:
 
 
 def check_known(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse an architecture that transformers does not have itself. `values` may be a raw config.json."""
+    """Refuse an architecture that transformers does not have. `values` may be a raw config.json."""
     import transformers
 
     kind, trainable = values.get("model_type"), _trainable()

@@ -27,7 +27,7 @@ _FIXED_ACTIVE = {"switch_transformers": 1, "nllb-moe": 2}
 
 @dataclass(frozen=True)
 class Routed:
-    """A module that routes, and the names of those of its children that are experts and routers."""
+    """A module that routes, and the names of its experts and routers."""
 
     name: str
     block: nn.Module
@@ -36,7 +36,7 @@ class Routed:
 
 
 def routed_blocks(module: nn.Module) -> list[Routed]:
-    """Return modules with both experts and a router. Experts that every token passes count as layers."""
+    """Return modules with both experts and a router. Shared experts count as layers."""
     routed = []
     for name, child in module.named_modules():
         parts = {key: type(part).__name__ for key, part in child.named_children() if list(part.parameters())}
@@ -55,7 +55,7 @@ def routed_blocks(module: nn.Module) -> list[Routed]:
 
 
 def mixture(name: str, module: PreTrainedModel, figures: Mapping[str, Any], routed: list[Routed]) -> MoE | None:
-    """Return the mixture of a config with experts and a module with a router; a dense model may have the field."""
+    """Return the mixture of a model with experts and a router, else None: dense models may have the config fields."""
     if not routed:
         return None
     first = routed[0].block.get_submodule(routed[0].experts[0].rpartition(".")[2])
@@ -72,7 +72,7 @@ def mixture(name: str, module: PreTrainedModel, figures: Mapping[str, Any], rout
             "set num_experts_per_tok."
         )
     classes = {type(layer.block).__name__ for layer in routed}
-    if len(classes) > 1:  # as attention and MLP that route apart: the layer holds both
+    if len(classes) > 1:  # attention and MLP route separately: the layer holds both
         stack, child = next(
             (stack, child) for stack, child in module_lists(module) if routed[0].name.startswith(f"{stack}.")
         )
@@ -85,8 +85,8 @@ def mixture(name: str, module: PreTrainedModel, figures: Mapping[str, Any], rout
 def unadapted_names(linears: tuple[str, ...], model_type: str) -> tuple[str, ...]:
     """Return dense layers, shared experts and routers with names that experts had before transformers fused them.
 
-    Of these families PEFT turns such targets into the fused experts' parameters (peft/utils/transformers_weight_conversion.py,
-    `_MOE_TARGET_MODULE_MAPPING`), and would adapt those in their place.
+    PEFT maps such names to the fused experts' parameters (peft/utils/transformers_weight_conversion.py,
+    `_MOE_TARGET_MODULE_MAPPING`), and would adapt those instead.
     """
     from transformers import conversion_mapping
 
@@ -108,9 +108,9 @@ def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def class_with_text(values: Mapping[str, Any]) -> str | None:
-    """Return the class that reads images and text and writes text, for a config with its defaults; or None.
+    """Return the class of an image-text-to-text model, for a config with its defaults; else None.
 
-    None too where `architectures` names the text model alone, as of a Llama 4 that was saved without its vision tower.
+    It is None too if `architectures` names the text model alone, as for a Llama 4 without its vision tower.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -130,7 +130,7 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
     """Refuse a model of several parts that does not train on text alone.
 
     Raises:
-        ModelError: for one without a language-model head, that needs more than tokens in each forward, or is not causal.
+        ModelError: for a model without a language-model head, with more required inputs than tokens, or not causal.
     """
     parameters = inspect.signature(module.forward).parameters
     named = {name: each.default for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
@@ -152,8 +152,8 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
 def frozen_modules(module: PreTrainedModel) -> tuple[str, ...]:
     """Return the outermost modules and parameters outside the text part: decoder, embeddings and head.
 
-    Empty for a model of one part. Layers of the decoder that attend to images are no text part either: without an image
-    they are skipped (Mllama).
+    Empty for a model of one part. Decoder layers that attend to images are frozen too: without an image the model skips
+    them (Mllama).
     """
     config = module.config
     if config.get_text_config() is config or config.is_encoder_decoder or (decoder := module.get_decoder()) is module:

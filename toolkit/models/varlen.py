@@ -22,16 +22,16 @@ NAME = "varlen"
 """Its name among transformers' attention functions."""
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments that transformers hands to flash kernels: where documents begin, and the longest one's tokens."""
+"""Arguments of transformers' flash kernels: beginnings of documents, and the longest document's tokens."""
 
 IGNORED = ("softcap", "s_aux", "position_bias")
 """Arguments of attention that the kernel does not take."""
 
 
 def document_bounds(position_ids: Tensor) -> dict[str, Any]:
-    """Return `BOUNDS` of one row [1, tokens] on the host, where each document's positions begin at 0.
+    """Return `BOUNDS` of one row [1, tokens] on the host. Each document's positions begin at 0.
 
-    Without them transformers reads the positions on the device in every layer, and waits for it
+    Without them transformers reads the positions from the device in every layer, and waits for it
     (modeling_flash_attention_utils.py, `_is_packed_sequence`, `prepare_fa_kwargs_from_position_ids`).
     """
     import torch
@@ -44,7 +44,7 @@ def document_bounds(position_ids: Tensor) -> dict[str, Any]:
 
 
 def register_varlen() -> None:
-    """Make `varlen` known to transformers, with the mask that it needs."""
+    """Register `varlen` and its mask with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, varlen_attention)
@@ -118,7 +118,7 @@ def reference(
 
 
 def _mask(attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
-    """Return an empty mask for joined documents, which the bounds keep apart; else that of `sdpa`."""
+    """Return an empty mask for joined documents, which have bounds; else the mask of `sdpa`."""
     import torch
     from transformers.masking_utils import sdpa_mask
 
@@ -132,10 +132,10 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Fields of a config with the dropout of attention, which `varlen` does not have."""
 
 STATEFUL = re.compile(r"Mamba|Mixer\b|Recurrent|SSM|DeltaNet|Linear\w*Attention|Lightning|Conv|Rwkv|LSTM|KDA")
-"""Names of layers with a state. Their kernels may carry it from document to document on a GPU, and not on a CPU."""
+"""Names of layers with a state, which GPU kernels may carry from document to document, unlike the CPU's."""
 
 COUNTS, WINDOW = re.compile(r"heads$|experts$|layers$|group"), re.compile(r"sliding_window$|chunk_size$")
-"""Fields of a config with counts, which stay, and with the tokens that attention reaches back."""
+"""Fields of a config with counts, which do not change, and with the length of attention windows."""
 
 FIRST, TOKENS, LARGE = 10, 24, 64
 """Tokens of the first of two documents and of both; sizes of a config from which on they are scaled down."""
@@ -145,13 +145,13 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
     """Return whether the model keeps documents of a row apart where `position_ids` restart at 0.
 
     Args:
-        spec: the model. One composed of several (images and text), one with code of its own, and one that no small
-            model can be made of are padded: that is right for all.
-        joined: by a kernel that takes the documents' bounds, which must reach it; else by the mask that transformers
-            makes of the positions. Some models pass on neither (OPT, Falcon), GPT-J positions alone, Persimmon and
-            GPTBigCode bounds but no positions to the kernel. States (Mamba, linear attention) know no documents.
+        spec: the model. The answer is False, so that rows are padded, for a model of several parts (images and text), with
+            own code, or without a small version.
+        joined: whether a kernel keeps documents apart by bounds that the model passes on; else the mask that transformers
+            derives from the positions. Some models pass on neither (OPT, Falcon), GPT-J only positions, Persimmon and
+            GPTBigCode only bounds. States (Mamba, linear attention) ignore documents.
 
-    It holds with the KV cache off, as `load` sets it, in evaluation too: with `use_cache` the mask is silently not packed.
+    The answer is for a KV cache that is off, as `load` sets it: with `use_cache` transformers silently packs no mask.
     """
     composed = any(isinstance(part, dict) and "model_type" in part for part in spec.config.values())
     if spec.kind != "causal" or spec.runs_code or composed or not spec.config.get("is_causal", True):
@@ -163,8 +163,8 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
         try:
             shown = _probe(spec)
         except MemoryError:
-            return False  # of this moment: not kept
-        except Exception:  # each family fails in its own way on sizes that it does not expect
+            return False  # not cached: a later call may have memory
+        except Exception:  # each family fails in its own way on unexpected sizes
             shown = {}
         with contextlib.suppress(OSError, ToolkitError):
             keep(cache_file("packing", key), json.dumps(shown))
@@ -172,7 +172,7 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
 
 
 def _probe(spec: ModelSpec) -> dict[str, bool]:
-    """Change the first of two documents: the logits of the second stay, by a mask, and by bounds as by a mask."""
+    """Return whether the second document's logits ignore the first document, with a mask and with bounds."""
     import torch
     import transformers
 
@@ -205,7 +205,7 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
         with contextlib.suppress(Exception):  # a kernel of its own, or arguments that it does not take
             model.set_attn_implementation(NAME)
             bounded = (logits(one, **document_bounds(positions)) - first).abs().max()
-            # Without bounds the kernel refuses a packed mask, or sees both documents; else it was not called at all.
+            # Without bounds the kernel refuses a packed mask or mixes both documents, unless the model does not call it.
             try:
                 called = bool((logits(one) - first).abs().max() > limit)
             except ValueError:
@@ -217,7 +217,7 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
 def small_config(spec: ModelSpec) -> Any:
     """Return the model's config with one layer of each kind, at least two, and sizes divided by one power of two.
 
-    Counts of heads and small numbers stay, so that what divides another still does.
+    Counts of heads and small numbers do not change, so that divisors still divide.
     """
     import transformers
 
