@@ -70,7 +70,7 @@ def _write(
             yield list(weights.entries)
             written |= write_adapter(module, {name: weights.tensor(name) for name in weights.entries}, draft)
         else:
-            with quiet_bars(True, shown=False):
+            with quiet_bars(shown=False):
                 files = _planned_files(prepared, weights)
             files.create(draft, prepared.job.spec)
             for group in files.groups:
@@ -173,7 +173,7 @@ def _compare(
         job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
     is_open = False
     try:
-        with quiet_bars(True, shown=False):
+        with quiet_bars(shown=False):
             model = reopen(job, folder)
         is_open = True
         here = to_device(probe, place)

@@ -93,7 +93,7 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
     check_target(folder, source)
-    with opened_source(source) as origin, quiet_bars(True, shown=False):
+    with opened_source(source) as origin, quiet_bars(shown=False):
         if merge and origin.adapter == "none":
             raise RunError(f"{origin.path} holds a whole model, and merging is for adapters. Leave --merge out.")
         spec, trained = _trained_model_spec(origin, model, trust_remote_code), origin.adapter

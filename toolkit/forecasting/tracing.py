@@ -29,7 +29,7 @@ from toolkit.forecasting.traced_model import (
     truncate_layers,
 )
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, freeze
+from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
 
     from toolkit.forecasting.tracker import Tracker
 
-    with _without_warnings(), fake_mesh(config) as mesh:
+    with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
@@ -135,15 +135,16 @@ def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> d
 
 
 def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker) -> None:
-    """Run `Engine.forward_backward`'s step; like Accelerate, cast what a forward under autocast returns to fp32."""
+    """Run the step of `Engine.forward_backward`. Like Accelerate, cast outputs of a forward under autocast to fp32."""
     import torch
+    from accelerate.utils import convert_to_fp32
 
     cast = torch.autocast("cpu", getattr(torch, config.autocast)) if config.autocast else contextlib.nullcontext()
 
     def call(**inputs: torch.Tensor) -> Any:
         with cast:
             output = model(**inputs)
-        return type(output)(**{key: _to_wide(value) for key, value in output.items()}) if config.autocast else output
+        return convert_to_fp32(output) if config.autocast else output
 
     call.config = model.config  # type: ignore[attr-defined]
     tracker.mark("forward")
@@ -154,12 +155,6 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: 
     weighted.backward()  # type: ignore[no-untyped-call]
     del weighted
     tracker.mark("end")
-
-
-def _to_wide(value: Any) -> Any:
-    import torch
-
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> None:
@@ -218,18 +213,6 @@ def _first_trainable(values: Any) -> torch.Tensor | None:
 
     leaves = tree_leaves(values)
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def without_engine() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
+def quiet_bars(*, shown: bool) -> Iterator[None]:
     """Silence warnings about missing weights, which raise errors here. `shown`: whether bars are shown."""
     from transformers.utils import logging
 

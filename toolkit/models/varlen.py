@@ -187,7 +187,7 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
     positions = torch.cat([torch.arange(FIRST), torch.arange(TOKENS - FIRST)])[None]
     register_varlen()
     kernel = "sdpa" if "sdpa" in spec.attentions else "eager"
-    with without_engine(), quiet_bars(True, shown=False), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with without_engine(), quiet_bars(shown=False), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = cls._from_config(config, dtype=torch.float32, attn_implementation=kernel).eval()
         for parameter in model.parameters():

@@ -67,7 +67,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
-    bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
+    bars = quiet_bars(shown=spec.elements >= LONG)
     with bars, engine_environment(job):
         model = engine.load_model(job, Reader(job, accelerator))
     _check(job, model)

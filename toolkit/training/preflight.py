@@ -162,7 +162,7 @@ def random_model(folder: str | Path, config: Any) -> str:
     if hardware().device.kind == "cpu":
         cpu.set_deepspeed_cpu()
     auto = auto_class(describe(config))
-    with torch.random.fork_rng(devices=[]), quiet_bars(main=True, shown=False):
+    with torch.random.fork_rng(devices=[]), quiet_bars(shown=False):
         torch.default_generator.manual_seed(0)
         auto.from_config(config).save_pretrained(folder)
     embedded_tokenizer(Path(folder))
