@@ -291,10 +291,10 @@ class CheckpointWriter:
         files = {}
         for rank in self.ranks:
             note(partial, rank, "written").unlink(missing_ok=True)
-            done = note(partial, rank, "json")
-            file = json.loads(done.read_bytes())
+            report = note(partial, rank, "json")
+            file = json.loads(report.read_bytes())
             files[file.pop("name")] = file
-            done.unlink()
+            report.unlink()
         manifest = Manifest(**redact_all(about), files=files)
         write_whole(partial / NAME, manifest.encode())
         path = self.folder / folder_name(manifest.step)

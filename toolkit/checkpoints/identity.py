@@ -75,7 +75,7 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
     Raises:
         CheckpointError: naming what differs.
     """
-    mine = asdict(ours)
+    our_fields = asdict(ours)
     differences = {
         "architecture": "another architecture",
         "parameters": f"another model than {ours.model}: parameters differ in name or shape",
@@ -83,22 +83,22 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
         "adapter": "another adapter",
     }
     for name, what in differences.items():
-        if mine[name] != theirs.get(name):
+        if our_fields[name] != theirs.get(name):
             raise CheckpointError(
-                f"{checkpoint} was written of {what} ({_shorten(theirs.get(name))}, and here it is {_shorten(mine[name])}). "
+                f"{checkpoint} was written of {what} ({_shorten(theirs.get(name))}, and here it is {_shorten(our_fields[name])}). "
                 "Use the run's own, or start a new run."
             )
-    if changed := list(_changed_fields(theirs.get("config") or {}, redact_all(mine["config"]))):
+    if changed := list(_changed_fields(theirs.get("config") or {}, redact_all(our_fields["config"]))):
         raise CheckpointError(
             f"{checkpoint} was written of another config than that of {ours.source or ours.model} now: {', '.join(changed[:5])}. "
             "If another version of transformers reads it differently, use the version in the manifest; else pass --model the "
             "folder with the run's own config, or start a new run."
         )
-    was, is_ = theirs.get("base") or {}, mine["base"] or {}
-    if was.get("files") != is_.get("files"):
+    their_base, our_base = theirs.get("base") or {}, our_fields["base"] or {}
+    if their_base.get("files") != our_base.get("files"):
         raise CheckpointError(
             f"{checkpoint} was trained over another base: the weights of {ours.source} have changed since (revision "
-            f"{was.get('revision')}, now {is_.get('revision')}). Give the base that it was trained over."
+            f"{their_base.get('revision')}, now {our_base.get('revision')}). Give the base that it was trained over."
         )
 
 

@@ -186,10 +186,10 @@ def lay_out(prepared: Prepared, most: int) -> Layout:
     shards = list(checkpoint_shards(prepared, create=True))
     by_region = {Region.of(shard): shard.tensor for shard in shards}
     shapes = {(shard.name, shard.kind): (shard.shape, dtype_name(shard.tensor.dtype)) for shard in shards}
-    every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
+    all_ranks: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
     holders: dict[Region, list[int]] = {}
     tensors: dict[str, dict[str, dict[str, Any]]] = {}
-    for rank, (regions, about) in enumerate(every):
+    for rank, (regions, about) in enumerate(all_ranks):
         for (name, kind), (shape, dtype) in about.items():
             tensors.setdefault(name, {})[kind] = {"shape": list(shape), "dtype": dtype}
         for region in regions:
@@ -206,14 +206,14 @@ def lay_out(prepared: Prepared, most: int) -> Layout:
 def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
     while hasattr(optimizer, "optimizer"):  # Accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
-    odd = any(group.get("amsgrad") for group in optimizer.param_groups)
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
     movable = all(state.reshards for state in row.states)
-    if type(optimizer).__name__ not in row.classes or odd or not movable:
+    if type(optimizer).__name__ not in row.classes or amsgrad or not movable:
         reason = (
             f"it keeps {', '.join(state.name for state in row.states if state.reshards)} of {', '.join(row.classes)}"
         )
         raise StrategyError(
-            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: {reason}. "
+            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if amsgrad else ''}: {reason}. "
             "Use one of these optimizers, or train without checkpoints."
         )
 

@@ -163,8 +163,8 @@ def _check(manifest: Manifest) -> None:
 def _check_tensor(what: str, tensor: Any) -> None:
     check_fields(tensor, {"shape": list, "dtype": str})
     shape = tensor["shape"]
-    whole = all(type(size) is int and 0 <= size < 2**60 for size in shape)
-    if len(shape) > DIMENSIONS or not whole or math.prod(shape) >= 2**60:
+    integers = all(type(size) is int and 0 <= size < 2**60 for size in shape)
+    if len(shape) > DIMENSIONS or not integers or math.prod(shape) >= 2**60:
         raise ValueError(f"it has no shape of {what}")
     if tensor["dtype"] not in BYTES_OF:
         raise ValueError(f"it names the dtype {tensor['dtype']!r} of {what}")
@@ -221,30 +221,30 @@ def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def _differences(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    here = {
+    names_on_disk = {
         path.relative_to(checkpoint).as_posix()
         for path in checkpoint.rglob("*")
         if path.is_symlink() or not path.is_dir()
     }
-    wrong = [f"{name} does not belong to it" for name in sorted(here - set(manifest.files) - {NAME})]
-    whole = []
+    faults = [f"{name} does not belong to it" for name in sorted(names_on_disk - set(manifest.files) - {NAME})]
+    complete = []
     for name, file in manifest.files.items():
         path = checkpoint / name
-        if name not in here:
-            wrong.append(f"{name} is missing")
+        if name not in names_on_disk:
+            faults.append(f"{name} is missing")
         elif path.is_symlink():
-            wrong.append(f"{name} is a symlink")
+            faults.append(f"{name} is a symlink")
         elif path.stat().st_size != file["bytes"]:
-            wrong.append(f"{name} has {path.stat().st_size:,} bytes, expected {file['bytes']:,}")
+            faults.append(f"{name} has {path.stat().st_size:,} bytes, expected {file['bytes']:,}")
         else:
-            whole.append(name)
+            complete.append(name)
     rank, ranks = share
-    mine = sorted(whole)[rank::ranks]
-    for name, sha256 in zip(mine, sha256_of_all(checkpoint / name for name in mine), strict=True):
+    own_share = sorted(complete)[rank::ranks]
+    for name, sha256 in zip(own_share, sha256_of_all(checkpoint / name for name in own_share), strict=True):
         expected = manifest.files[name]["sha256"]
         if sha256 != expected:
-            wrong.append(f"{name} is damaged: its sha256 is {sha256[:12]}…, expected {expected[:12]}…")
-    return wrong
+            faults.append(f"{name} is damaged: its sha256 is {sha256[:12]}…, expected {expected[:12]}…")
+    return faults
 
 
 def sha256_of(path: Path) -> str:

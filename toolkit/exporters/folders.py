@@ -59,9 +59,9 @@ def opened_source(path: Path) -> Iterator[Source]:
         raise RunError(f"{path}: no such folder. Name a run's folder, or a checkpoint in it.")
     skipped: tuple[str, ...] = ()
     if (path / NAME).exists() or path.name.startswith("step-"):
-        wrong = validate(path)
-        if wrong:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong[:3])}. {_other_checkpoints(path)}")
+        faults = validate(path)
+        if faults:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(faults[:3])}. {_other_checkpoints(path)}")
     elif (path / "run.json").exists() or list_checkpoints(path / "checkpoints"):
         path, skipped = _newest_checkpoint(path)
     else:
@@ -93,7 +93,7 @@ def _trained_weights(stored: StoredTensors) -> Weights:
 
 def _check_manifest(path: Path, manifest: Manifest) -> None:
     """Refuse a crafted manifest without the fields that an export needs."""
-    wrong = [
+    faults = [
         f"{part} has no {name}"
         for part, names in _REQUIRED.items()
         for name in names
@@ -106,11 +106,11 @@ def _check_manifest(path: Path, manifest: Manifest) -> None:
         text = str | None
         check_fields(manifest.identity, {"data": str, "model": text, "source": text, "base": dict | None})
     except (StrategyError, ValueError) as error:
-        wrong.append(str(error).removesuffix("."))
-    wrong += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
-    if wrong:
+        faults.append(str(error).removesuffix("."))
+    faults += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
+    if faults:
         raise CheckpointError(
-            f"{path / NAME} cannot be exported from: {'; '.join(wrong[:3])}. {_other_checkpoints(path)}"
+            f"{path / NAME} cannot be exported from: {'; '.join(faults[:3])}. {_other_checkpoints(path)}"
         )
 
 
@@ -122,10 +122,10 @@ def _other_checkpoints(damaged: Path) -> str:
 def _newest_checkpoint(run: Path) -> tuple[Path, tuple[str, ...]]:
     skipped: list[str] = []
     for path in listed(run / "checkpoints"):
-        wrong = misplacement(path) or validate(path)
-        if not wrong:
+        faults = misplacement(path) or validate(path)
+        if not faults:
             return path, tuple(skipped)
-        skipped.append(f"skipped {path}: {'; '.join(wrong[:3])}")
+        skipped.append(f"skipped {path}: {'; '.join(faults[:3])}")
     fix = (
         f"The run's own export is in {run / 'export'}."
         if (run / "export").is_dir()

@@ -198,10 +198,10 @@ def _adapter(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) ->
     import torch
 
     job, tokenizer = job_of(source, spec), load_tokenizer(spec)
-    real = fits(spec, job.compute_dtype)
-    base = read_base(job, on_host=True) if real else skeleton(spec, *source_configs(spec, tokenizer))
+    comparable = fits(spec, job.compute_dtype)
+    base = read_base(job, on_host=True) if comparable else skeleton(spec, *source_configs(spec, tokenizer))
     model = with_adapter(base, job, source, dtype)
-    expected = logits(model, spec) if real else None
+    expected = logits(model, spec) if comparable else None
     entries = source.weights.entries
     state = {name: entry.read().to(getattr(torch, dtype or entry.dtype)) for name, entry in entries.items()}
     tensors = write_adapter(model, state, draft)

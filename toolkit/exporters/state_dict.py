@@ -143,24 +143,24 @@ def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: s
     tied = {group[0]: group for group in spec.tied}
     # Unknown buffers, say of a script, are left out.
     unknown = weights.entries.keys() - parameters.keys() - buffers.keys()
-    wrong = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
+    faults = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
     entries: dict[str, Entry] = {}
     for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
         meta = parameters[name] if name in parameters else buffers[name]
         source = next((names for names in tied.get(name, (name,)) if names in weights.entries), None)
         if source is None and name in parameters and meta.requires_grad:
-            wrong.append(f"{name} is missing")
+            faults.append(f"{name} is missing")
         elif source is None:
             entries[name] = base.entry(name)
         elif weights.entries[source].shape != tuple(meta.shape):
-            wrong.append(f"{name} has the shape {list(weights.entries[source].shape)}, expected {list(meta.shape)}")
+            faults.append(f"{name} has the shape {list(weights.entries[source].shape)}, expected {list(meta.shape)}")
         else:
             entry = dataclasses.replace(weights.entries[source], read=partial(weights.tensor, source), source=source)
             entries[name] = entry if entry.trained else _unrounded(entry, base, name)
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise RunError(
-            f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(wrong[:3])}{more}. {fix}"
+            f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(faults[:3])}{more}. {fix}"
         )
     return entries
 

@@ -111,18 +111,18 @@ def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    wrong, names = [], set()
+    faults, names = [], set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
                     names.add(name)
-                    wrong += _tensor_faults(name, file.get_tensor(name), planned.get(name))
+                    faults += _tensor_faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
-    wrong = [f"{name} is missing" for name in planned if name not in names] + wrong
-    if wrong:
-        raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
+    faults = [f"{name} is missing" for name in planned if name not in names] + faults
+    if faults:
+        raise RunError(f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}")
 
 
 def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:

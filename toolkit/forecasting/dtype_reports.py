@@ -155,21 +155,21 @@ def dtype_report(
         RunError: for a folder without an audited run.
     """
     finished = read_finished_run(run) if run is not None else None
-    chosen = list(strategies or [Strategy(sharding=word) for word in usual_shardings()])
+    compared = list(strategies or [Strategy(sharding=word) for word in usual_shardings()])
     if finished is not None:
         more = [strategy for strategy in strategies or () if strategy.sharding != finished.strategy.sharding]
-        chosen = [finished.strategy, *more]
+        compared = [finished.strategy, *more]
         ranks = finished.ranks if ranks is None and on is None else ranks
     # Dtypes do not depend on the number of ranks; with one device, sharding is forecast for two.
     job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1, run=finished)
     count = ranks if ranks is not None else max(2, machine.ranks)
     columns = []
-    for strategy in chosen:
-        many = 1 if strategy.single_process else max(count, strategy.least_ranks)
+    for strategy in compared:
+        world_size = 1 if strategy.single_process else max(count, strategy.least_ranks)
         try:
-            column = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=many)[0])
+            column = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=world_size)[0])
         except StrategyError as error:
-            column = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
+            column = DtypeColumn(strategy=strategy, ranks=world_size, refused=str(error))
         if finished is not None and strategy is finished.strategy:
             measured = _at_stages(finished.dtypes, _weights(strategy))
             column = dataclasses.replace(column, measured=measured)
@@ -210,7 +210,7 @@ def _weights(strategy: Strategy) -> str:
 def _column(job: Job) -> DtypeColumn:
     engine = engine_of(job.strategy)
     account, weights = engine.expected_state(job).dtypes, _weights(job.strategy)
-    stepped = account.get("master", account["trainable"])
+    stepped_dtype = account.get("master", account["trainable"])
     dtypes: dict[Place, str] = {("loading", weights): read_dtype(job)}
     if job.strategy.adapter != "none":
         frozen = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
@@ -219,7 +219,7 @@ def _column(job: Job) -> DtypeColumn:
         dtypes = {("loading", weights): kept_dtype(job), ("loading", "frozen weights"): frozen}
         account = {**account, "frozen": frozen}
     dtypes["compute", "forward"] = job.compute_dtype
-    dtypes["optimizer", "weights that are stepped"] = dtypes["checkpoint", "weights"] = stepped
+    dtypes["optimizer", "weights that are stepped"] = dtypes["checkpoint", "weights"] = stepped_dtype
     dtypes["checkpoint", "moments"] = account["optimizer"]
     scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
     return DtypeColumn(

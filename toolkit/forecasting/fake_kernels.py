@@ -53,28 +53,28 @@ def patched(config: TraceConfig) -> Iterator[None]:
     if not config.masked:
         kernels.append((masking_utils, "find_packed_sequence_indices", lambda positions: None))
     with _ONE_AT_A_TIME, ExitStack() as replaced:
-        for module, name, ours in kernels:
-            replaced.enter_context(_fake_operator(module, name, ours))
+        for module, name, replacement in kernels:
+            replaced.enter_context(_fake_operator(module, name, replacement))
         if config.device == "cuda" and config.autocast:
             replaced.enter_context(cuda_casts())
         yield
 
 
 @contextmanager
-def _fake_operator(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+def _fake_operator(module: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    theirs = getattr(module, name)
+    original = getattr(module, name)
 
     def either(*args: Any, **kwargs: Any) -> Any:
         fake = any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
-        return (ours if fake else theirs)(*args, **kwargs)
+        return (replacement if fake else original)(*args, **kwargs)
 
     setattr(module, name, either)
     try:
         yield
     finally:
-        setattr(module, name, theirs)
+        setattr(module, name, original)
 
 
 def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor) -> Any:
@@ -162,9 +162,9 @@ def _fake_dequantize(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
     scales = torch.empty(math.ceil(math.prod(shape) / BLOCK))
     scales = scales + 1
-    whole = torch.empty(shape, dtype=dtype)
+    weight = torch.empty(shape, dtype=dtype)
     del scales
-    return whole
+    return weight
 
 
 def _int8_product(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None, state: Any) -> Any:

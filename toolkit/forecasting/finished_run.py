@@ -52,11 +52,9 @@ class FinishedRun:
 
     def differences(self, strategy: Strategy, train_config: TrainConfig, ranks: int) -> list[str]:
         """Describe the differences between the run and these values."""
-        mine, now = (
-            {**dataclasses.asdict(one), **dataclasses.asdict(other), "ranks": count}
-            for one, other, count in ((self.strategy, self.train_config, self.ranks), (strategy, train_config, ranks))
-        )
-        return [f"{name} {mine[name]}, not {now[name]}" for name in MATTER if mine[name] != now[name]]
+        run_fields = {**dataclasses.asdict(self.strategy), **dataclasses.asdict(self.train_config), "ranks": self.ranks}
+        fields = {**dataclasses.asdict(strategy), **dataclasses.asdict(train_config), "ranks": ranks}
+        return [f"{name} {run_fields[name]}, not {fields[name]}" for name in MATTER if run_fields[name] != fields[name]]
 
 
 def read_finished_run(run: str | Path) -> FinishedRun:
@@ -156,6 +154,9 @@ def calibrated(forecast: F, path: Path) -> F:
 
 def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> None:
     """Refuse a device of another kind or memory. Speeds are not compared: a later catalog may correct them."""
-    own = forecast.hardware.device
-    if (own.kind, own.card and own.card.gib) != (device["kind"], device["card"] and device["card"]["gib"]):
-        raise RunError(f"{path} ran on another kind of device than {own.name}. Name a run on that kind.")
+    expected = forecast.hardware.device
+    if (expected.kind, expected.card and expected.card.gib) != (
+        device["kind"],
+        device["card"] and device["card"]["gib"],
+    ):
+        raise RunError(f"{path} ran on another kind of device than {expected.name}. Name a run on that kind.")

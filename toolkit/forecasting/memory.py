@@ -45,11 +45,14 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     other_configs = tuple(_other_configs(job, configs[0], masked)) if others else ()
     first, *rest = dict.fromkeys(configs)  # ranks of one kind share a configuration
     batch, length = train_config.micro_batch, train_config.seq_len
-    own = trace_of(job.spec, first, batch=batch, seq_len=length, others=(*rest, *other_configs))
+    first_trace = trace_of(job.spec, first, batch=batch, seq_len=length, others=(*rest, *other_configs))
     if not rest:
-        return own
-    traces = {first: own, **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest}}
-    return dataclasses.replace(own, others=tuple(traces[config] for config in configs[1:]))
+        return first_trace
+    traces = {
+        first: first_trace,
+        **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest},
+    }
+    return dataclasses.replace(first_trace, others=tuple(traces[config] for config in configs[1:]))
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
@@ -57,10 +60,10 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
     for word in usual_shardings():
         try:
             strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
-            other = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
+            other_job = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
         except StrategyError:
             continue
-        if (config := engine_of(strategy).trace_config(other, masked=masked)) != own:
+        if (config := engine_of(strategy).trace_config(other_job, masked=masked)) != own:
             yield config
 
 
@@ -74,8 +77,8 @@ def fused_peak(job: Job, trace: Trace) -> int:
 
     It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
     """
-    bare = _without_logits(trace)
-    return replay(job, bare, whole_step(job, bare), checkpoints=True).peak
+    without_logits = _without_logits(trace)
+    return replay(job, without_logits, whole_step(job, without_logits), checkpoints=True).peak
 
 
 @lru_cache(maxsize=8)
@@ -111,12 +114,14 @@ def replay(
     ledgers = []
     for index, rank in enumerate(engine.simulated_ranks(job)):
         ledgers.append(kind(shared=job.device.kind == "cpu"))
-        own, own_step = trace, step
+        rank_trace, rank_step = trace, step
         if index and trace.others:
-            own = trace.others[index - 1]
-            own_step = whole_step(job, own)
+            rank_trace = trace.others[index - 1]
+            rank_step = whole_step(job, rank_trace)
         engine.simulate_step(
-            Simulation(job=job, trace=own, step=own_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints)
+            Simulation(
+                job=job, trace=rank_trace, step=rank_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints
+            )
         )
         _simulate_save(ledgers[-1], job, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
@@ -180,7 +185,11 @@ SOURCES = {
 
 
 def context_memory(job: Job, peak: int) -> Mapping[str, int]:
-    """Return the GPU memory of a rank outside the allocator's `peak`, by term; nothing on CPU ranks."""
+    """Return the GPU memory of a rank outside the allocator's `peak`, by term; nothing on CPU ranks.
+
+    The figures are those of published runs that ended out of memory: PyTorch's message names the bytes of the process and of the
+    allocator. No run of the toolkit on a GPU has confirmed them; `calibrate` takes a run's figures instead.
+    """
     if job.device.kind != "cuda":
         return {}
     major = (job.device.capability or (9, 0))[0]

@@ -72,12 +72,12 @@ def changed(strategy: Strategy, train_config: TrainConfig, change: Mapping[str, 
     Raises:
         StrategyError: for a word that is unknown, and for what no engine can do.
     """
-    fields = {**dataclasses.asdict(strategy), **change}
-    if not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
-        fields["dp_replicate"] = 1
-    ours = {
+    changed_fields = {**dataclasses.asdict(strategy), **change}
+    if not SHARDINGS[sharding_word(changed_fields["sharding"])].hybrid:
+        changed_fields["dp_replicate"] = 1
+    train_fields = {
         **dataclasses.asdict(train_config),
         **{name: value for name, value in change.items() if hasattr(train_config, name)},
     }
-    chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}
-    return from_dict(Strategy, chosen), from_dict(TrainConfig, ours)
+    strategy_fields = {name: value for name, value in changed_fields.items() if hasattr(strategy, name)}
+    return from_dict(Strategy, strategy_fields), from_dict(TrainConfig, train_fields)

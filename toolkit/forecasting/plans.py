@@ -169,22 +169,24 @@ class Plan(Result):
             cells = {**closest.cells, "need": format_bytes(closest.shortfall[1])}
             least = "{need}: {sharding}, {offload}".format(**cells) if closest.forecast else ""
             rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 100, placeholder="…"), words, least))
-        left = len(groups) - len(rows)
-        note = f"{left} more reasons; --all shows each candidate's." if left else "--all shows each candidate."
+        more = len(groups) - len(rows)
+        note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
         return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=(note,))
 
     def _explanation(self) -> str:
         """Return why the best is faster than the best of another sharding, in a sentence."""
         best = self.best
-        other = next((one for one in self.ranked if one.strategy.sharding != best.strategy.sharding), None)
-        if other is None or other.forecast is None or best.forecast is None:
+        second = next(
+            (candidate for candidate in self.ranked if candidate.strategy.sharding != best.strategy.sharding), None
+        )
+        if second is None or second.forecast is None or best.forecast is None:
             return ""
-        return why_faster(best.forecast, other.forecast, (best.strategy.sharding, other.strategy.sharding))
+        return why_faster(best.forecast, second.forecast, (best.strategy.sharding, second.strategy.sharding))
 
-    def _flags(self, model: str, left_out: Collection[str] = ()) -> str:
-        strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in left_out}
-        named = {} if model == EMBEDDED else {"model": model}
-        return shlex.join(spell({**named, **strategy, **differing(self.best.train_config)}))
+    def _flags(self, model: str, excluded: Collection[str] = ()) -> str:
+        strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in excluded}
+        model_field = {} if model == EMBEDDED else {"model": model}
+        return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
 
 
 COLUMNS = ("sharding", "offload", "recompute", "batch")

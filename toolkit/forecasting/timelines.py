@@ -179,7 +179,8 @@ def timeline(
 
 
 def _notes(finished: FinishedRun, forecast: Forecast) -> tuple[str, ...]:
-    other = finished.differences(forecast.strategy, forecast.train_config, forecast.ranks)
+    differences = finished.differences(forecast.strategy, forecast.train_config, forecast.ranks)
     if finished.hardware is not None and finished.hardware.device.kind != forecast.hardware.device.kind:
-        other.append(f"on {finished.hardware.device.name}, not {forecast.hardware.device.name}")
-    return (f"The run was another: {'; '.join(other)}. Its bytes are no measure of this forecast.",) if other else ()
+        differences.append(f"on {finished.hardware.device.name}, not {forecast.hardware.device.name}")
+    text = f"The run was another: {'; '.join(differences)}. Its bytes are no measure of this forecast."
+    return (text,) if differences else ()

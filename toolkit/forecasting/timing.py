@@ -97,13 +97,13 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     )
 
 
-def _seconds(stretches: Sequence[Segment], card: GPUSpec) -> float:
+def _seconds(segments: Sequence[Segment], card: GPUSpec) -> float:
     """Return the seconds of products and of memory traffic; never less than the host needs to launch the kernels."""
     total = 0.0
-    for segment in stretches:
+    for segment in segments:
         if segment.calls:
-            done = (*segment.flops, *((dtype, -size) for dtype, size in segment.skipped))
-            products = sum(size / _sustained(card, dtype) for dtype, size in done)
+            computed = (*segment.flops, *((dtype, -size) for dtype, size in segment.skipped))
+            products = sum(size / _sustained(card, dtype) for dtype, size in computed)
             total += max(products + segment.moved / (card.memory * 1e9 * MEMORY), segment.calls * CALL)
     return total
 

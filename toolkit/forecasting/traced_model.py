@@ -101,12 +101,12 @@ def pack(model: PreTrainedModel) -> None:
         kind = type(module).__name__
         if kind not in ("Linear4bit", "Linear8bitLt") or hasattr(module, "base_layer"):
             continue
-        whole: Any = module.weight
-        shape, dtype = tuple(whole.shape), torch.int8
+        weight: Any = module.weight
+        shape, dtype = tuple(weight.shape), torch.int8
         if kind == "Linear4bit":
-            shape, dtype = packed_shape(whole.numel(), whole.dtype.itemsize), whole.dtype
+            shape, dtype = packed_shape(weight.numel(), weight.dtype.itemsize), weight.dtype
         packed: Any = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-        packed.quant_state, packed.CB, packed.SCB = tuple(whole.shape), None, None
+        packed.quant_state, packed.CB, packed.SCB = tuple(weight.shape), None, None
         if kind == "Linear8bitLt":
             state: Any = module.state
             state.CB, state.SCB = packed.data, torch.empty(shape[0])

@@ -113,11 +113,11 @@ def _trace_in_child(
     """Trace in a child process: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
     request = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
-    done = subprocess.run(command, input=request, capture_output=True, check=False)
-    if done.returncode:
-        kind, _, message = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
+    process = subprocess.run(command, input=request, capture_output=True, check=False)
+    if process.returncode:
+        kind, _, message = process.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
         raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(message or kind)
-    return [[_decode_trace(values) for values in traces] for traces in json.loads(done.stdout)]
+    return [[_decode_trace(values) for values in traces] for traces in json.loads(process.stdout)]
 
 
 def _decode_trace(values: Mapping[str, Any]) -> Trace:

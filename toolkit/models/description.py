@@ -195,16 +195,18 @@ def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]
     members = [
         type(layer).__name__ for child in module.modules() if isinstance(child, nn.ModuleList) for layer in child
     ]
-    named = set(getattr(module, "_no_split_modules", None) or ())
-    blocks = tuple(dict.fromkeys(name for name in members if name in named))
+    listed = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = tuple(dict.fromkeys(name for name in members if name in listed))
     if blocks:
         parts = [child for name, child in module.named_modules() if name in frozen]
-        bare = [part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)]
-        stacks = [[stack for _, stack in module_lists(part)] for part in bare]
+        without_blocks = [
+            part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)
+        ]
+        stacks = [[stack for _, stack in module_lists(part)] for part in without_blocks]
         return blocks + _layer_classes(max(own, key=_size) for own in stacks if own)
-    every = [stack for _, stack in module_lists(module)]
+    all_stacks = [stack for _, stack in module_lists(module)]
     # Stacks of encoder and decoder may differ in size. Below a hundredth of the largest, a list is no stack of layers.
-    return _layer_classes(stack for stack in every if _size(stack) * 100 >= max(map(_size, every)))
+    return _layer_classes(stack for stack in all_stacks if _size(stack) * 100 >= max(map(_size, all_stacks)))
 
 
 def _size(module: nn.Module) -> int:

@@ -188,12 +188,13 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
             f"model {name!r} needs its own code ({json.dumps(values['auto_map'])}). Give its folder or "
             "Hub id, and --trust-remote-code REVISION."
         )
-    what, word, known = "model_type", kind, list(trainable)
+    what, word, known_words = "model_type", kind, list(trainable)
     if kind in transformers.CONFIG_MAPPING:
         classes = [[value] if isinstance(value, str) else value for value in trainable.values()]
-        what, word, known = "architecture", str(_architecture(values)), [each for listed in classes for each in listed]
+        what, word = "architecture", str(_architecture(values))
+        known_words = [architecture for listed in classes for architecture in listed]
     raise ModelError(
-        f"model {name!r}: {what} {word!r} is unknown to transformers {transformers.__version__}.{nearest(word, known)} "
+        f"model {name!r}: {what} {word!r} is unknown to transformers {transformers.__version__}.{nearest(word, known_words)} "
         "A newer one may know it: `pip install --upgrade transformers`."
     )
 

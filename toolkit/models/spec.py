@@ -171,9 +171,9 @@ class ModelSpec(Result):
             (role, f"{count:,}", f"{count / self.elements:.1%}", format_bytes(count * BYTES_OF["bfloat16"]))
             for role, count in roles.items()
         ]
-        shown = [(name, value) for name, value in figures.items() if value]
+        shown_figures = [(name, value) for name, value in figures.items() if value]
         return [
-            Table(title=self.name, columns=("figure", "value"), rows=shown),
+            Table(title=self.name, columns=("figure", "value"), rows=shown_figures),
             Table(title="Parameters by role", columns=("role", "count", "share", "in bf16"), rows=rows),
         ]
 

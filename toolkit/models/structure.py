@@ -133,12 +133,12 @@ def check_text_part(name: str, module: PreTrainedModel) -> None:
         ModelError: for a model without a language-model head, with more required inputs than tokens, or not causal.
     """
     parameters = inspect.signature(module.forward).parameters
-    named = {name: each.default for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
-    needed = [name for name, default in named.items() if default is inspect.Parameter.empty and name != "input_ids"]
+    inputs = {name: each.default for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    required = [name for name, default in inputs.items() if default is inspect.Parameter.empty and name != "input_ids"]
     why = None
-    if needed:
-        why = f"each forward needs {', '.join(needed)}"
-    elif "labels" not in named or module.get_output_embeddings() is None:
+    if required:
+        why = f"each forward needs {', '.join(required)}"
+    elif "labels" not in inputs or module.get_output_embeddings() is None:
         why = "it has no language-model head"
     elif getattr(module.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
         why = "its tokens attend to later ones (use_bidirectional_attention), so they would see what they predict"

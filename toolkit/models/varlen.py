@@ -158,17 +158,17 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
         return False
     key = json.dumps([spec.architecture, spec.config], sort_keys=True, default=str).encode()
     try:
-        shown = json.loads(cache_file("packing", key).read_bytes())
+        answers = json.loads(cache_file("packing", key).read_bytes())
     except (OSError, ValueError, ToolkitError):
         try:
-            shown = _probe(spec)
+            answers = _probe(spec)
         except MemoryError:
             return False  # not cached: a later call may have memory
         except Exception:  # each family fails in its own way on unexpected sizes
-            shown = {}
+            answers = {}
         with contextlib.suppress(OSError, ToolkitError):
-            keep(cache_file("packing", key), json.dumps(shown))
-    return bool(shown.get("joined" if joined else "masked"))
+            keep(cache_file("packing", key), json.dumps(answers))
+    return bool(answers.get("joined" if joined else "masked"))
 
 
 def _probe(spec: ModelSpec) -> dict[str, bool]:
@@ -182,8 +182,8 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
         return {}
     config = small_config(spec)
     tokens = torch.Generator().manual_seed(0)
-    one, other = torch.randint(LARGE // 2, config.vocab_size, (2, 1, TOKENS), generator=tokens)
-    other[:, FIRST:] = one[:, FIRST:]
+    first_row, second_row = torch.randint(LARGE // 2, config.vocab_size, (2, 1, TOKENS), generator=tokens)
+    second_row[:, FIRST:] = first_row[:, FIRST:]
     positions = torch.cat([torch.arange(FIRST), torch.arange(TOKENS - FIRST)])[None]
     register_varlen()
     kernel = "sdpa" if "sdpa" in spec.attentions else "eager"
@@ -198,20 +198,20 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
             result: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits[0]
             return result
 
-        first, second = logits(one), logits(other)
-        limit = 1e-4 * (first - second)[:FIRST].abs().max()
-        masked = bool((first - second)[FIRST:].abs().max() < limit)
-        shown = {"masked": masked, "joined": False}
+        first_logits, second_logits = logits(first_row), logits(second_row)
+        limit = 1e-4 * (first_logits - second_logits)[:FIRST].abs().max()
+        masked = bool((first_logits - second_logits)[FIRST:].abs().max() < limit)
+        answers = {"masked": masked, "joined": False}
         with contextlib.suppress(Exception):  # a kernel of its own, or arguments that it does not take
             model.set_attn_implementation(NAME)
-            bounded = (logits(one, **document_bounds(positions)) - first).abs().max()
+            bounded = (logits(first_row, **document_bounds(positions)) - first_logits).abs().max()
             # Without bounds the kernel refuses a packed mask or mixes both documents, unless the model does not call it.
             try:
-                called = bool((logits(one) - first).abs().max() > limit)
+                called = bool((logits(first_row) - first_logits).abs().max() > limit)
             except ValueError:
                 called = True
-            shown["joined"] = masked and called and bool(bounded < limit)
-    return shown
+            answers["joined"] = masked and called and bool(bounded < limit)
+    return answers
 
 
 def small_config(spec: ModelSpec) -> Any:
@@ -222,7 +222,7 @@ def small_config(spec: ModelSpec) -> Any:
     import transformers
 
     kind = transformers.CONFIG_MAPPING[spec.config["model_type"]]
-    names = {theirs: ours for ours, theirs in getattr(kind, "attribute_map", {}).items()}
+    names = {their_name: our_name for our_name, their_name in getattr(kind, "attribute_map", {}).items()}
     types = spec.config.get("layer_types") or []
     layers = sorted({types.index(word) for word in types} | {0, min(1, spec.layers - 1)})
     dim = spec.config.get("head_dim") or spec.hidden // max(spec.heads, 1)
@@ -231,22 +231,22 @@ def small_config(spec: ModelSpec) -> Any:
     def smaller(values: Mapping[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name, value in values.items():
-            ours = names.get(name, name)
+            our_name = names.get(name, name)
             if isinstance(value, dict) and name not in ("id2label", "label2id"):
                 result[name] = smaller(value)
                 if any(
                     isinstance(each, list) for each in value.values()
                 ):  # a factor for each of the positions' dimensions
                     result[name] = {"rope_type": "default", "rope_theta": value.get("rope_theta", 10_000.0)}
-            elif ours.endswith("token_id"):
+            elif our_name.endswith("token_id"):
                 result[name] = 0 if isinstance(value, int) else None
             elif isinstance(value, list) and len(value) == spec.layers:
                 result[name] = [value[index] for index in layers]
-            elif ours in ("num_hidden_layers", "num_layers"):
+            elif our_name in ("num_hidden_layers", "num_layers"):
                 result[name] = len(layers)
-            elif WINDOW.search(ours) and value:
+            elif WINDOW.search(our_name) and value:
                 result[name] = FIRST // 2  # so that it matters
-            elif isinstance(value, int) and value >= LARGE and not COUNTS.search(ours):
+            elif isinstance(value, int) and value >= LARGE and not COUNTS.search(our_name):
                 result[name] = value // factor
             else:
                 result[name] = value

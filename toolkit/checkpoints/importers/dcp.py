@@ -74,11 +74,11 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-    mine = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
-    files = sorted({place.relative_path for place in mine.values()})
+    places_of_key = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
+    files = sorted({place.relative_path for place in places_of_key.values()})
     with explain_refusals(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed():
         target = torch.empty(stored.size, dtype=stored.properties.dtype)
-        metadata = Metadata(state_dict_metadata={key: stored}, storage_data=mine)
+        metadata = Metadata(state_dict_metadata={key: stored}, storage_data=places_of_key)
         reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
         # As `dcp.load`, except for the metadata.
         reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -84,13 +84,13 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
             "Save the checkpoint again on all ranks."
         )
     wrapped = all(name.startswith("module.") for name in entries)
-    named: dict[str, Entry] = {}
+    by_own_name: dict[str, Entry] = {}
     for name, entry in entries.items():
-        own = _WRAPPERS.sub("", name.removeprefix("module.") if wrapped else name)
-        if own in named:
-            raise CheckpointError(f"{folder} ({kind}) holds {own!r} twice, once as {name!r}: expected one model.")
-        named[own] = entry
-    return Weights(kind, named)
+        own_name = _WRAPPERS.sub("", name.removeprefix("module.") if wrapped else name)
+        if own_name in by_own_name:
+            raise CheckpointError(f"{folder} ({kind}) holds {own_name!r} twice, once as {name!r}: expected one model.")
+        by_own_name[own_name] = entry
+    return Weights(kind, by_own_name)
 
 
 def safetensors_entries(path: Path) -> dict[str, Entry]:
