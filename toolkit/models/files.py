@@ -118,7 +118,10 @@ def local_weights(source: str | Path) -> list[Path]:
         files = [single]
     elif index.is_file():
         check_inside(index, folder)
-        files = _indexed(folder, index)
+        try:
+            files = indexed_files(index, ".safetensors")
+        except ValueError as error:
+            raise ModelError(f"{index}: {error}. Copy the files there again.") from None
     elif pickles := sorted(path.name for path in folder.glob("pytorch_model*.bin")):
         raise ModelError(
             f"model {str(source)!r} holds its weights as pickles only ({pickles[0]}), which can run code: "
@@ -204,21 +207,23 @@ def _download(name: str, commit: str | None) -> None:
         raise ModelError(f"model {name!r} {problem}")
 
 
-def _indexed(folder: Path, index: Path) -> list[Path]:
+def indexed_files(index: Path, suffix: str) -> list[Path]:
+    """Return the files with this suffix that an index of weights names, in order.
+
+    Raises:
+        ValueError: for an invalid index, a name that leads out of the folder, since an index may be crafted, and a missing file.
+    """
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {first_line(error)}") from None
+        raise ValueError(f"it is not an index of weights ({first_line(error)})") from None
     for name in names:
-        # A crafted index must not lead out of its folder.
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} names {name!r}: expected the name of a safetensors file in the same folder.")
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} of the {len(names)} weight files that its index names, "
-            f"the first {missing[0]}. Copy them there."
-        )
-    return [folder / name for name in names]
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
+            raise ValueError(f"it names {name!r}, expected a {suffix} file in the same folder")
+    files = [index.parent / name for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"the folder lacks {len(missing)} of its {len(files)} files, the first {missing[0]}")
+    return files
 
 
 def _check_complete(path: Path) -> None:

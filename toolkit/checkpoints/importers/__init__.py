@@ -16,13 +16,13 @@ from toolkit.checkpoints.importers.weights import (
     as_weights,
     checked,
     list_files,
-    require,
     safetensors_entries,
     wrap_errors,
 )
 from toolkit.checkpoints.importers.zero import is_zero, open_zero
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import dtype_name
+from toolkit.models.files import indexed_files
 
 __all__ = ["Entry", "Weights", "open_foreign", "safetensors_entries"]
 
@@ -89,8 +89,10 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
     if others:
         raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give a folder with one.")
     name = next(name for name in _NAMES if name in files or f"{name}.index.json" in files)
-    paths = [files[name]] if name in files else _indexed(files[f"{name}.index.json"], files)
-    return partial(_open_whole, folder, paths)
+    if name in files:
+        return partial(_open_whole, folder, [files[name]])
+    with wrap_errors(str(index := files[f"{name}.index.json"])):
+        return partial(_open_whole, folder, indexed_files(index, Path(name).suffix))
 
 
 def _latest_folder(folder: Path, pointer: Path) -> Path:
@@ -107,21 +109,6 @@ def _latest_folder(folder: Path, pointer: Path) -> Path:
     if others:
         raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give the folder of one.")
     return folder / tag
-
-
-def _indexed(index: Path, files: Mapping[str, Path]) -> list[Path]:
-    """Return the files that a Hugging Face index names, in order.
-
-    Raises:
-        CheckpointError: for an invalid index, one that names a file in another folder, and a missing file.
-    """
-    with wrap_errors(f"{index} is not an index of weights"):
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}: expected the name of a file in the same folder.")
-    require(names, files, index.parent)
-    return [files[name] for name in names]
 
 
 def _open_whole(folder: Path, paths: Sequence[Path]) -> Weights:
