@@ -25,8 +25,7 @@ from toolkit.engines.traces import Adapter, Segment, TraceConfig
 from toolkit.forecasting import fake_kernels, memory
 from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
-from toolkit.forecasting.segments import split_segments
-from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.traces import split_segments, trace_of
 from toolkit.models import ModelSpec
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -17,8 +17,7 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of, trained_elements
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
-from toolkit.forecasting.segments import split_segments
-from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.traces import split_segments, trace_of
 
 L = TypeVar("L", bound=Ledger)
 
