@@ -34,7 +34,6 @@ MATTER = (
 class FinishedRun:
     """A run that ended."""
 
-    path: Path
     model: str
     strategy: Strategy
     train_config: TrainConfig
@@ -63,11 +62,9 @@ def read_finished_run(run: str | Path) -> FinishedRun:
     Raises:
         RunError: for a folder without a finished run.
     """
-    path = Path(run)
-    with open_finished_run(path) as (about, memory, _):
+    with open_finished_run(Path(run)) as (about, memory, _):
         measured, forecast, run_config = memory["measured"], memory["forecast"], about["run_config"]
         return FinishedRun(
-            path=path,
             model=run_config.get("model", EMBEDDED),
             strategy=from_dict(Strategy, about["strategy"]),
             train_config=from_dict(TrainConfig, about["train_config"]),
