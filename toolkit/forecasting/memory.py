@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -57,13 +58,11 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
     """Yield the different configurations of the same job under the other engines."""
     for word in usual_shardings():
-        try:
+        with contextlib.suppress(StrategyError):
             strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
             other_job = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
-        except StrategyError:
-            continue
-        if (config := engine_of(strategy).trace_config(other_job, masked=masked)) != own:
-            yield config
+            if (config := engine_of(strategy).trace_config(other_job, masked=masked)) != own:
+                yield config
 
 
 def whole_step(job: Job, trace: Trace) -> list[Segment]:

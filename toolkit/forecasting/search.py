@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 import shlex
@@ -199,20 +200,17 @@ class Search:
             replicates = sharding.data_parallel in ("replicate", "hybrid")
             if replicates if alone else sharding.data_parallel == "none":
                 continue
-            for offload in sharding.offload:
+            for offload, checkpointing in itertools.product(sharding.offload, checkpointings):
                 if alone and offload == "none" and sharding.data_parallel != "none":
                     continue
-                for checkpointing in checkpointings:
-                    try:
-                        yield dataclasses.replace(
-                            self.strategy,
-                            sharding=word,
-                            offload=offload,
-                            activation_checkpointing=checkpointing,
-                            dp_replicate=self.machine.nodes if sharding.hybrid else 1,
-                        )
-                    except StrategyError:
-                        continue  # no engine runs this combination
+                with contextlib.suppress(StrategyError):  # no engine runs this combination
+                    yield dataclasses.replace(
+                        self.strategy,
+                        sharding=word,
+                        offload=offload,
+                        activation_checkpointing=checkpointing,
+                        dp_replicate=self.machine.nodes if sharding.hybrid else 1,
+                    )
 
     def _candidate(self, strategy: Strategy, train_config: TrainConfig, quick: bool = False) -> Candidate:
         """Forecast one candidate. `quick`: skip the trace if parameters and optimizer alone do not fit."""
