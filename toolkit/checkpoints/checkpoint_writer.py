@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, WriteItem, lay_out
 from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints, sha256_of
+from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.rank_files import (
     BackgroundWriter,
     await_ranks,
@@ -25,7 +26,6 @@ from toolkit.checkpoints.rank_files import (
     is_disk_full,
     no_room_error,
     note,
-    read_generators,
     save_tensors,
     sign_of_life,
     write_note,

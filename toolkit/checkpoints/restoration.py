@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.checkpoints.identity import Identity, check_same
 from toolkit.checkpoints.layout import checkpoint_shards
 from toolkit.checkpoints.manifest import UNREADABLE, Manifest, listed, misplacement, read_manifest, validate
-from toolkit.checkpoints.rank_files import write_generators
+from toolkit.checkpoints.randomness import write_generators
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.errors import CheckpointError
