@@ -75,7 +75,7 @@ class Region:
         box = tuple((int(offset), int(size)) for offset, size in sides)
         region = cls(match["kind"], match["name"], box, int(match["start"]), math.prod(stored_shape))
         if region.key != key or region.stored_shape != tuple(stored_shape):
-            raise ValueError(f"expected another spelling, or another shape than {list(stored_shape)}")
+            raise ValueError(f"its spelling, or its shape {list(stored_shape)}, is not the toolkit's")
         if region.length < 1 or region.start + region.length > box_elements(box):
             raise ValueError("it is empty, or reaches beyond its box")
         return region

@@ -45,7 +45,7 @@ class Forecast(Result):
     """Of `host_bytes`, what checkpoints alone need; 0 where the host has enough."""
     checkpoint_bytes: int
     checkpoint_stall_seconds: float
-    """The time in which steps wait for a checkpoint; offloaded states are written meanwhile."""
+    """The time in which steps wait for a checkpoint; with offloaded states, its whole write."""
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""
     communication_bytes: int
