@@ -112,7 +112,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         data = read_limited(path, LIMIT)
         values = parse_json(data)
         own = values.pop("sha256")
-        # Every format has this hash, which tells damage from another format.
+        # Every format has this hash, so that damage differs from another format.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
             raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
         if values["format"] != FORMAT:

@@ -52,7 +52,7 @@ def reopen_adapter(base: Any, folder: Path) -> Any:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        # PEFT still asks for `is_gradient_checkpointing`, which transformers renamed.
+        # PEFT reads `is_gradient_checkpointing`, which transformers renamed.
         warnings.simplefilter("ignore", FutureWarning)
         model = PeftModel.from_pretrained(base, folder)
     return model.eval()

@@ -66,7 +66,7 @@ class DtypeReport(Result):
     device: str
     columns: tuple[DtypeColumn, ...]
     run: str | None = None
-    """The folder of the run whose audit is shown."""
+    """Folder of the run with the shown audit."""
 
     @property
     def accepted(self) -> list[DtypeColumn]:
@@ -148,7 +148,7 @@ def dtype_report(
         on: the machine, or its name; by default this one.
         train_config: as in `forecast`.
         ranks: processes; by default the machine's devices, at least two.
-        run: folder of a run, whose audit is shown with its strategy.
+        run: folder of a run; its strategy comes first, with its audit.
 
     Raises:
         ToolkitError: for an unknown model or machine.

@@ -207,7 +207,7 @@ SUMS = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vect
 def cuda_casts() -> Iterator[None]:
     """Let autocast on the CPU treat fake tensors as CUDA's treats real ones.
 
-    What both list alike (products in half precision, most losses in fp32) stays as it is.
+    Entries of both lists (products in half precision, most losses in fp32) do not change.
     """
     import torch
 

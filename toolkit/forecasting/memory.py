@@ -1,4 +1,4 @@
-"""A rank's bytes through one step: the traced activations, the engine's states, and what CUDA takes besides the allocator."""
+"""A rank's bytes through one step: traced activations, the engine's states, and CUDA's memory outside the allocator."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _group_layers(
     spans: list[_Span] = []
     for span in shallow:
         if len(spans) > 1 and key(spans[-1]) is None and key(span) == key(spans[-2]) is not None:
-            # What lies between two layers belongs to the one before.
+            # Events between two layers belong to the first.
             between = spans.pop()
             spans[-1] = replace(spans[-1], events=spans[-1].events + between.events)
         spans.append(span)
