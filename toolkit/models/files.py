@@ -222,7 +222,7 @@ def indexed_files(index: Path, suffix: str) -> list[Path]:
             raise ValueError(f"it names {name!r}, expected a {suffix} file in the same folder")
     files = [index.parent / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"the folder lacks {len(missing)} of its {len(files)} files, the first {missing[0]}")
+        raise ValueError(f"the folder lacks {len(missing)} of the {len(files)} files, the first {missing[0]}")
     return files
 
 
